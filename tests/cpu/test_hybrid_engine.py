@@ -187,3 +187,15 @@ def test_what_is_not_built_is_refused(settings: dict[str, Any], told: str, folde
 def test_other_models_have_no_states() -> None:
     with pytest.raises(ValueError, match="recurrent_states: LlamaForCausalLM has no recurrent layers; leave it out"):
         LLM("tiny", recurrent_states=4)
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_experts(quantization: str, tmp_path: Path) -> None:
+    """Qwen3-Next's, and the one beside them: in a batch, cut and from a state the bits of each prompt alone."""
+    folder, given = make_checkpoint("next_experts", tmp_path / "m"), prompts()[3:8]
+    alone = engine(folder, enable_prefix_caching=False, quantization=quantization)
+    want = [run(alone, [prompt], SHORT)[0] for prompt in given]
+    llm = engine(folder, max_batch_tokens=96, quantization=quantization)
+    same(run(llm, given, SHORT), want)
+    same(run(llm, given, SHORT), want)
+    assert llm.engine.stats().tokens.cached > 300, "nothing was cached"

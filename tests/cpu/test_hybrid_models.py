@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headrace.kernels import cpu, dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from tests.support.checkpoints import VOCAB
-from tests.support.hybrid_checkpoints import KINDS, Sequence, greedy, make_checkpoint
+from tests.support.hybrid_checkpoints import KINDS, Sequence, build_model, greedy, make_checkpoint
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -85,6 +86,15 @@ def test_in_torch(folder: Callable[[str], Path]) -> None:
         decoder = load_decoder(folder("next"), "float32")
         check_cuts(decoder)
         assert (ours(decoder, prompt(70)) - their_logits(theirs_of(folder("next")), prompt(70))).abs().max() <= 1e-4
+
+
+def test_experts_in_one_tensor(tmp_path: Path, folder: Callable[[str], Path]) -> None:
+    """transformers writes them so, too."""
+    build_model("next_experts").save_pretrained(tmp_path, save_original_format=False)
+    fused, apart = ({*load_file(each / "model.safetensors")} for each in (tmp_path, folder("next_experts")))
+    assert len(apart) > 2 * len(fused)
+    logits = [ours(load_decoder(each, "bfloat16"), prompt(70)) for each in (tmp_path, folder("next_experts"))]
+    assert torch.equal(*logits)
 
 
 def check_cuts(decoder: Decoder) -> None:

@@ -28,9 +28,14 @@ YARN = dict(
         partial_rotary_factor=0.25,
     )
 )  # fmt: skip
+EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, shared_expert_intermediate_size=96,
+    mlp_only_layers=[1],
+)  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
     "next_uneven": ("next", UNEVEN),
+    "next_experts": ("next", EXPERTS),
     "3_5": ("3_5", {}),
     "3_5_tied": ("3_5", dict(tie_word_embeddings=True, attention_bias=True)),
     "3_5_ends_recurrent": ("3_5", ENDS_RECURRENT | UNEVEN),
@@ -44,7 +49,7 @@ def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     given = {**SIZES, **fields, **overrides}
     if family == "next":
-        model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**given, num_experts=0))
+        model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**{"num_experts": 0, **given}))
     else:
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**given))
     with torch.no_grad():

@@ -35,6 +35,6 @@ class DeltaNet:
 
 
 def let_through(heads: Tensor, gates: Tensor) -> Tensor:
-    """heads [T, Hq, D] times the sigmoid of gates [T, Hq, D]."""
+    """heads [T, Hq, D] times the sigmoid of gates [T, Hq, D]; or [T, H] both."""
     both = torch.cat((gates.flatten(1), heads.flatten(1)), dim=1)
     return ops.sigmoid_mul(both).view(heads.shape)

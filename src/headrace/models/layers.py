@@ -146,7 +146,14 @@ class Layer:
         routes = experts.route(logits, spec.chosen, spec.normalised)
         inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin, self.config.activation)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
-        return experts.combine(made, routes)
+        met = experts.combine(made, routes)
+        return met + self._met_by_all(x) if spec.shared else met
+
+    def _met_by_all(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]: what the shared expert makes of every row, times the sigmoid of its gate."""
+        inner = ops.gated_linear(x, self.matrices["shared.up.weight"], None, self.config.activation)
+        made = self._linear("shared.down", inner)
+        return let_through(made, self._linear("shared_gate", x).expand_as(made))
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.config.activation == "relu":

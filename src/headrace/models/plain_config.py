@@ -45,7 +45,9 @@ QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
     num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
     head_dim=256, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
-    linear_num_value_heads=32, num_experts=512, mlp_only_layers=None, layer_types=None, full_attention_interval=4,
+    linear_num_value_heads=32, layer_types=None, full_attention_interval=4, num_experts=512, num_experts_per_tok=10,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1,
+    mlp_only_layers=None,
 )  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -120,7 +122,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 NEVER_NULL = (
     "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "decoder_sparse_step",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0}
@@ -144,7 +146,8 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
     _fill_in(values, model_type)
-    _fill_in_experts(values, known, "num_experts" in DEFAULTS[model_type])
+    if model_type != "qwen3_next":
+        _fill_in_experts(values, known, "num_experts" in DEFAULTS[model_type])
     _fill_in_rope(values, known, model_type)
     values["model_type"] = model_type
     return SimpleNamespace(**values)
@@ -159,6 +162,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["num_key_value_heads"] = heads
     if "max_window_layers" in values:
         _fill_in_windows(values)
+    if values.get("mlp_only_layers", ()) is None:
+        values["mlp_only_layers"] = []
     if model_type == "qwen3_moe":
         _fill_in_qwen3_moe(values)
     if model_type == "smollm3":
@@ -197,8 +202,6 @@ def _fill_in_windows(values: dict[str, Any]) -> None:
 
 
 def _fill_in_qwen3_moe(values: dict[str, Any]) -> None:
-    if values["mlp_only_layers"] is None:
-        values["mlp_only_layers"] = []
     if not values["use_sliding_window"]:
         values["sliding_window"] = None
 

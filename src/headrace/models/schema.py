@@ -108,6 +108,7 @@ class ConfigFields(msgspec.Struct):
     num_local_experts: Count = UNSET
     num_experts_per_tok: Count = UNSET
     moe_intermediate_size: WideCount = UNSET
+    shared_expert_intermediate_size: WideCount = UNSET
     norm_topk_prob: Flag = UNSET
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET

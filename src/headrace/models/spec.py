@@ -9,6 +9,7 @@ Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the at
 up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
 and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
+Beside them, in some models, layers.N.shared.up and .down, and layers.N.shared_gate [1, H].
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class ExpertsSpec:
 
     The router's softmax is taken over all experts, in fp32; then the greatest are chosen, the first of equal ones.
     normalised: their shares are divided by their sum. layers: which layers have experts; the others have a dense MLP.
+    shared: width of an MLP that every row meets beside them, times the sigmoid of its gate; 0: none. kernels.block does
+    not know it: hybrid models alone have one.
     """
 
     count: int
@@ -74,6 +77,7 @@ class ExpertsSpec:
     inner: int
     normalised: bool
     layers: tuple[bool, ...]
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,7 @@ class ModelConfig:
         """Columns of MLPs that a row meets in a layer: those of its experts, the mean over layers that differ."""
         if self.experts is None:
             return self.intermediate_size
-        sparse, met = sum(self.experts.layers), self.experts.chosen * self.experts.inner
+        sparse, met = sum(self.experts.layers), self.experts.chosen * self.experts.inner + self.experts.shared
         return (sparse * met + (self.layers - sparse) * self.intermediate_size) // self.layers
 
     @property
@@ -254,6 +258,9 @@ def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
     slots |= _linear(prefix + "router", (spec.count,), config.hidden_size, False)
     for expert in range(spec.count):
         slots |= _up_and_down(config, expert_prefix(layer, expert), spec.inner)
+    if spec.shared:
+        slots |= _linear(prefix + "shared_gate", (1,), config.hidden_size, False)
+        slots |= _up_and_down(config, prefix + "shared.", spec.shared)
     return slots
 
 
@@ -263,9 +270,9 @@ def expert_prefix(layer: int, expert: int) -> str:
 
 
 def is_exact(name: str) -> bool:
-    """Whether a matrix of ours is never rounded: one that tells rows their experts, or how much a state forgets. They
-    are small, and what they decide lasts."""
-    return name.endswith((".router.weight", ".gates.weight"))
+    """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, or how
+    much a state forgets. They are small, and what they decide lasts."""
+    return name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
 
 
 def _up_and_down(config: ModelConfig, prefix: str, inner: int) -> dict[str, Slot]:

@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5 (text): gated delta nets in most layers, attention with an output gate in the others.
 
-Norms add 1 to their weights, and a part of each head is rotated. Experts are refused: every layer has a plain MLP.
+Norms add 1 to their weights, and a part of each head is rotated. Qwen3-Next may have experts in place of MLPs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.experts import APART, TOGETHER, mixture, sparse_layers
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
@@ -18,7 +19,6 @@ MULTIMODAL_ROPE = frozenset({"mrope_section", "mrope_interleaved"})
 
 
 def _facts(config: Any) -> dict[str, Any]:
-    _refuse_experts(config)
     for kind in config.layer_types:
         if kind not in KINDS:
             raise UnsupportedModel(f"layer_types with {kind!r} is not supported; supported: {', '.join(KINDS)}")
@@ -48,10 +48,18 @@ def _facts(config: Any) -> dict[str, Any]:
     )
 
 
-def _refuse_experts(config: Any) -> None:
-    dense = getattr(config, "mlp_only_layers", None) or ()
-    if getattr(config, "num_experts", None) and not set(range(config.num_hidden_layers)) <= set(dense):
-        raise UnsupportedModel(f"num_experts {config.num_experts} is not supported for this family yet; 0 is")
+def _next_facts(config: Any) -> dict[str, Any]:
+    """With experts, and one beside them that all rows meet, if there are any."""
+    if not config.num_experts:
+        return _facts(config)
+    inner, shared, layers = config.moe_intermediate_size, config.shared_expert_intermediate_size, sparse_layers(config)
+    return _facts(config) | mixture(config, config.num_experts, inner, config.norm_topk_prob, layers, shared)
+
+
+def _qwen3_5_facts(config: Any) -> dict[str, Any]:
+    if getattr(config, "num_experts", None):
+        raise UnsupportedModel(f"num_experts {config.num_experts} is not supported for this architecture")
+    return _facts(config)
 
 
 def _attention(config: Any, layers: int) -> AttentionSpec:
@@ -94,7 +102,18 @@ def _names(config: ModelConfig, mixed: tuple[str, ...], gates: tuple[str, ...]) 
 
 
 def _next_names(config: ModelConfig) -> Names:
-    return _names(config, ("in_proj_qkvz",), ("in_proj_ba",))
+    shared = "layers.{}.mlp.shared_expert."
+    return {
+        **_names(config, ("in_proj_qkvz",), ("in_proj_ba",)),
+        **APART,
+        "layers.{}.shared_gate": ("layers.{}.mlp.shared_expert_gate",),
+        "layers.{}.shared.up": (shared + "gate_proj", shared + "up_proj"),
+        "layers.{}.shared.down": (shared + "down_proj",),
+    }
+
+
+def _next_names_together(config: ModelConfig) -> Names:
+    return {**_next_names(config), **TOGETHER}
 
 
 def _qwen3_5_names(config: ModelConfig) -> Names:
@@ -129,10 +148,10 @@ def by_head(heads: int, sizes: tuple[int, ...]) -> list[int]:
 
 PREFIXES = ("model.", "")
 QWEN3_NEXT = Family(
-    "qwen3_next", "transformers.models.qwen3_next.configuration_qwen3_next:Qwen3NextConfig", _facts, _next_names,
-    PREFIXES, qkv_rows, next_rows,
+    "qwen3_next", "transformers.models.qwen3_next.configuration_qwen3_next:Qwen3NextConfig", _next_facts, _next_names,
+    PREFIXES, qkv_rows, next_rows, other_names=_next_names_together,
 )  # fmt: skip
 QWEN3_5 = Family(
-    "qwen3_5_text", "transformers.models.qwen3_5.configuration_qwen3_5:Qwen3_5TextConfig", _facts, _qwen3_5_names,
-    PREFIXES, qkv_rows,
+    "qwen3_5_text", "transformers.models.qwen3_5.configuration_qwen3_5:Qwen3_5TextConfig", _qwen3_5_facts,
+    _qwen3_5_names, PREFIXES, qkv_rows,
 )  # fmt: skip
