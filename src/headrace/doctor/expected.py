@@ -34,6 +34,7 @@ HEAD_ROWS = 32_768
 PREFILL_FLOPS = 400e9
 """Operations of the prefill that is timed, about."""
 STEPS = 7
+EXPERTS = 4
 INT4_BITS = 6.2
 """Of a stored weight, below which int4 is nearest."""
 
@@ -91,7 +92,10 @@ def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 def _cut(facts: ModelConfig, layers: int, vocabulary: int) -> ModelConfig:
     spec = replace(facts.attention, layers=layers, windows=facts.attention.windows[:layers])
-    return replace(facts, layers=layers, vocab_size=vocabulary, attention=spec, stored=None)
+    experts = facts.experts
+    if experts is not None:  # a few times those that a row meets stand for all
+        experts = replace(experts, count=min(experts.count, EXPERTS * experts.chosen), layers=experts.layers[:layers])
+    return replace(facts, layers=layers, vocab_size=vocabulary, attention=spec, experts=experts, stored=None)
 
 
 def _affordable(few: ModelConfig) -> int:
