@@ -117,7 +117,8 @@ def test_choose() -> None:
         dispatch.choose("triton", torch.bfloat16)
     with pytest.raises(ValueError, match=r"'cpu'.*float16.*use 'auto'"):
         dispatch.choose("cpu", torch.float16)
-    assert set(dispatch.reasons()) == {*dispatch.NATIVE_OPS, "linear", "linear_int8", "linear_int4", "layer"}
+    products = {"linear", "linear_int8", "linear_int4", "linear_w8a8"}
+    assert set(dispatch.reasons()) == {*dispatch.NATIVE_OPS, *products, "layer"}
     assert dispatch.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
     assert set(dispatch.reasons(gpu=True)) == {*dispatch.NATIVE_OPS, "linear"}
     assert {name for name, why in dispatch.reasons(gpu=True).items() if why.startswith("triton: ")} == {

@@ -22,7 +22,7 @@ def run(model: str | None, as_json: bool, **settings: str | None) -> None:
     if model is None:
         raise ValueError("no model is given: headrace info MODEL, a folder or 'tiny'")
     given = {name: value for name, value in settings.items() if value is not None}
-    with working("timing a few layers of this model's size"):
+    with working("looking at the model, and timing a few layers of its size"):
         found = info(config_from_env(model=model, **given))
     if as_json:
         print(json.dumps({"name": model} | found, indent=1, default=str))

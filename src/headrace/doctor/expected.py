@@ -35,6 +35,7 @@ HEAD_ROWS = 32_768
 PREFILL_FLOPS = 400e9
 """Operations of the prefill that is timed, about."""
 STEPS = 7
+EXPERTS = 4
 INT4_BITS = 6.2
 """Of a stored weight, below which int4 is nearest."""
 
@@ -109,9 +110,12 @@ def _cut(facts: ModelConfig, layers: int, vocabulary: int) -> ModelConfig:
     attending = layers - len(recurrent)
     spec = replace(facts.attention, layers=attending, windows=facts.attention.windows[:attending])
     states = facts.recurrent and replace(facts.recurrent, layers=len(recurrent))
+    experts = facts.experts
+    if experts is not None:  # a few times those that a row meets stand for all
+        experts = replace(experts, count=min(experts.count, EXPERTS * experts.chosen), layers=experts.layers[:layers])
     return replace(
         facts, layers=layers, vocab_size=vocabulary, attention=spec, recurrent=states, recurrent_layers=recurrent,
-        stored=None,
+        experts=experts, stored=None,
     )  # fmt: skip
 
 
