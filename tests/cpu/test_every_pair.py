@@ -8,6 +8,7 @@ process: what links them is tested in tests/processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def settings(case: Case, folder: Path, directory: Path, remote_url: str) -> dict
 def stored(llm: LLM, case: Case) -> None:
     """Stores what the case says of the main prompt, and leaves nothing of it in the pool."""
     main = prompts_of(llm)[0]
-    watched(llm, [main if case["source"] in ("stored", "projected") else main[: 3 * CHUNK + 5]], BRIEF)
+    with by_one_rank(llm) if case["source"] == "projected" else nullcontext():
+        watched(llm, [main if case["source"] in ("stored", "projected") else main[: 3 * CHUNK + 5]], BRIEF)
     flush(llm)
     for storage in storages(llm):
         for pool in storage.pools:
@@ -143,16 +145,27 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
 
 
 def project_some(llm: LLM) -> None:
-    """Has steps project a part of the chunks that have X, on all ranks. Of several one computes some first: strategies
-    that cut a short prompt leave no rank with all rows of a chunk."""
+    """Has steps project a part of the chunks that have X, on all ranks. Of several one computes some first."""
     executor: Any = llm.engine.loaded.executor
     if llm.engine.loaded.ranks is None:
         executor.streamer.options.share = 0.4
         return
     for storage in storages(llm):
         storage.x.share = 0.4
+    with by_one_rank(llm):
+        watched(llm, [prompts_of(llm)[0][: 3 * CHUNK + 5]], BRIEF)
+
+
+@contextmanager
+def by_one_rank(llm: LLM) -> Iterator[None]:
+    """Within, prompts are computed by one of several ranks: strategies that cut a short prompt leave none with all rows
+    of a chunk, and so with none of its X."""
+    if llm.engine.loaded.ranks is None:
+        yield
+        return
+    executor: Any = llm.engine.loaded.executor
     allowed, executor.allowed = executor.allowed, ("single",)
-    watched(llm, [prompts_of(llm)[0][: 3 * CHUNK + 5]], BRIEF)
+    yield
     executor.allowed = allowed
     executor.counts.clear()
 

@@ -5,6 +5,7 @@ M: tensor ranks, T: rows, H: hidden size, I: MLP width, Hq, Hkv: query and KV he
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -72,6 +73,8 @@ STEPS = ((70, 0), (1, 33), (1, 1), (64, 1))
 """Rows of two sequences in each step."""
 
 ISAS = [*(cpu.available_isas() if cpu.available() else ()), "torch"]
+PRODUCTS = [*itertools.product(["none", "int8", "int4"], ISAS), *(("w8a8", isa) for isa in ISAS if isa != "torch")]
+"""Forms of weights by instruction set; w8a8 needs the C++ kernels."""
 
 every_model = pytest.mark.parametrize("model", MODELS)
 every_type = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -166,8 +169,7 @@ def test_without_the_cpp_kernels_too(
         check_same_bits(folder(MODELS[model]), 2, dtype, quantization, "reference")
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
+@pytest.mark.parametrize(("quantization", "isa"), PRODUCTS)
 @every_type
 def test_an_output_has_the_same_bits_among_fewer(dtype: str, quantization: Quantization, isa: str) -> None:
     """The ground of it all: linear's bits do not depend on how many outputs a rank has, nor on which."""
