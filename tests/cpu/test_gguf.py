@@ -19,7 +19,8 @@ from headrace.models.shards import Share
 from headrace.models.weights import StoredMatrix, load_weights
 from tests.support.gguf_files import q4_k_m, theirs, tokens_of, write_gguf
 from tests.support.naive_attention import prompt_logits
-from tests.support.traces import run, same
+from tests.support.thread_group import ranks_as_threads
+from tests.support.traces import prompts_of, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -135,3 +136,16 @@ def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"m\.gguf: model\.layers\.1\.mlp\.up_proj\.weight: a scale is NaN"):
         load_decoder(path)
+
+
+@pytest.mark.parametrize("strategy", ["chain", "ring-kv"])
+def test_over_ranks(strategy: str, tmp_path: Path) -> None:
+    """Two context ranks of two tensor ranks: their shares are of the codes as they are stored."""
+    path = str(write_gguf(theirs(), tmp_path / "m.gguf", q4_k_m))
+    with LLM(path, dtype="bfloat16", kv_cache_tokens=4096) as llm:
+        prompts = [each for each in prompts_of(llm) if len(each) < 400][:3]
+        truth = run(llm, prompts, SHORT)
+    ranks = dict(context_parallel_size=2, tensor_parallel_size=2, prefill_strategy=strategy, threads=1)
+    with ranks_as_threads(), LLM(path, dtype="bfloat16", kv_cache_tokens=4096, **ranks) as llm:
+        same(run(llm, prompts, SHORT), truth)
+        assert llm.engine.stats().ranks.prefills.get(strategy)
