@@ -21,7 +21,9 @@ PARAMS = {
     "penalties": replace(LONG, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
     "several": replace(LONG, temperature=0.8, seed=3, n=3),
     "forbidden": replace(LONG, ignore_eos=False, min_tokens=30, logit_bias={5: 3.0}),
-    "grammar": replace(LONG, ignore_eos=False, structured=Structured(regex=r"[a-z ]{20,40}: the end of (the|this)")),
+    "grammar": replace(
+        LONG, ignore_eos=False, structured=Structured(regex=r"[a-z ]{3,9}: the end of it. [A-z ]{60,80}")
+    ),
     "grammar-logprobs": replace(LONG, ignore_eos=False, logprobs=1, structured=Structured(regex=r"[a-z ]{30,40}")),
 }
 
