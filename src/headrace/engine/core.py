@@ -29,6 +29,7 @@ from headrace.engine.sampler import (
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.speculation.speculator import Speculator
+from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
 from headrace.logs import fields, short_id
 from headrace.progress import Prefill
@@ -266,7 +267,8 @@ class EngineCore:
             if self._moved:
                 self.structured.ask(self._moved)
                 self._moved = []
-            rows = [(output, firsts[output] + right) for output, _ in rows if (right := self._confirmed(output))]
+            going_on = [(output, confirmed(output.sequence)) for output, _ in rows if output.sequence in self._outputs]
+            rows = [(output, firsts[output] + right) for output, right in going_on if right]
             if self.on_logits is not None:
                 for output, row in rows:
                     sequence = output.sequence
@@ -293,26 +295,10 @@ class EngineCore:
             break
         return deltas
 
-    def _confirmed(self, output: Output) -> int:
-        """How many of the step's tokens of a sequence are its draft's, if all are: a row follows that says the next."""
-        sequence, draft = output.sequence, output.sequence.draft
-        if not draft or sequence not in self._outputs:
-            return 0
-        new = sequence.tokens[sequence.computed - len(draft) :]
-        return len(new) if new == draft[: len(new)] else 0
-
     def _settle(self, sequence: SequenceState) -> None:
-        """Ends a sequence's draft: the cache keeps the rows of what was drawn, and of nothing else."""
-        draft, table = sequence.draft, sequence.table
-        if not draft or table is None:
-            return
-        known = table.length - len(draft)
-        new = sequence.tokens[known:]
-        right = next((i for i, token in enumerate(new) if [token] != draft[i : i + 1]), len(new))
-        self.cache.keep(table, known - 1, min(known + right, len(sequence.tokens) - 1))
-        if self.speculator is not None:
-            self.speculator.note(sequence, len(draft), right)
-        sequence.draft = []
+        """Ends the draft of a sequence, if it has one."""
+        if self.speculator is not None and sequence.draft and sequence.table is not None:
+            self.speculator.note(sequence, len(sequence.draft), settle(sequence, self.cache))
 
     def _follow_grammars(self, rows: list[_Row]) -> tuple[list[_Row], list[Delta]]:
         """The rows to sample from, and the deltas of sequences that are not sampled: their grammar has failed, or
