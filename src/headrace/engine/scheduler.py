@@ -117,7 +117,7 @@ class Scheduler:
         for sequence in decoding:
             self._decode(sequence)
         for behind, sequence in zip(reversed(range(len(several))), several, strict=True):
-            kept = behind + (self.align if prefilling else 0)  # a token for each behind it, and a prompt's least
+            kept = behind + (self.align if prefilling or self.waiting else 0)  # a token for each, and a prompt's least
             self._decode(sequence, self._budget - kept)
         for sequence in prefilling:
             self._prefill(sequence)
