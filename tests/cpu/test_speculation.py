@@ -10,7 +10,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.types import CHUNK, Request, Structured
-from tests.support.drafting import answered, drafts_from
+from tests.support.drafting import answered, drafts_from, free_rows
 from tests.support.traces import GREEDY, Trace, engine, prompts_of, run, same
 
 LONG = replace(GREEDY, max_tokens=70)
@@ -69,6 +69,7 @@ def test_text_that_repeats_itself_takes_fewer_steps(method: str, llm: LLM) -> No
     prompts = [base * 3, base * 2 + base[:20]]
     truth = told(llm, prompts, LONG)
     drafting = engine(speculative=method)
+    free_rows(drafting)
     assert told(drafting, prompts, LONG) == truth
     before = drafting.engine.stats().scheduler.steps
     assert told(drafting, prompts, LONG) == truth
