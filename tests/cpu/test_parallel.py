@@ -193,7 +193,7 @@ def test_sinks(strategy: str, dtype: str, folder_of: FolderOf, ours_of: Any) -> 
     weights = load_weights(folder_of("qwen2_window"), plain.config, plain.dtype)
     g = torch.Generator().manual_seed(5)
     for layer in range(config.layers):
-        weights[f"layers.{layer}.sinks.weight"] = 2 * torch.randn(4, generator=g).to(plain.dtype)
+        weights[f"layers.{layer}.attention.sinks"] = 2 * torch.randn(4, generator=g).to(plain.dtype)
     decoder = Decoder(config, weights)
     prompts = [tokens_of(count, count) for count in UNEVEN]
     loopback, truth = LoopbackRanks(decoder, 3), one_rank(decoder, prompts, 70)
