@@ -174,7 +174,8 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.int8, None])
 @pytest.mark.parametrize(
-    "kind", ["qwen2_window", "mistral_window", "llama_dynamic", "phi4_longrope", "smollm3", "gemma2", "gemma3"]
+    "kind",
+    ["qwen2_window", "mistral_window", "llama_dynamic", "phi4_longrope", "smollm3", "gemma2", "gemma3", "gpt_oss"],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
     decoder = ours_of(kind, "bfloat16")

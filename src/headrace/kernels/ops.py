@@ -160,7 +160,8 @@ def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
         return cpu.swiglu_oai_mul(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return ((up + 1) * (gate * torch.sigmoid(SWIGLU_ALPHA * gate))).to(gate_up.dtype)
+    passed = _whole_vectors(torch.sigmoid, SWIGLU_ALPHA * gate)
+    return ((up + 1) * (gate * passed)).to(gate_up.dtype)
 
 
 def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
@@ -186,7 +187,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f of each element of x [..., N] by vectors that are full: torch computes the others' tanh another way."""
+    """f of each element of x [..., N] by vectors that are full: torch computes others another way."""
     width = x.shape[-1]
     return f(F.pad(x, (0, -width % 64)))[..., :width]
 

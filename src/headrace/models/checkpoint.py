@@ -98,7 +98,7 @@ class SafetensorsCheckpoint:
 
     def _take_apart(self, experts: int) -> None:
         for name, found in [(name, found) for name in self._where if (found := FUSED.search(name))]:
-            if self.shape(name)[:1] == (experts,):
+            if self._where[name].get_slice(name).get_shape()[:1] == [experts]:
                 file, (module, kind) = self._where.pop(name), found.groups("weight")
                 before = name[: found.start()]
                 apart = {f"{before}.experts.{e}.{module}.{kind}": (name, e) for e in range(experts)}
