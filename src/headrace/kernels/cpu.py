@@ -52,8 +52,8 @@ capabilities = Capabilities(
 )  # fmt: skip
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "sigmoid_mul", "gelu", "relu", "rotary", "gated_delta",
-    "greatest", "softmax_sums", "soft_cap",
+    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "sigmoid_mul", "gelu", "relu", "rotary",
+    "gated_delta", "greatest", "softmax_sums", "soft_cap",
 )  # fmt: skip
 """The row-wise ones."""
 
