@@ -32,6 +32,7 @@ from headrace.types import UnsupportedModel
 from tests.support.checkpoints import build_model
 from tests.support.gguf_files import tokens_of
 from tests.support.naive_attention import prompt_logits
+from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -128,6 +129,18 @@ def test_the_promise_holds(isa: str, folder: Path) -> None:
     for _ in range(2):
         same(run(shared, prompts, short), want)
     assert shared.engine.stats().tokens.cached > 300, "nothing was cached"
+
+
+@pytest.mark.parametrize("strategy", ["chain", "ring-kv"])
+def test_over_ranks(strategy: str, folder: Path) -> None:
+    """Two context ranks of two tensor ranks: each has a part of every expert, in its codes."""
+    prompts, short = [tokens_of(n, seed=n) for n in (70, 200, 333)], SamplingParams(temperature=0.0, max_tokens=6)
+    with LLM(str(folder), kv_cache_tokens=4096) as llm:
+        truth = run(llm, prompts, short)
+    ranks = dict(context_parallel_size=2, tensor_parallel_size=2, prefill_strategy=strategy, threads=1)
+    with ranks_as_threads(), LLM(str(folder), kv_cache_tokens=4096, **ranks) as llm:
+        same(run(llm, prompts, short), truth)
+        assert llm.engine.stats().ranks.prefills.get(strategy)
 
 
 def test_a_tensor_rank_reads_its_part_of_every_expert(folder: Path) -> None:
