@@ -98,11 +98,11 @@ struct Unary {
   int threads;
 };
 
-enum class Gate { silu, gelu_tanh };
+enum class Gate { silu, gelu_tanh, swiglu_oai };
 
 // What is done to the products y [T, outputs] on their way to memory, each operation with its own rounding. residual
 // [T, outputs] or null: residual + scale * y; it may be where they go. gated: `gate` of the first half times the second,
-// [T, outputs / 2], whose weights are packed in turn, 64 gates and the 64 that they let through. Neither goes with `wide`.
+// [T, outputs / 2], whose weights are packed in turn, 64 gates and the 64 that they let through; swiglu_oai takes both halves. Neither goes with `wide`.
 // tops, with `wide` alone, or null: the greatest of each row's products in each block of 64 outputs, NaN if one of them is,
 // [ceil(outputs / TOPS)][tops_width(T)]. What is behind the rows is left as it is.
 struct Epilogue {
@@ -334,7 +334,8 @@ extern const bool multiplies_bf16;
 
 // Each in two types, of Unary, and in Python by the same name. To add one: its name here, activations.cpp.
 #define HEADRACE_ACTIVATIONS(ACTIVATION) \
-  ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(sigmoid_mul) ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
+  ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(swiglu_oai_mul) ACTIVATION(sigmoid_mul) \
+  ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
 
 struct Kernels {
 #define HEADRACE_PER_TYPE(name, Arguments) void (*name[2])(const Arguments &);

@@ -473,7 +473,10 @@ NB_MODULE(_cpu, m) {
         "threads"_a);
   m.def("combine", combine, unlocked, "type"_a, "y"_a, "place"_a, "share"_a, "out"_a, named, "rows"_a, "chosen"_a, "width"_a,
         "threads"_a);
-  nb::enum_<Gate>(m, "Gate").value("silu", Gate::silu).value("gelu_tanh", Gate::gelu_tanh);
+  nb::enum_<Gate>(m, "Gate")
+      .value("silu", Gate::silu)
+      .value("gelu_tanh", Gate::gelu_tanh)
+      .value("swiglu_oai", Gate::swiglu_oai);
   nb::enum_<Order>(m, "Order")
       .value("pre", Order::pre)
       .value("post", Order::post)

@@ -291,6 +291,14 @@ HEADRACE_INLINE vf gelu_tanh_of(vf x) {
   return x == -__builtin_inff() ? vf{} : sigmoid_times(x, cubic * splat(1.5957691f));
 }
 
+// gpt-oss's gated unit: gate sigmoid(1.702 gate) (up + 1), gates held to 7 at most, ups to -7 .. 7; NaN stays.
+HEADRACE_INLINE vf swiglu_oai_of(vf gate, vf up) {
+  constexpr float ALPHA = 1.702f, LIMIT = 7.0f;
+  gate = gate > LIMIT ? splat(LIMIT) : gate;
+  up = up > LIMIT ? splat(LIMIT) : up < -LIMIT ? splat(-LIMIT) : up;
+  return sigmoid_times(gate, gate * splat(ALPHA)) * (up + 1.0f);
+}
+
 // cap tanh(x / cap), with tanh y = (1 - e^-2y) / (1 + e^-2y); NaN stays.
 HEADRACE_INLINE vf soft_capped(vf x, float cap) {
   const vf size = x < 0.0f ? -x : x, e = exp(size * splat(-2.0f / cap));

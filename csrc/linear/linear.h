@@ -164,6 +164,14 @@ void write(const Any &a, int64_t column, int64_t first, int64_t last, const floa
   if (a.epilogue.tops) write_tops(a, column, first, last);
 }
 
+HEADRACE_INLINE vf let_through(Gate f, vf gate, vf other) {
+  switch (f) {
+    case Gate::silu: return sigmoid_times(gate, gate) * other;
+    case Gate::gelu_tanh: return gelu_tanh_of(gate) * other;
+    default: return swiglu_oai_of(gate, other);
+  }
+}
+
 // The same of a block of gates and the block that they let through.
 template <typename T, typename Any>
 void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, const float *gates, const float *others) {
@@ -174,7 +182,7 @@ void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, cons
       const int64_t at = column + c, place = 2 * column + c;
       const vf gate = round_as(out, output<T>(a, gates + c, at, place, W));
       const vf other = round_as(out, output<T>(a, others + c, width + at, place + COLUMNS, W));
-      store(out + c, (a.epilogue.gate == Gate::silu ? sigmoid_times(gate, gate) : gelu_tanh_of(gate)) * other);
+      store(out + c, let_through(a.epilogue.gate, gate, other));
     }
   }
 }

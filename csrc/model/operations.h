@@ -13,7 +13,10 @@ struct Operations {
   int64_t rows;
   int threads;
 
-  static Gate gate_of(Activation f) { return f == Activation::gelu_tanh_mul ? Gate::gelu_tanh : Gate::silu; }
+  static Gate gate_of(Activation f) {
+    if (f == Activation::swiglu_oai_mul) return Gate::swiglu_oai;
+    return f == Activation::gelu_tanh_mul ? Gate::gelu_tanh : Gate::silu;
+  }
 
   // residual may be y.
   void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr, float scale = 1.0f) const {

@@ -36,13 +36,14 @@ def test_preempted_is_the_same_as_undisturbed(kind: str, folder_of: FolderOf) ->
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
-def test_every_instruction_set(isa: str, quantization: str, folder_of: FolderOf) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_moe_mixed", "gpt_oss"])
+def test_every_instruction_set(isa: str, kind: str, quantization: str, folder_of: FolderOf) -> None:
     """Alone, and beside others in slices, cached."""
     assert cpu.isa() == isa
     settings = dict(quantization=quantization, enable_prefix_caching=False)
-    private = engine(folder_of("qwen3_moe_mixed"), **settings)
+    private = engine(folder_of(kind), **settings)
     truth = [run(private, [prompt])[0] for prompt in prompts_of(private)]
-    shared = engine(folder_of("qwen3_moe_mixed"), max_batch_tokens=96, quantization=quantization)
+    shared = engine(folder_of(kind), max_batch_tokens=96, quantization=quantization)
     for _ in range(2):
         same(run(shared, prompts_of(shared), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)), truth)
 

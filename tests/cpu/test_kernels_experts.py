@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, experts, ops
@@ -74,9 +76,22 @@ def weights(
     return ups, [ops.pack(draw(H, inner), quantization) for _ in range(COUNT)]
 
 
-def mlp(x: Tensor, routes: experts.Routes, ups: list[ops.Weight], downs: list[ops.Weight]) -> Tensor:
-    inner = experts.gated_linear(x[routes.order // routes.share.shape[1]], ups, routes.begin)
-    return experts.combine(experts.linear(inner, downs, routes.begin), routes)
+def mlp(
+    x: Tensor,
+    routes: experts.Routes,
+    ups: list[ops.Weight],
+    downs: list[ops.Weight],
+    gate: str = "silu",
+    biases: tuple[list[Tensor], list[Tensor]] | tuple[None, None] = (None, None),
+) -> Tensor:
+    inner = experts.gated_linear(x[routes.order // routes.share.shape[1]], ups, routes.begin, gate, biases[0])
+    return experts.combine(experts.linear(inner, downs, routes.begin, biases=biases[1]), routes)
+
+
+def gpt_oss_biases(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    g = torch.Generator().manual_seed(7)
+    up, down = (torch.randn(COUNT, outputs, generator=g).to(dtype) for outputs in (2 * INNER, H))
+    return list(up), list(down)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
@@ -91,24 +106,52 @@ def test_a_row_has_the_bits_that_it_has_alone(
         x = torch.randn(430, H, generator=torch.Generator().manual_seed(2)).to(dtype)
         logits = logits_of(len(x))
         logits[40:, 3] += 5.0  # more rows than a task or a panel has, and experts with a few
-        whole = mlp(x, experts.route(logits, K, True), ups, downs)
-        for rows in (slice(0, 1), slice(5, 9), slice(30, 170)):
-            assert torch.equal(mlp(x[rows], experts.route(logits[rows], K, True), ups, downs), whole[rows]), rows
+        for more in ((), ("swiglu_oai", gpt_oss_biases(dtype))):
+            whole = mlp(x, experts.route(logits, K, True), ups, downs, *more)
+            for rows in (slice(0, 1), slice(5, 9), slice(30, 170)):
+                own = mlp(x[rows], experts.route(logits[rows], K, True), ups, downs, *more)
+                assert torch.equal(own, whole[rows]), rows
 
 
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("forced", [None, "torch"])
+def test_experts_of_gpt_oss(isa: str, forced: dispatch.Implementation | None) -> None:
+    """Against transformers' own, with gates and ups beyond the limit of 7, which it has in turn; and its router."""
+    config = GptOssConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=COUNT, num_experts_per_tok=K)
+    theirs, router = GptOssExperts(config), GptOssTopKRouter(config)
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(50, H, generator=g)
+    with torch.no_grad():
+        for parameter in (*theirs.parameters(), *router.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=g) * 0.4)
+        _, shares, chosen = router(x)
+        want = theirs(x, chosen, shares)
+        gates = (x @ theirs.gate_up_proj[0] + theirs.gate_up_proj_bias[0])[:, ::2]
+    assert (gates > 7).any() and (gates < 7).any()
+    turned = [*range(0, 2 * INNER, 2), *range(1, 2 * INNER, 2)]
+    with dispatch.force(forced), torch.no_grad():
+        ups = [ops.pack(up.T[turned].contiguous(), gated=True) for up in theirs.gate_up_proj]
+        downs = [ops.pack(down.T.contiguous()) for down in theirs.down_proj]
+        biases = list(theirs.gate_up_proj_bias[:, turned]), list(theirs.down_proj_bias)
+        routes = experts.route(ops.linear(x, router.weight.detach(), router.bias.detach(), wide=True), K, True)
+        got = mlp(x, routes, ups, downs, "swiglu_oai", biases)
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("inner", [INNER, 192])
 def test_groups_have_the_bits_of_products_one_by_one(
-    isa: str, quantization: Quantization, inner: int, gate: str
+    isa: str, quantization: Quantization, biased: bool, inner: int, gate: str
 ) -> None:
     ups, _ = weights(torch.bfloat16, quantization, inner)
-    x = torch.randn(333, H, generator=torch.Generator().manual_seed(3)).bfloat16()
-    begin = [0, 1, 1, 140, 141, 240, 333]
-    got = experts.gated_linear(x, ups, begin, gate)
+    g = torch.Generator().manual_seed(3)
+    x, drawn = torch.randn(333, H, generator=g).bfloat16(), torch.randn(COUNT, 2 * inner, generator=g).bfloat16()
+    begin, biases = [0, 1, 1, 140, 141, 240, 333], list(drawn) if biased else None
+    got = experts.gated_linear(x, ups, begin, gate, biases)
     for e, weight in enumerate(ups):
-        rows = slice(begin[e], begin[e + 1])
-        assert torch.equal(got[rows], ops.gated_linear(x[rows], weight, gate=gate)), e
+        rows, bias = slice(begin[e], begin[e + 1]), None if biases is None else biases[e]
+        assert torch.equal(got[rows], ops.gated_linear(x[rows], weight, bias, gate)), e
 
 
 def test_the_sum_goes_by_shares(isa: str) -> None:

@@ -57,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts of an odd width": dict(experts=replace(EXPERTS, inner=90, normalised=False)),
     "dense and experts": dict(experts=replace(EXPERTS, layers=(False, True)), inner=700),
     "olmoe": dict(experts=EXPERTS, qk_norm=True, qk_norm_whole=True),
+    "gpt-oss": BIASED | dict(experts=EXPERTS, activation="swiglu_oai"),
+    "gpt-oss of an odd width": BIASED | dict(experts=replace(EXPERTS, inner=90), activation="swiglu_oai"),
     "partial rotary": dict(head_dim=20, hidden=72, inner=90, heads=6, rotary=6),
 }
 ROWS = (1, 3, 64, 300, 1100)
@@ -89,7 +91,7 @@ def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-@pytest.mark.parametrize("variant", ["llama", "opt", "experts"])
+@pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss"])
 def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:
     same_bits(*both(variant, quantization))
 

@@ -123,12 +123,12 @@ def test_more_rows_than_are_copied_in_fp32(isa: str, scheme: str | None) -> None
 
 @pytest.mark.parametrize(("inputs", "half"), [(256, 64), (100, 192), (33, 320), (3200, 192)])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_on_the_way_to_memory(
     isa: str, dtype: torch.dtype, gate: str, biased: bool, inputs: int, half: int, threads: None
 ) -> None:
-    """The bits of the product and of silu_mul or gelu_tanh_mul, one after the other."""
+    """The bits of the product and of silu_mul and its kin, one after the other."""
     gated = getattr(cpu, f"{gate}_mul")
     x, weight, bias = tensors(600, inputs, 2 * half, dtype)
     x, weight = x * 2, weight / inputs**0.5  # sums with gates that are neither open nor shut

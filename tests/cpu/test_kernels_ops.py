@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from headrace.kernels import cpu, dispatch, ops
 
@@ -35,6 +38,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def of_gpt_oss(x: Tensor) -> Tensor:
+    """Gates and ups of x [T, 2 I], as transformers puts them together where they lie in turn."""
+    experts: Any = SimpleNamespace(alpha=1.702, limit=7.0)
+    return GptOssExperts._apply_gate(experts, x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
 
 def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
@@ -63,6 +72,7 @@ def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
             ops.gelu_tanh_mul,
             lambda x: F.gelu(x[..., : width // 2], approximate="tanh") * x[..., width // 2 :],
         ),
+        "swiglu_oai_mul": (ops.swiglu_oai_mul, of_gpt_oss),
         "gelu": (ops.gelu, F.gelu),
         "relu": (ops.relu, F.relu),
         "gelu tanh": (partial(ops.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")),

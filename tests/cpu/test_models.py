@@ -178,6 +178,10 @@ def _plain_rope(config: ModelConfig) -> dict[str, Any]:
     return dict(rope=replace(config.rope, kind="default"))
 
 
+def _without_sinks(config: ModelConfig) -> dict[str, Any]:
+    return dict(attention=replace(config.attention, sinks=False))
+
+
 def _plain_shares(config: ModelConfig) -> dict[str, Any]:
     assert config.experts is not None
     return dict(experts=replace(config.experts, normalised=False))
@@ -216,6 +220,8 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "norm over all heads": ("olmoe", dict(qk_norm=False, qk_norm_whole=False)),
     "shares that sum up to one": ("mixtral", _plain_shares),
     "shares that do not": ("olmoe", _normalised_shares),
+    "sinks": ("gpt_oss", _without_sinks),
+    "clamped gate": ("gpt_oss", dict(activation="silu")),
     "number of experts met": ("qwen3_moe", _fewer_experts),
 }
 
@@ -240,3 +246,12 @@ def test_the_checkpoints_show_a_missing_bias(module: str, folder_of: FolderOf, o
         del weights[f"layers.0.{module}.bias"]
         broken = Decoder(sound.config, weights)
         assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["attention.sinks", "router.bias", "experts.3.up.bias", "experts.3.down.bias"])
+def test_the_checkpoint_of_gpt_oss_shows_every_vector(name: str, folder_of: FolderOf, ours_of: OursOf) -> None:
+    sound, tokens = ours_of("gpt_oss"), prompt(100)
+    weights = load_weights(folder_of("gpt_oss"), sound.config, sound.dtype)
+    weights[f"layers.0.{name}"].zero_()
+    broken = Decoder(sound.config, weights)
+    assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE

@@ -174,7 +174,8 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.int8, None])
 @pytest.mark.parametrize(
-    "kind", ["qwen2_window", "mistral_window", "llama_dynamic", "phi4_longrope", "smollm3", "gemma2", "gemma3"]
+    "kind",
+    ["qwen2_window", "mistral_window", "llama_dynamic", "phi4_longrope", "smollm3", "gemma2", "gemma3", "gpt_oss"],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
     decoder = ours_of(kind, "bfloat16")
@@ -193,7 +194,7 @@ def test_sinks(strategy: str, dtype: str, folder_of: FolderOf, ours_of: Any) -> 
     weights = load_weights(folder_of("qwen2_window"), plain.config, plain.dtype)
     g = torch.Generator().manual_seed(5)
     for layer in range(config.layers):
-        weights[f"layers.{layer}.sinks.weight"] = 2 * torch.randn(4, generator=g).to(plain.dtype)
+        weights[f"layers.{layer}.attention.sinks"] = 2 * torch.randn(4, generator=g).to(plain.dtype)
     decoder = Decoder(config, weights)
     prompts = [tokens_of(count, count) for count in UNEVEN]
     loopback, truth = LoopbackRanks(decoder, 3), one_rank(decoder, prompts, 70)

@@ -104,10 +104,10 @@ def check(loopback: LoopbackRanks, mesh: Mesh, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["llama_gqa", "falcon7", "falcon_rw", "qwen3_moe_mixed", "olmoe"])
+@pytest.mark.parametrize("kind", ["llama_gqa", "falcon7", "falcon_rw", "qwen3_moe_mixed", "olmoe", "gpt_oss"])
 def test_two_by_two(kind: str, strategy: str, folder_of: FolderOf, ours_of: OursOf) -> None:
     """GQA; MQA, whose KV head both tensor ranks hold; ALiBi, whose slopes are those of a rank's own heads; experts, of
-    which a rank has a part of each; keys that are normed over the heads of both ranks."""
+    which a rank has a part of each; keys that are normed over the heads of both ranks; sinks of a rank's own heads."""
     path = folder_of(kind)
     check(LoopbackRanks(ours_of(kind, "bfloat16"), 2), Mesh(path, "bfloat16", 2, 2), strategy)
 

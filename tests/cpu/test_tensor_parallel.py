@@ -48,6 +48,7 @@ MODELS: dict[str, Model] = {
     "qwen3": ("qwen3", {}),
     "experts": ("qwen3_moe_mixed", dict(moe_intermediate_size=128)),
     "norm over all heads": ("olmoe", dict(intermediate_size=128)),
+    "experts with biases, sinks": ("gpt_oss", dict(intermediate_size=128)),
     "opt": ("opt", {}),
     "post-norm, projected embeddings": ("opt350", {}),
     "norms without weights": ("opt_plain", {}),
@@ -103,7 +104,7 @@ def run(decoder: Decoder, backend: str = "cpu") -> tuple[list[Tensor], KVStorage
             if count
         ]
         plan = planning.build(spans)
-        attend = PlanAttention(plan, storage, spec, backend_of(backend), decoder.key_bias)
+        attend = PlanAttention(plan, storage, spec, backend_of(backend), decoder.key_bias, decoder.sinks)
         positions = torch.from_numpy(plan.positions)
         batch = TokenBatch((positions * 7 + 3) % VOCAB, positions, (positions + 1).clamp(min=200))
         hidden.append(decoder.forward(batch, attend).clone())
@@ -225,7 +226,7 @@ def test_shares_make_up_every_weight(model: str, size: int, folder: Callable[[Mo
     assert [("head.weight" in part) for part in parts] == [True] + [False] * (size - 1)
     for name, tensor in whole.items():
         module, held = name.split(".")[-2], sum(len(part[name]) for part in parts if name in part)
-        if module in ("out", "up", "down"):
+        if module in ("out", "up", "down") or name.endswith(".sinks"):
             assert held == len(tensor)
         elif module == "qkv":
             spec = config.attention

@@ -25,6 +25,8 @@ from transformers import (
     Glm4ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -109,6 +111,7 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
 LLAMA3_ROPE = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+GPT_OSS_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH, truncate=False)
 YARN_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH)
 MIXED_WINDOWS = dict(
     num_hidden_layers=3,
@@ -152,6 +155,11 @@ def _mixtral(**fields: Any) -> PreTrainedModel:
 def _olmoe(**fields: Any) -> PreTrainedModel:
     sizes = dict(intermediate_size=64, num_experts=8, num_experts_per_tok=4)
     return OlmoeForCausalLM(OlmoeConfig(**{**LLAMA_SIZES, **sizes, **fields}))
+
+
+def _gpt_oss(**fields: Any) -> PreTrainedModel:
+    sizes = dict(head_dim=64, intermediate_size=64, num_local_experts=8, num_experts_per_tok=3, sliding_window=WINDOW)
+    return GptOssForCausalLM(GptOssConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
 
 
 def _opt(**fields: Any) -> PreTrainedModel:
@@ -222,6 +230,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
     "olmoe": (_olmoe, GQA),
+    "gpt_oss": (_gpt_oss, GPT_OSS_ROPE),
     "opt": (_opt, {}),
     "opt_untied": (_opt, dict(tie_word_embeddings=False)),
     "opt_no_final_norm": (_opt, dict(_remove_final_layer_norm=True)),
@@ -258,7 +267,7 @@ def _kinds(matrix: tuple[str, ...]) -> list[Any]:
 
 EVERY_KIND, EVERY_KIND_SLOWLY = _kinds(NEAR), _kinds(LATER)
 
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss")
 
 
 def seeds_for_rounding(kind: str) -> range:

@@ -19,6 +19,9 @@ LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_ma
 WINDOWS = dict(use_sliding_window=True, sliding_window=64, num_hidden_layers=3)
 LONGROPE = dict(short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[1, 2, 4, 8])
 SMALL = dict(hidden_size=32, num_attention_heads=4, original_max_position_embeddings=64, max_position_embeddings=512)
+GPT_OSS_ROPE = dict(
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
+)
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5 = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
 GIVEN: list[dict[str, Any]] = [
@@ -90,6 +93,10 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["MixtralForCausalLM"], num_experts=4, num_local_experts=3),
     dict(architectures=["OlmoeForCausalLM"], num_local_experts=16, norm_topk_prob=True, attention_bias=True),
     dict(architectures=["OlmoeForCausalLM"], clip_qkv=8.0),
+    dict(architectures=["GptOssForCausalLM"], num_hidden_layers=3, num_experts=16, rope_theta=1e5),
+    dict(architectures=["GptOssForCausalLM"], rope_scaling=GPT_OSS_ROPE, rope_theta=150000, sliding_window=64),
+    dict(architectures=["GptOssForCausalLM"], num_experts=8, attention_bias=False),
+    dict(architectures=["GptOssForCausalLM"], layer_types=FULL, num_hidden_layers=3, swiglu_limit=8.0),
     dict(architectures=["MixtralForCausalLM"], quantization_config=dict(quant_method="gptq", bits=4)),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),

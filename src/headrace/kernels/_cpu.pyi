@@ -39,6 +39,7 @@ class Gate:
 
     silu: Gate
     gelu_tanh: Gate
+    swiglu_oai: Gate
 
 class Activation:
     """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name, with the

@@ -52,8 +52,8 @@ capabilities = Capabilities(
 )  # fmt: skip
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "sigmoid_mul", "gelu", "relu", "rotary", "gated_delta",
-    "greatest", "softmax_sums", "soft_cap",
+    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "sigmoid_mul", "gelu", "relu", "rotary",
+    "gated_delta", "greatest", "softmax_sums", "soft_cap",
 )  # fmt: skip
 """The row-wise ones."""
 
@@ -140,8 +140,8 @@ def can_pack(weight: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = False, gate: str = "silu") -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`. All are of the weight's type.
-    With a gated weight [T, N / 2] = gate(first half) * second half, rounded before and after; never wide. gate: silu or
-    gelu_tanh.
+    With a gated weight [T, N / 2] = gate(first half) * second half, rounded before and after; never wide. gate: silu,
+    gelu_tanh or swiglu_oai, see `swiglu_oai_mul`.
 
     Raises ValueError for a weight in pairs on an instruction set without them.
     """
@@ -224,6 +224,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """The same with gelu in the tanh form."""
     return _gated("gelu_tanh_mul", gate_up)
+
+
+def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
+    """gpt-oss's: gate * sigmoid(1.702 gate) * (up + 1) of gates held to 7 at most and ups to -7 .. 7."""
+    return _gated("swiglu_oai_mul", gate_up)
 
 
 def sigmoid_mul(gate_up: Tensor) -> Tensor:

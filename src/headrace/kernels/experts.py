@@ -70,19 +70,31 @@ def _plain_route(logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor,
     return expert[:, :chosen].int().contiguous(), share.contiguous()
 
 
-def linear(x: Tensor, weights: Sequence[ops.Weight], begin: Sequence[int], gate: str = "silu") -> Tensor:
-    """Rows begin[e] to begin[e + 1] of x [M, K] times the e-th weight [N, K] transposed: [M, N]; [M, N / 2] of gated
-    ones (see cpu.linear). Weights without rows are not read."""
+def linear(
+    x: Tensor,
+    weights: Sequence[ops.Weight],
+    begin: Sequence[int],
+    gate: str = "silu",
+    biases: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Rows begin[e] to begin[e + 1] of x [M, K] times the e-th weight [N, K] transposed, plus its bias [N] if there are
+    any: [M, N]; [M, N / 2] of gated ones (see cpu.linear). Weights without rows are not read."""
     met = [e for e in range(len(weights)) if begin[e] < begin[e + 1]]
-    packed = [weights[e] for e in met]
+    packed, added = [weights[e] for e in met], [None if biases is None else biases[e] for e in met]
     if not met or not _all_packed(packed):
-        parts = [ops.linear(x[begin[e] : begin[e + 1]], weights[e]) for e in met]
+        parts = [ops.linear(x[begin[e] : begin[e + 1]], weights[e], bias) for e, bias in zip(met, added, strict=True)]
         return torch.cat(parts) if parts else ops.linear(x, weights[0])
     outputs, inputs = packed[0].shape
     check("x", x, x.dtype, (begin[-1], inputs))
+    for bias in added:
+        if bias is not None:
+            check("bias", bias, x.dtype, (outputs,))
+    matrices = [
+        weight.matrix(0 if bias is None else bias.data_ptr()) for weight, bias in zip(packed, added, strict=True)
+    ]
     out = torch.empty((len(x), outputs // 2 if packed[0].gated else outputs), dtype=x.dtype)
     require().linear_groups(
-        type_of(x), x.data_ptr(), [weight.matrix(0) for weight in packed], [*(begin[e] for e in met), begin[-1]],
+        type_of(x), x.data_ptr(), matrices, [*(begin[e] for e in met), begin[-1]],
         out.data_ptr(), rows=len(x), x_stride=x.stride(0), gate=getattr(require().Gate, gate),
         threads=torch.get_num_threads(),
     )  # fmt: skip
@@ -93,12 +105,16 @@ def _all_packed(weights: Sequence[ops.Weight]) -> TypeGuard[Sequence[cpu.Packed 
     return not any(isinstance(weight, Tensor) for weight in weights)
 
 
-def gated_linear(x: Tensor, weights: Sequence[ops.Weight], begin: Sequence[int], gate: str = "silu") -> Tensor:
-    """f(gate) * up of `linear` with weights [2 I, K] = (gate, up): [M, I]. gate: which f, silu or gelu_tanh."""
-    out = linear(x, weights, begin, gate)
-    if not isinstance(weights[0], Tensor) and weights[0].gated:
-        return out
-    return ops.gelu_tanh_mul(out) if gate == "gelu_tanh" else ops.silu_mul(out)
+def gated_linear(
+    x: Tensor,
+    weights: Sequence[ops.Weight],
+    begin: Sequence[int],
+    gate: str = "silu",
+    biases: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """f(gate) * up of `linear` with weights [2 I, K] = (gate, up): [M, I]. gate: as in ops.gated_linear."""
+    out = linear(x, weights, begin, gate, biases)
+    return out if not isinstance(weights[0], Tensor) and weights[0].gated else ops.gated(out, gate)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:

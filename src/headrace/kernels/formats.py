@@ -51,7 +51,8 @@ class Codes:
         if self.bits == 8:
             return blocks.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).flatten(2)
         each = (blocks - self.least).view(torch.uint8).unbind(1)  # four of [n, 16, K / 2, 2]
-        low, high = [one & 15 for one in each], [one >> 4 for one in each]
+        low = each if self.bits == 4 else [one & 15 for one in each]
+        high = [one >> 4 for one in each] if self.bits > 4 else []
         packed = [_turned(torch.stack((low[0] | low[1] << 4, low[2] | low[3] << 4), -1), torch.int32)]
         if self.bits == 6:
             packed.append(_turned(high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6, torch.int16))

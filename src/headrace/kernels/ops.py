@@ -22,6 +22,8 @@ from headrace.kernels.formats import Coded
 SLICE = 32
 """Rows that torch's CPU product always gets: it chooses the order in which it adds up by their number."""
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Of `swiglu_oai_mul`; in C++ csrc/isa/simd.h has them."""
 
 Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts
 
@@ -77,14 +79,18 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: str = "silu") -> Tensor:
     """f(gate) * up for x [T, H] times weight [2 I, H] transposed, plus bias [2 I], = (gate, up) [T, 2 I]: [T, I].
 
-    gate: which f, silu or gelu_tanh.
+    gate: silu, gelu_tanh, or swiglu_oai (see `swiglu_oai_mul`).
     """
     if not isinstance(weight, Tensor) and weight.gated:
         if isinstance(weight, cpu.Packed):
             return cpu.linear(x, weight, bias, gate=gate)
         return quantized.linear(x, weight, bias, gate=gate)
-    out = linear(x, weight, bias)
-    return gelu_tanh_mul(out) if gate == "gelu_tanh" else silu_mul(out)
+    return gated(linear(x, weight, bias), gate)
+
+
+def gated(gate_up: Tensor, gate: str) -> Tensor:
+    """The halves of gate_up [T, 2 I] = (gate, up) put together as `gated_linear` does: [T, I]."""
+    return {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai_mul}[gate](gate_up)
 
 
 def outputs_from(weight: Weight, first: int) -> Weight | None:
@@ -147,6 +153,17 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return (gelu(gate.float(), "tanh") * up.float()).to(gate_up.dtype)
 
 
+def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1) for gate_up [T, 2 I] = (gate, up), gates held to 7 at most and ups to
+    -7 .. 7: [T, I]. gpt-oss's (transformers' GptOssExperts)."""
+    if dispatch.native(gate_up):
+        return cpu.swiglu_oai_mul(gate_up)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    passed = _whole_vectors(torch.sigmoid, SWIGLU_ALPHA * gate)
+    return ((up + 1) * (gate * passed)).to(gate_up.dtype)
+
+
 def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """cap * tanh(x * scale / cap) for x fp32 [R, N], or x * scale without a cap. On the CPU maybe in x's memory."""
     if dispatch.native(x) and x.is_contiguous():
@@ -170,7 +187,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f of each element of x [..., N] by vectors that are full: torch computes the others' tanh another way."""
+    """f of each element of x [..., N] by vectors that are full: torch computes others another way."""
     width = x.shape[-1]
     return f(F.pad(x, (0, -width % 64)))[..., :width]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.kernels.formats import Coded
 from headrace.logs import shown
 from headrace.models import quantised_layouts
+from headrace.models.families import FAMILIES
 from headrace.models.files import is_gguf, weight_files
 from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_name
 from headrace.models.gguf.blocks import coded
@@ -25,8 +26,8 @@ from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
 
 ReadCoded = Callable[[], Coded]
-FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-"""Tensors [E, ...] of all experts, as transformers may write them."""
+FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?$")
+"""Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -63,17 +64,20 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     if is_gguf(model):
         return GgufCheckpoint(model, config)
     scheme = config.stored.scheme if config.stored is not None else None
+    experts = 0 if config.experts is None else config.experts.count
+    by_inputs = FAMILIES[config.architecture].fused_by_inputs
     if scheme is not None:
-        return QuantisedCheckpoint(model, scheme)
-    return SafetensorsCheckpoint(model, 0 if config.experts is None else config.experts.count)
+        return QuantisedCheckpoint(model, scheme, experts, by_inputs)
+    return SafetensorsCheckpoint(model, experts, by_inputs)
 
 
 class SafetensorsCheckpoint:
     """The safetensors files of a folder. A tensor [experts, ...], `experts.NAME`, is shown as one of each expert:
-    `experts.0.NAME.weight` and so on."""
+    `experts.0.NAME.weight` and so on, `experts.NAME_bias` as `experts.0.NAME.bias`. by_inputs: such weights lie as
+    [experts, inputs, outputs]."""
 
-    def __init__(self, folder: Path, experts: int = 0) -> None:
-        self.model = folder
+    def __init__(self, folder: Path, experts: int = 0, by_inputs: bool = False) -> None:
+        self.model, self._by_inputs = folder, by_inputs
         self._stack = ExitStack()
         self._where: dict[str, safe_open] = {}
         self._fused: dict[str, tuple[str, int]] = {}
@@ -93,12 +97,16 @@ class SafetensorsCheckpoint:
         self._stack.close()
 
     def _take_apart(self, experts: int) -> None:
-        for name in [name for name in self._where if FUSED.search(name)]:
-            if len(shape := self.shape(name)) == 3 and shape[0] == experts:
-                file = self._where.pop(name)
-                apart = {FUSED.sub(rf".experts.{e}.\1.weight", name): (name, e) for e in range(experts)}
+        for name, found in [(name, found) for name in self._where if (found := FUSED.search(name))]:
+            if self._where[name].get_slice(name).get_shape()[:1] == [experts]:
+                file, (module, kind) = self._where.pop(name), found.groups("weight")
+                before = name[: found.start()]
+                apart = {f"{before}.experts.{e}.{module}.{kind}": (name, e) for e in range(experts)}
                 self._where.update(dict.fromkeys(apart, file))
                 self._fused.update(apart)
+
+    def _is_turned(self, name: str) -> bool:
+        return self._by_inputs and name in self._fused and name.endswith(".weight")
 
     @property
     def names(self) -> set[str]:
@@ -107,7 +115,8 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         stored, expert = self._fused.get(name, (name, None))
         shape = tuple(self._where[name].get_slice(stored).get_shape())
-        return shape if expert is None else shape[1:]
+        own = shape if expert is None else shape[1:]
+        return own[::-1] if self._is_turned(name) else own
 
     def stored_as(self, name: str) -> str:
         stored, _ = self._fused.get(name, (name, None))
@@ -119,7 +128,8 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> Tensor:
         stored, expert = self._fused.get(name, (name, None))
         file = self._where[name]
-        return file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
+        own = file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
+        return own.T if self._is_turned(name) else own
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         raise ValueError(f"{name} is not quantised")
@@ -129,8 +139,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     """Those of a folder whose config.json says how they are quantised. A module's tensors of codes, scales and the rest
     are one here, called `weight`; modules without them have numbers."""
 
-    def __init__(self, folder: Path, scheme: Scheme) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, scheme: Scheme, experts: int = 0, by_inputs: bool = False) -> None:
+        super().__init__(folder, experts, by_inputs)
         self._scheme = scheme
         first, *others = ENDS[scheme.layout]
         modules = [name.removesuffix(f".{first}") for name in self._where if name.endswith(f".{first}")]
@@ -148,6 +158,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         if name not in self._own:
             return super().shape(name)
         stored = super().shape(self._own[name][0])
+        if self._scheme.layout == "mxfp4" and len(stored) == 3:
+            return stored[0], stored[1] * stored[2] * 2
         if len(stored) != 2:
             return stored
         each = 32 // self._scheme.bits

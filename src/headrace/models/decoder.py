@@ -102,7 +102,7 @@ class Decoder:
     def _sinks(self) -> list[Tensor] | None:
         if not self.config.attention.sinks:
             return None
-        return [self.weights[f"layers.{layer}.sinks.weight"].float() for layer in range(self.config.layers)]
+        return [self.weights[f"layers.{layer}.attention.sinks"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)

@@ -139,15 +139,20 @@ class Layer:
 
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
-        ups, downs = (
-            [self.matrices[f"experts.{e}.{part}.weight"] for e in range(spec.count)] for part in ("up", "down")
-        )
-        logits = ops.linear(x, self.matrices["router.weight"], wide=True)
+        (ups, up_biases), (downs, down_biases) = self._of_experts("up", spec), self._of_experts("down", spec)
+        logits = ops.linear(x, self.matrices["router.weight"], self.weights.get("router.bias"), wide=True)
         routes = experts.route(logits, spec.chosen, spec.normalised)
-        inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin, self.config.activation)
-        made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
+        chosen = x[routes.order // spec.chosen]
+        inner = experts.gated_linear(chosen, ups, routes.begin, self.config.activation, up_biases)
+        made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)
         met = experts.combine(made, routes)
         return met + self._met_by_all(x) if spec.shared else met
+
+    def _of_experts(self, part: str, spec: ExpertsSpec) -> tuple[list[ops.Weight], list[Tensor] | None]:
+        """Matrices of that name, and their biases if they have any."""
+        names = [f"experts.{e}.{part}" for e in range(spec.count)]
+        biases = [self.weights[f"{name}.bias"] for name in names] if self.config.mlp_bias else None
+        return [self.matrices[f"{name}.weight"] for name in names], biases
 
     def _met_by_all(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]: what the shared expert makes of every row, times the sigmoid of its gate."""

@@ -79,6 +79,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=50279, clip_qkv=None,
         num_experts_per_tok=8, num_experts=64, norm_topk_prob=False,
     ),
+    "gpt_oss": LLAMA
+    | dict(
+        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=None,
+        eos_token_id=None, attention_bias=True, sliding_window=128, layer_types=None, num_experts_per_tok=4,
+        num_local_experts=128, swiglu_alpha=1.702, swiglu_limit=7.0,
+    ),
     "opt": COMMON
     | dict(
         vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, max_position_embeddings=2048,
@@ -125,10 +132,13 @@ NEVER_NULL = (
     "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
 THETA = 10_000.0
-THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0}
+THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
 """Where the class has another one."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
+GPT_OSS_ROPE = dict(
+    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
+)
 GLM_ENDS = [151329, 151336, 151338]
 
 
@@ -173,6 +183,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type.startswith("gemma") and values["layer_types"] is None:
         every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)
         values["layer_types"] = [KINDS[(i + 1) % every != 0] for i in range(values["num_hidden_layers"])]
+    if model_type == "gpt_oss" and values["layer_types"] is None:
+        values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
     if "full_attention_interval" in values and values["layer_types"] is None:
         interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
         values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
@@ -221,6 +233,8 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     if model_type == "gemma3_text":
         return _fill_in_two_ropes(values, given)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    if model_type == "gpt_oss" and not rope:
+        rope = dict(GPT_OSS_ROPE)
     rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
     if part is not None:

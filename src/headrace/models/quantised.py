@@ -11,14 +11,15 @@ from typing import Any, Literal
 from headrace.logs import shown
 from headrace.types import UnsupportedModel
 
-Layout = Literal["gptq", "awq", "packed", "plain"]
+Layout = Literal["gptq", "awq", "packed", "plain", "mxfp4"]
 FIELDS = ("quantization_config", "compression_config")
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 ENDS: dict[Layout, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
     "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
     "plain": ("weight", "weight_scale", "weight_scale_inv"),
+    "mxfp4": ("blocks", "scales"),
 }
 """Of the names of a module's tensors; its matrix is there where the first is, and any of the plain ones beside it."""
 FP8_BLOCK = [128, 128]
@@ -45,7 +46,7 @@ def scheme_of(raw: dict[str, Any]) -> Scheme | None:
     if not isinstance(given, dict):
         raise UnsupportedModel(f"{field} must be an object")
     method = given.get("quant_method")
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8}
+    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4}
     if method not in METHODS:
         raise UnsupportedModel(
             f"{field}: quant_method {shown(repr(method))} is not supported; supported: {', '.join(METHODS)}; "
@@ -83,6 +84,11 @@ def _fp8(given: dict[str, Any]) -> Scheme:
     if block is not None and block != FP8_BLOCK:
         raise UnsupportedModel(f"quantization_config: weight_block_size {shown(repr(block))}: {FP8_BLOCK} is supported")
     return Scheme("FP8" if block is None else "FP8 in blocks", "plain", 8)
+
+
+def _mxfp4(given: dict[str, Any]) -> Scheme:
+    """modules_to_not_convert need no look: a module without blocks has numbers."""
+    return Scheme("MXFP4", "mxfp4", 4)
 
 
 def _compressed(given: dict[str, Any]) -> Scheme:

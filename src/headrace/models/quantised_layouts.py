@@ -8,6 +8,8 @@ module's, and unpacks them to `Coded`:
          scales [K / G, N].
   packed compressed-tensors' weight_packed int32 [N, K / c]; weight_scale [N, K / G] or [N, 1]; weight_zero_point int32
          [N / c, K / G]; weight_g_idx.
+  mxfp4  blocks uint8 [N, K / 32, 16], of two inputs next to each other the first in the lower four bits; scales uint8
+         [N, K / 32], powers of 2.
   plain  weight int8 or float8_e4m3fn [N, K] with weight_scale [N, K / G], [N, 1], [1] or blocks, or weight_scale_inv.
 """
 
@@ -129,6 +131,14 @@ def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     return Coded(_grouped(FORMATS["FP8"], codes, scales), raw, scales.contiguous())
 
 
+def _mxfp4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    blocks, scales = _some(tensors["blocks"], rows), _some(tensors["scales"], rows)
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(f"blocks and scales must be uint8, they are {blocks.dtype} and {scales.dtype}")
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    return Coded(FORMATS["MXFP4"], codes.view(torch.int8), scales.contiguous())
+
+
 def _spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
     """[N, scales of a row], from one for all, some for each row, or one for each block of 128 x 128."""
     if scales.numel() == 1:
@@ -143,5 +153,5 @@ def _spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
 
 BLOCK = 128
 _LAYOUTS: dict[str, Callable[[Scheme, Tensors, Tensor | None], Coded]] = {
-    "gptq": _gptq, "awq": _awq, "packed": _packed, "plain": _plain,
+    "gptq": _gptq, "awq": _awq, "packed": _packed, "plain": _plain, "mxfp4": _mxfp4,
 }  # fmt: skip

@@ -113,6 +113,8 @@ class ConfigFields(msgspec.Struct):
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     clip_qkv: Factor = UNSET
+    swiglu_alpha: Factor = UNSET
+    swiglu_limit: Factor = UNSET
     layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     no_rope_layers: Annotated[list[Annotated[int, Meta(ge=0, le=1)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     no_rope_layer_interval: Count = UNSET

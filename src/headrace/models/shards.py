@@ -161,10 +161,10 @@ class Share:
 
         Embeddings, norms and the projections around the layers are small or cheap, and whole on every rank.
         """
-        module = name.split(".")[-2]
+        *_, module, kind = name.split(".")
         if module == "qkv":
             return self._qkv_rows()
-        if module == "sinks":
+        if kind == "sinks":
             return [self.heads]
         if module == "up":
             parts = self._cut("expert_inner" if ".experts." in name else "inner")

@@ -25,7 +25,8 @@ Norm = Literal["rms", "layer"]
 Block = Literal["pre", "post", "parallel", "sandwich"]
 """pre: x + f(norm(x)), attention then MLP. post: norm(x + f(x)). parallel: x + attention(norm(x)) + mlp(norm(x)).
 sandwich: x + norm(f(norm(x))), each norm with weights of its own."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"]
+"""swiglu_oai, of gated MLPs alone, takes both halves: see kernels.ops.swiglu_oai_mul."""
 Positions = Literal["rope", "learned", "alibi"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")
@@ -84,6 +85,7 @@ class ExpertsSpec:
 class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
 
+    mlp_bias: of MLPs, and where a layer has experts of each of them and of the router.
     qk_norm: queries and keys are normed, head by head, or with qk_norm_whole all heads of a row together.
     local_rope: the rotation in layers with a window, where theirs is another one than `rope`. no_rope_layers: layers
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
@@ -230,7 +232,7 @@ def _attention_layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
         widths = (q, kv) if config.qk_norm_whole else (spec.head_dim, spec.head_dim)
         slots |= {prefix + f"{name}.weight": Slot((n,)) for name, n in zip(("q_norm", "k_norm"), widths, strict=True)}
     if spec.sinks:
-        slots[prefix + "sinks.weight"] = Slot((spec.heads,))
+        slots[prefix + "attention.sinks"] = Slot((spec.heads,))
     return slots | _linear(prefix + "out", (hidden,), q, config.out_bias)
 
 
@@ -255,7 +257,7 @@ def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
         slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
     if spec is None:
         return slots | _up_and_down(config, prefix, config.intermediate_size)
-    slots |= _linear(prefix + "router", (spec.count,), config.hidden_size, False)
+    slots |= _linear(prefix + "router", (spec.count,), config.hidden_size, config.mlp_bias)
     for expert in range(spec.count):
         slots |= _up_and_down(config, expert_prefix(layer, expert), spec.inner)
     if spec.shared:

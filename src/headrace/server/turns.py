@@ -22,6 +22,9 @@ from headrace.types import InvalidRequest, SamplingParams
 MANY = 500
 """Messages that are read on a thread."""
 
+THINKING = "message.thinking"
+"""Of a chat template that shows earlier reasoning under this name."""
+
 SEEN = 200
 """Characters at the end of a prompt that tell whether the template has begun the reasoning."""
 
@@ -82,6 +85,8 @@ async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
 async def _render(state: ServerState, turn: Turn) -> str:
     tokenizer = tokenizer_of(state, "messages")
     messages, variables = turn.messages, _variables(turn)
+    if THINKING in tokenizer.chat_template:
+        messages = [with_thinking(message) for message in messages]
     if not knows_tools(tokenizer.chat_template):
         messages = told_in_text(messages, turn.tools)
         variables.pop("tools", None)
@@ -89,6 +94,17 @@ async def _render(state: ServerState, turn: Turn) -> str:
         return str(await state.in_renderer(lambda: tokenizer.render_chat(messages, **variables)))
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
+
+
+def with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under the name that gpt-oss's template has for it. That shows one text before a call: the reasoning,
+    with what the model has said behind it."""
+    thought, text = message.get("reasoning_content"), message.get("content")
+    if not thought:
+        return message
+    if not message.get("tool_calls") or not text:
+        return {**message, "thinking": thought}
+    return {name: value for name, value in message.items() if name != "content"} | {"thinking": f"{thought}\n\n{text}"}
 
 
 async def _encode(state: ServerState, text: str, contexts: int = 1) -> list[int]:

@@ -43,6 +43,15 @@ CASES = [
         "",
     ),
     (
+        ' to=functions.search<|channel|>commentary json<|message|>{"q": 1}<|call|>',
+        "",
+        [("search", '{"q": 1}')],
+        "",
+    ),
+    (" to=python<|channel|>analysis code<|message|>1 + 1<|call|>", "", [], "1 + 1"),
+    (" to=functions.search in words", " to=functions.search in words", [], ""),
+    ("to=", "to=", [], ""),
+    (
         "<|start|>assistant<|channel|>final<|message|>Hi",
         "Hi",
         [],

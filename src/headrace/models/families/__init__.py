@@ -5,6 +5,7 @@ from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.glm import GLM, GLM4
+from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from headrace.models.families.opt import OPT
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": OLMOE,
+    "GptOssForCausalLM": GPT_OSS,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,

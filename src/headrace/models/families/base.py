@@ -25,6 +25,7 @@ class Family:
     checkpoint's rows of q, k and v in our order: all of q, then k, then v. `rows`, for those that interleave more,
     lists those of our tensor of a name; None: as they are. `text_type`, of models with other parts: the model_type of
     text_config, which is what is computed; tensors whose names begin with `unread` belong to the other parts.
+    fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
     """
 
     model_type: str
@@ -37,6 +38,7 @@ class Family:
     text_type: str | None = None
     unread: tuple[str, ...] = ()
     other_names: Callable[[ModelConfig], Names] | None = None
+    fused_by_inputs: bool = False
 
     @property
     def fields_of(self) -> str:

@@ -1,7 +1,10 @@
 """Harmony, the format of gpt-oss: messages in channels, some of them to a tool.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
-<|message|>{...}<|call|>, and <|channel|>final<|message|>...<|return|>. The prompt ends with <|start|>assistant.
+<|message|>{...}<|call|>, and <|channel|>final<|message|>...<|return|>. The prompt ends with <|start|>assistant, so the
+first recipient may come before any mark: ` to=functions.NAME<|channel|>commentary json<|message|>`.
+
+Checked against the openai-harmony package, which reads tokens of one vocabulary only: tests/unit/test_harmony.py.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
 MARKS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)(?=[\s<])")
+_NAME, MOST_NAME = re.compile(r"[^\s<]+"), 200
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _OUTSIDE = Marks(START, CHANNEL, END, CALL, RETURN)
 _HEADER = Marks(MESSAGE, END, CALL, RETURN)
@@ -36,16 +40,27 @@ class HarmonyParser(Parser):
         self._thought.gap()
 
     def read(self) -> Reading[None]:
-        mark = yield from self.reader.until(_OUTSIDE, self.flow.text)
+        mark = yield from self._first()
         while mark:
             if mark in (START, CHANNEL):
                 mark = yield from self._message(mark)
             else:
                 mark = yield from self.reader.until(_OUTSIDE, self.flow.text)
 
-    def _message(self, mark: str) -> Reading[str]:
-        """Reads a message whose header begins with `mark`; the mark that ends it."""
-        pieces = [mark]
+    def _first(self) -> Reading[str]:
+        """Reads up to the first mark outside of messages; with it a message whose header the prompt has begun."""
+        self.reader.hold()
+        yield from self.reader.skip_space()
+        if (yield from self.reader.literal("to=")) and (yield from self.reader.whole(_NAME, MOST_NAME)):
+            yield from self.reader.skip_space()
+            if (yield from self.reader.literal(CHANNEL)):
+                return (yield from self._message(self.reader.release()))
+        self.flow.text(self.reader.release())
+        return (yield from self.reader.until(_OUTSIDE, self.flow.text))
+
+    def _message(self, begin: str) -> Reading[str]:
+        """Reads a message whose header begins so; the mark that ends it."""
+        pieces = [begin]
         ended = yield from self.reader.until(_HEADER, pieces.append)
         header = "".join([*pieces, ended])
         channel, name = _CHANNEL.search(header), self._called(header)
