@@ -90,12 +90,15 @@ struct Norm {
   float offset = 0.0f;
 };
 
-// out[t, i] = f(x[t, i]); those named _mul read rows of 2 * width.
+// out[t, i] = f(x[t, i]); those named _mul read rows of 2 * width, or where there are second halves [T, width] of their own, which
+// may be where they go, the first ones of rows x_stride apart.
 struct Unary {
   const void *x;
   void *out;
   int64_t rows, width;
   int threads;
+  const void *second = nullptr;
+  int64_t x_stride = 0;
 };
 
 enum class Gate { silu, gelu_tanh, swiglu_oai };
@@ -294,6 +297,9 @@ struct GatedDelta {
   int threads;
 
   int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+
+  // The state of a value head in a slot, [D, V].
+  float *matrix(int64_t slot, int64_t head) const { return matrices + (slot * value_heads + head) * key_dim * value_dim; }
 };
 
 // Whether the first cache of a core holds 32 KB or less, as those of Zen 4 do: half a chunk of keys and values and the half

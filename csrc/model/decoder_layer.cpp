@@ -38,9 +38,7 @@ struct Buffers {
 
 // MLP(x) up to its activation, into buffers.active. Not of experts.
 void activate_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, const Buffers &buffers) {
-  if (block.up.gated) return run.multiply_gated(block.up, block.activation, x, buffers.active);
-  run.multiply(block.up, x, buffers.inner);
-  run.activate(block.activation, buffers.inner, buffers.active, block.down.inputs);
+  run.multiply_activated(block.up, block.activation, x, buffers.inner, buffers.active, block.down.inputs);
 }
 
 // y += scale * MLP(x); y may be x.
@@ -92,6 +90,16 @@ int64_t DecoderLayer::scratch(int64_t rows) const {
   return most * 2 * qkv.inputs + mlp_size(*this, most);
 }
 
+int64_t DecoderLayer::gates_at(int64_t rows) const {
+  constexpr int64_t LINE = 64 / sizeof(bf16);
+  return (rows * qkv.outputs + LINE - 1) / LINE * LINE;
+}
+
+int64_t DecoderLayer::mixed_size(int64_t rows) const {
+  if (!net) return rows * qkv.outputs;
+  return gates_at(rows) + rows * net->gates.outputs * static_cast<int64_t>(sizeof(float) / sizeof(bf16));
+}
+
 void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
                           int threads) const {
   const int64_t hidden = qkv.inputs, width = qkv.outputs;
@@ -104,6 +112,10 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
       from = scratch;
     }
     run.multiply(qkv, from, q);
+    if (net) {
+      float *gates = reinterpret_cast<float *>(heads_out + gates_at(rows));
+      return run.multiply_wide(net->gates, from, gates + first * net->gates.outputs, nullptr);
+    }
     const auto norm = [&](const bf16 *weight, bf16 *x, int64_t count) {
       const int64_t size = norm_whole ? count * dim : dim;
       run.norm_heads(weight, eps, attention_norm.offset, x, width, norm_whole ? 1 : count, size);
@@ -115,10 +127,12 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
   });
 }
 
-void DecoderLayer::after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const {
+void DecoderLayer::after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates) const {
   tiles(rows, [&](int64_t first, int64_t count) {
-    finish(*this, {kernels(), count, threads}, x + first * qkv.inputs, attended + first * out.inputs,
-           Buffers(*this, scratch, count));
+    const Operations run = {kernels(), count, threads};
+    bf16 *mine = attended + first * out.inputs;
+    if (gates.at) run.let_through(gates.at + first * gates.stride, gates.stride, mine, out.inputs);
+    finish(*this, run, x + first * qkv.inputs, mine, Buffers(*this, scratch, count));
   });
 }
 

@@ -1,9 +1,10 @@
-// A decoder layer but for its attention: all that comes before attend, and all that comes after, each in one call.
+// A decoder layer but for its attention or recurrence: all that comes before it, and all that comes after, each in one call.
 // In bf16. It composes the kernels in use and has no arithmetic of its own: the bits are those of single operations.
 //
 // T: rows; H: hidden size; Hq, Hkv: query and KV heads; D: head size; I: MLP width.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "kernels.h"
@@ -29,7 +30,22 @@ struct Experts {
   Matrix router;
   std::vector<Matrix> up, down;
   int64_t chosen;
-  bool normalised;  // as in Route
+  bool normalised;             // as in Route
+  std::vector<Matrix> shared;  // gate [1, H], up and down of the expert that all rows meet; or none
+};
+
+// A gated delta net in the place of attention (GatedDelta): what its rows are made by but `mixed`, which is the layer's qkv.
+struct DeltaNet {
+  Matrix gates;
+  Borrowed<const float> conv, rate, dt_bias, norm;
+  int64_t key_heads, value_heads, key_dim, value_dim, kernel;
+  float eps;
+};
+
+// Of rows whose attention is let through by the sigmoid of gates [T, Hq, D]: rows `stride` apart. None: by nothing.
+struct AttentionGates {
+  const bf16 *at = nullptr;
+  int64_t stride = 0;
 };
 
 struct DecoderLayer {
@@ -45,15 +61,24 @@ struct DecoderLayer {
   bool norm_whole;                         // they are normed over all heads together, not [D] each
   int64_t turn_first, turned;              // where the layer's rotation begins in a row of cos_sin, and its width; 0: none
   float residual_scale;                    // of what is added to the residual stream, of Order::pre and sandwich
+  bool gated;                              // attention is let through by gates, which qkv has behind q, k and v
+  std::optional<DeltaNet> net;
 
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;
 
-  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v); cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated.
+  // Elements that `before` leaves of `rows` rows.
+  int64_t mixed_size(int64_t rows) const;
+
+  // Where among them the gates of the net begin, [T, 2 Hv] fp32.
+  int64_t gates_at(int64_t rows) const;
+
+  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v), and Hq gates behind them if there are any; of a net `mixed`, and its gates.
+  // cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated.
   void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads) const;
 
-  // attended [T, Hq, D]; x [T, H] becomes the layer's output.
-  void after(bf16 *x, const bf16 *attended, bf16 *scratch, int64_t rows, int threads) const;
+  // attended [T, Hq, D], overwritten where there are gates, or what a net has read [T, Hv, V]; x [T, H] becomes the layer's output.
+  void after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates = {}) const;
 };
 
 }  // namespace headrace

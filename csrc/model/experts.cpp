@@ -15,11 +15,13 @@ namespace {
 constexpr int64_t MANY_ELEMENTS = 16384;  // copied: below, waking the other threads costs more than it saves
 
 // Of T rows and `chosen` experts each: what the router says, the place of each pair of the two among the T chosen rows that are
-// sorted by expert, these rows (later what becomes of them), and the MLP before and after its activation.
+// sorted by expert, these rows (later what becomes of them), and the MLP before and after its activation. Of the expert that all
+// rows meet the same, its gates [T], what it makes of the rows, and what the chosen ones make.
 struct Buffers {
   float *logits, *share;
   int32_t *expert, *place;
   bf16 *sorted, *inner, *active;
+  bf16 *shared_inner, *shared_active, *gate, *made, *met;
 
   Buffers(const Experts &e, int64_t rows, void *memory) {
     Scratch scratch(memory);
@@ -29,18 +31,28 @@ struct Buffers {
     expert = scratch.take<int32_t>(all);
     place = scratch.take<int32_t>(all);
     sorted = scratch.take<bf16>(all * e.router.inputs);
-    inner = scratch.take<bf16>(all * plain_width(e));
+    inner = scratch.take<bf16>(all * plain_width(e.up.front()));
     active = scratch.take<bf16>(all * e.down.front().inputs);
+    if (e.shared.empty()) return;
+    shared_inner = scratch.take<bf16>(rows * plain_width(e.shared[1]));
+    shared_active = scratch.take<bf16>(rows * e.shared[2].inputs);
+    gate = scratch.take<bf16>(rows);
+    made = scratch.take<bf16>(rows * e.router.inputs);
+    met = scratch.take<bf16>(rows * e.router.inputs);
   }
 
   static int64_t bytes(const Experts &e, int64_t rows) {
-    const int64_t all = rows * e.chosen;
-    return room<float>(rows * e.router.outputs) + room<float>(all) + 2 * room<int32_t>(all) +
-           room<bf16>(all * e.router.inputs) + room<bf16>(all * plain_width(e)) + room<bf16>(all * e.down.front().inputs);
+    const int64_t all = rows * e.chosen, hidden = e.router.inputs;
+    const int64_t chosen = room<float>(rows * e.router.outputs) + room<float>(all) + 2 * room<int32_t>(all) +
+                           room<bf16>(all * hidden) + room<bf16>(all * plain_width(e.up.front())) +
+                           room<bf16>(all * e.down.front().inputs);
+    if (e.shared.empty()) return chosen;
+    return chosen + room<bf16>(rows * plain_width(e.shared[1])) + room<bf16>(rows * e.shared[2].inputs) + room<bf16>(rows) +
+           2 * room<bf16>(rows * hidden);
   }
 
   // Outputs before the activation, where that is no part of the product.
-  static int64_t plain_width(const Experts &e) { return e.up.front().gated ? 0 : e.up.front().outputs; }
+  static int64_t plain_width(const Matrix &up) { return up.gated ? 0 : up.outputs; }
 };
 
 // Places by ascending expert, of one expert in the order of rows. Returns where each expert's begin, and behind the last the end.
@@ -58,6 +70,21 @@ void multiply(const Operations &run, const std::vector<Matrix> &matrices, const 
               const bf16 *x, bf16 *y) {
   const std::vector<Group> groups = groups_of(matrices, begin);
   run.multiply_groups(matrices.front(), {groups.data(), static_cast<int64_t>(groups.size())}, f, x, y);
+}
+
+// y += what the chosen experts make of x, b.met, and the one that all rows meet, each sum rounded. b.sorted is of no use any more.
+void add_shared(const Experts &e, Activation f, const Operations &run, const bf16 *x, bf16 *y, const Buffers &b) {
+  const int64_t hidden = e.router.inputs;
+  const Matrix &gate = e.shared[0], &up = e.shared[1], &down = e.shared[2];
+  run.multiply_activated(up, f, x, b.shared_inner, b.shared_active, down.inputs);
+  run.multiply(down, b.shared_active, b.made);
+  run.multiply(gate, x, b.gate);
+  HEADRACE_NS::share_each(run.rows, run.rows * hidden > MANY_ELEMENTS ? run.threads : 1, [&](int64_t t) {
+    for (int64_t i = 0; i < hidden; ++i) b.sorted[t * hidden + i] = b.gate[t];
+  });
+  run.let_through(b.sorted, hidden, b.made, hidden);
+  run.add(b.met, b.made, hidden);
+  run.add(y, b.met, hidden);
 }
 
 }  // namespace
@@ -78,7 +105,10 @@ void add_experts(const Experts &e, Activation activation, const Operations &run,
   multiply(sorted, e.up, begin, activation, b.sorted, gated ? b.active : b.inner);
   if (!gated) sorted.activate(activation, b.inner, b.active, e.down.front().inputs);
   multiply(sorted, e.down, begin, activation, b.active, b.sorted);
-  run.kernels.combine[Operations::BF16]({b.sorted, b.place, b.share, y, y, run.rows, e.chosen, hidden, run.threads});
+  const bool alone = e.shared.empty();
+  run.kernels.combine[Operations::BF16](
+      {b.sorted, b.place, b.share, alone ? y : nullptr, alone ? y : b.met, run.rows, e.chosen, hidden, run.threads});
+  if (!alone) add_shared(e, activation, run, x, y, b);
 }
 
 }  // namespace headrace

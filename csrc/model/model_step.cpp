@@ -10,26 +10,37 @@ namespace headrace {
 
 using HEADRACE_NS::room;
 
-void run_layers(const DecoderLayer *const *blocks, const AttentionStep::Layer *layers, size_t count, const AttentionStep &step,
-                const LayerBuffers &r) {
-  for (size_t i = 0; i < count; ++i) {
-    const DecoderLayer &block = *blocks[i];
+void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &layers, const AttentionStep &step,
+                const Recurrence *recurrence, const LayerBuffers &r) {
+  size_t attentions = 0, nets = 0;
+  for (const DecoderLayer *each : blocks) {
+    const DecoderLayer &block = *each;
     const int64_t stride = block.qkv.outputs;
-    bf16 *k = r.qkv + block.heads * block.dim, *v = k + block.kv_heads * block.dim;
     block.before(r.x, r.cos_sin, r.rotary, r.qkv, r.scratch, r.rows, r.threads);
-    step.run(layers[i], {r.qkv, stride}, {k, stride}, {v, stride}, r.attended);
-    block.after(r.x, r.attended, r.scratch, r.rows, r.threads);
+    if (block.net) {
+      if (!recurrence) refuse("a recurrent layer needs the states of its rows");
+      const float *gates = reinterpret_cast<const float *>(r.qkv + block.gates_at(r.rows));
+      recurrence->run(nets++, *block.net, r.qkv, gates, r.attended, r.rows, r.threads);
+      block.after(r.x, r.attended, r.scratch, r.rows, r.threads);
+      continue;
+    }
+    const int64_t kv = block.kv_heads * block.dim;
+    bf16 *k = r.qkv + block.heads * block.dim, *v = k + kv;
+    step.run(layers.at(attentions++), {r.qkv, stride}, {k, stride}, {v, stride}, r.attended);
+    const AttentionGates gates = block.gated ? AttentionGates{v + kv, stride} : AttentionGates{};
+    block.after(r.x, r.attended, r.scratch, r.rows, r.threads, gates);
+  }
+}
+
+LayerSizes::LayerSizes(const Blocks &blocks, int64_t rows) {
+  for (const DecoderLayer *block : blocks) {
+    scratch = std::max(scratch, block->scratch(rows));
+    qkv = std::max(qkv, block->mixed_size(rows));
+    attended = std::max(attended, rows * block->out.inputs);
   }
 }
 
 namespace {
-
-// What any of the layers needs.
-int64_t most_scratch(const std::vector<const DecoderLayer *> &blocks, int64_t rows) {
-  int64_t most = 0;
-  for (const DecoderLayer *block : blocks) most = std::max(most, block->scratch(rows));
-  return most;
-}
 
 void check_index(const char *what, const int64_t *index, int64_t rows, int64_t count) {
   for (int64_t t = 0; t < rows; ++t)
@@ -55,26 +66,29 @@ void embed(const EmbeddingAndHead &ends, const int64_t *tokens, int64_t rows, in
 int64_t ModelStep::scratch() const {
   const DecoderLayer &first = *blocks.front();
   const int64_t rows = step.rows();
-  const int64_t bytes = room<float>(rows * rotary) + room<bf16>(rows * first.qkv.inputs) +
-                        room<bf16>(rows * first.qkv.outputs) + room<bf16>(rows * first.out.inputs) +
-                        room<bf16>(most_scratch(blocks, rows)) + room<float>(tops_size(rows, ends.head.outputs));
+  const LayerSizes sizes(blocks, rows);
+  const int64_t bytes = room<float>(rows * rotary) + room<bf16>(rows * first.qkv.inputs) + room<bf16>(sizes.qkv) +
+                        room<bf16>(sizes.attended) + room<bf16>(sizes.scratch) +
+                        room<float>(tops_size(rows, ends.head.outputs));
   return bytes / sizeof(bf16);
 }
 
-void ModelStep::run(const int64_t *tokens, bf16 *scratch, float *logits, float *greatest, int64_t *place, int threads) const {
+void ModelStep::run(const int64_t *tokens, const Recurrence *recurrence, bf16 *scratch, float *logits, float *greatest,
+                    int64_t *place, int threads) const {
   const DecoderLayer &first = *blocks.front();
+  const LayerSizes sizes(blocks, step.rows());
   const int64_t rows = step.rows(), hidden = first.qkv.inputs;
   HEADRACE_NS::Scratch memory(scratch);
   float *cos_sin = memory.take<float>(rows * rotary);
   LayerBuffers r = {nullptr, turns ? cos_sin : nullptr, rotary, nullptr, nullptr, nullptr, rows, threads};
   r.x = memory.take<bf16>(rows * hidden);
-  r.qkv = memory.take<bf16>(rows * first.qkv.outputs);
-  r.attended = memory.take<bf16>(rows * first.out.inputs);
-  r.scratch = memory.take<bf16>(most_scratch(blocks, rows));
+  r.qkv = memory.take<bf16>(sizes.qkv);
+  r.attended = memory.take<bf16>(sizes.attended);
+  r.scratch = memory.take<bf16>(sizes.scratch);
   float *tops = memory.take<float>(tops_size(rows, ends.head.outputs));
   embed(ends, tokens, rows, hidden, r.x);
   if (turns) look_up<float>("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
-  run_layers(blocks.data(), layers.data(), layers.size(), step, r);
+  run_layers(blocks, layers, step, recurrence, r);
   const Operations run = {kernels(), rows, threads};
   run.norm(ends.norm, ends.eps, r.x, r.x, hidden);
   const bool capped = ends.logit_scale != 1.0f || ends.logit_cap != 0.0f;

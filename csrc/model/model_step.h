@@ -5,10 +5,12 @@
 
 #include "model/attention_step.h"
 #include "model/decoder_layer.h"
+#include "model/recurrence.h"
 
 namespace headrace {
 
-// Memory that layers share: x [T, H], which becomes the last one's output, qkv and attended as in DecoderLayer, cos_sin and rotary too.
+// Memory that layers share: x [T, H], which becomes the last one's output, qkv and attended as in DecoderLayer and with room for
+// those of any layer, cos_sin and rotary too.
 struct LayerBuffers {
   bf16 *x;
   const float *cos_sin;
@@ -18,9 +20,18 @@ struct LayerBuffers {
   int threads;
 };
 
-// `count` layers, one after another.
-void run_layers(const DecoderLayer *const *blocks, const AttentionStep::Layer *layers, size_t count, const AttentionStep &step,
-                const LayerBuffers &r);
+typedef std::vector<const DecoderLayer *> Blocks;
+
+// One after another; those with attention have their places in `layers` by their order, those without in the recurrence.
+void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &layers, const AttentionStep &step,
+                const Recurrence *recurrence, const LayerBuffers &r);
+
+// Of `rows` rows what any of the layers needs, in elements: scratch, qkv and attended of LayerBuffers.
+struct LayerSizes {
+  int64_t scratch = 0, qkv = 0, attended = 0;
+
+  LayerSizes(const Blocks &blocks, int64_t rows);
+};
 
 // What a model has before its layers and after them.
 struct EmbeddingAndHead {
@@ -35,8 +46,8 @@ struct EmbeddingAndHead {
 // A step from its tokens to its logits, as often as wanted.
 struct ModelStep {
   const EmbeddingAndHead &ends;
-  std::vector<const DecoderLayer *> blocks;  // borrowed, as are `ends` and `step`
-  std::vector<AttentionStep::Layer> layers;  // one for each block
+  Blocks blocks;                             // borrowed, as are `ends` and `step`
+  std::vector<AttentionStep::Layer> layers;  // one for each block with attention
   const AttentionStep &step;
   Borrowed<const float> turns;  // rotations of each position [turn_rows, rotary], or null
   int64_t turn_rows, rotary;
@@ -44,9 +55,10 @@ struct ModelStep {
   // Elements of scratch memory that `run` needs.
   int64_t scratch() const;
 
-  // tokens [T] -> logits fp32 [T, V], the greatest of each row [T] and where it is first, as Greatest says. Throws for
-  // tokens and positions that are in no table.
-  void run(const int64_t *tokens, bf16 *scratch, float *logits, float *greatest, int64_t *place, int threads) const;
+  // tokens [T] -> logits fp32 [T, V], the greatest of each row [T] and where it is first, as Greatest says. recurrence: of a model
+  // with recurrent layers. Throws for tokens and positions that are in no table.
+  void run(const int64_t *tokens, const Recurrence *recurrence, bf16 *scratch, float *logits, float *greatest, int64_t *place,
+           int threads) const;
 };
 
 }  // namespace headrace

@@ -33,6 +33,18 @@ struct Operations {
     multiply(m, x, y, {nullptr, false, tops}, true);
   }
 
+  // f of the products with `up`: y [T, width]. inner [T, outputs of up] is used where f is no part of the product.
+  void multiply_activated(const Matrix &up, Activation f, const bf16 *x, bf16 *inner, bf16 *y, int64_t width) const {
+    if (up.gated) return multiply_gated(up, f, x, y);
+    multiply(up, x, inner);
+    activate(f, inner, y, width);
+  }
+
+  // y [T, width] times the sigmoid of gates, whose rows lie `stride` apart.
+  void let_through(const bf16 *gates, int64_t stride, bf16 *y, int64_t width) const {
+    kernels.sigmoid_mul[BF16]({gates, y, rows, width, threads, y, stride});
+  }
+
   // Rows in groups, each with a weight of its own like m; gates pass through f.
   void multiply_groups(const Matrix &m, const Groups &groups, Activation f, const bf16 *x, bf16 *y) const {
     multiply(m, x, y, {.gated = m.gated, .gate = gate_of(f)}, false, groups);

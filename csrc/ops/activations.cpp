@@ -95,8 +95,10 @@ void soft_cap(float *x, int64_t n, float scale, float cap, int threads) {
 
 // f(gate, up) for rows x [T, 2 I] = (gate, up): [T, I]
 template <typename T, typename F> static void halves(const Unary &a, F f) {
+  const T *const second = static_cast<const T *>(a.second);
+  const int64_t stride = second ? a.x_stride : 2 * a.width;
   share_each(a.rows, a.rows * a.width > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
-    const T *gate = static_cast<const T *>(a.x) + t * 2 * a.width, *up = gate + a.width;
+    const T *gate = static_cast<const T *>(a.x) + t * stride, *up = second ? second + t * a.width : gate + a.width;
     T *out = static_cast<T *>(a.out) + t * a.width;
     for (int64_t i = 0; i < a.width; i += W) {
       const int64_t n = a.width - i;

@@ -6,7 +6,7 @@
 // with the state that another has left.
 #include "common/arena.h"
 #include "common/shares.h"
-#include "isa/simd.h"
+#include "isa/fetch.h"
 #include "kernels.h"
 
 namespace headrace::HEADRACE_NS {
@@ -18,17 +18,27 @@ struct Piece {
 
 namespace {
 
-constexpr int64_t TOGETHER = 128;  // rows that go through all passes together: their scratch stays in the caches
-constexpr int64_t CHANNELS = 64;   // of a task of the convolution
-constexpr int COLUMNS = 32;        // of a state: 256 rows of them fit into L1
+constexpr int64_t TOGETHER = 64;  // rows that go through all passes together: their scratch stays in the caches
+constexpr int64_t PART = 16;      // of them that a thread takes at once
+constexpr int64_t CHANNELS = 64;  // of a task of the convolution
+constexpr int COLUMNS = 32;       // of a state: 256 rows of them fit into L1
 constexpr int VECTORS = COLUMNS / W, CHAINS = VECTORS < 4 ? 4 / VECTORS : 1;
 constexpr int64_t FEW = 8;  // rows below which waking the other threads costs more than it saves, but for the recurrence
 
-// What the passes hand on: convolved [rows, C]; of each row and value head decay and beta; of each row and key head
-// q . k; out [rows, Hv, V].
+// What the passes hand on: convolved [rows, C], rows `stride` apart; of each row and value head decay and beta; of each row and
+// key head q . k; out [rows, Hv, V], rows out_stride apart. Rows that were a power of two apart would evict each other.
 struct Between {
+  int64_t stride, out_stride;
   float *convolved, *decay, *beta, *qk, *out;
 };
+
+constexpr int64_t apart(int64_t width) { return (width + 15) / 16 * 16 + 16; }
+
+// As load_up_to and store_up_to, where n may be 0 or less.
+template <typename T> HEADRACE_INLINE vf load_some(const T *p, int64_t n) { return n > 0 ? load_up_to(p, n) : vf{}; }
+template <typename T> HEADRACE_INLINE void store_some(T *p, vf x, int64_t n) {
+  if (n > 0) store_up_to(p, x, n);
+}
 
 // Sum of squares in 64 lanes, as in norms.cpp.
 float sum_of_products(const float *x, const float *y, int64_t width) {
@@ -47,32 +57,44 @@ void scale(float *x, int64_t width, float factor) {
 
 float log_of_1_plus_exp(float x) { return x > 20.0f ? x : __builtin_log1pf(exp(x)); }
 
-// One channel block through all pieces: silu of the convolution, and the inputs that the next row will see.
-template <typename T> void convolve(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t channel,
-                                    float *convolved) {
-  const int64_t channels = a.channels(), before = a.kernel - 1;
-  const int64_t width = channels - channel < CHANNELS ? channels - channel : CHANNELS;
+// VECTORS of channels from `channel` on, of which `width` count, through all pieces: silu of the convolution, and the inputs that
+// the next row will see. INPUTS: those that it sees, 0 for any number of them.
+template <typename T, int INPUTS, int VECTORS>
+void convolve(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t channel, int64_t width, const Between &b) {
+  const int64_t channels = a.channels(), inputs = INPUTS ? INPUTS : a.kernel, before = inputs - 1;
   T *const last = static_cast<T *>(a.last) + channel;
-  alignas(64) float seen[GatedDelta::MOST_INPUTS * CHANNELS];
+  vf weights[GatedDelta::MOST_INPUTS][VECTORS], seen[GatedDelta::MOST_INPUTS][VECTORS];
+  const auto left = [&](int c) HEADRACE_ALWAYS_INLINE { return width - c * W; };
+  for (int64_t j = 0; j < inputs; ++j)
+    HEADRACE_EACH(c, VECTORS, weights[j][c] = load_some(a.conv + j * channels + channel + c * W, left(c)));
   for (const Piece *piece = pieces; piece < pieces + count; ++piece) {
-    const T *const rows = static_cast<const T *>(a.mixed) + piece->row * a.mixed_stride + channel;
-    for (int64_t j = 0; j < before; ++j) {
-      if (piece->from < 0) memset(seen + j * CHANNELS, 0, CHANNELS * sizeof(float));
-      else widen(last + (piece->from * before + j) * channels, seen + j * CHANNELS, width);
-    }
-    const auto input = [&](int64_t row, int64_t i) HEADRACE_ALWAYS_INLINE {  // row -1 is the last one before the piece
-      return row < 0 ? load(seen + (row + before) * CHANNELS + i) : load_up_to(rows + row * a.mixed_stride + i, width - i);
-    };
-    for (int64_t t = 0; t < piece->count; ++t)
-      for (int64_t i = 0; i < width; i += W) {
-        vf y = vf{};
-        for (int64_t j = 0; j < a.kernel; ++j)
-          y = madd(load_up_to(a.conv + j * channels + channel + i, width - i), input(t - before + j, i), y);
-        store_up_to(convolved + (piece->at + t) * channels + channel + i, sigmoid_times(y, y), width - i);
-      }
+    const T *row = static_cast<const T *>(a.mixed) + piece->row * a.mixed_stride + channel;
+    float *to = b.convolved + piece->at * b.stride + channel;
     for (int64_t j = 0; j < before; ++j)
-      for (int64_t i = 0; i < width; i += W)
-        store_up_to(last + (piece->to * before + j) * channels + i, input(piece->count - before + j, i), width - i);
+      HEADRACE_EACH(c, VECTORS, {
+        seen[j][c] = piece->from < 0 ? vf{} : load_some(last + (piece->from * before + j) * channels + c * W, left(c));
+      });
+    for (int64_t t = 0; t < piece->count; ++t, row += a.mixed_stride, to += b.stride)
+      HEADRACE_EACH(c, VECTORS, {
+        vf y = vf{};
+        seen[before][c] = load_some(row + c * W, left(c));
+        for (int64_t j = 0; j < inputs; ++j) y = madd(weights[j][c], seen[j][c], y);
+        for (int64_t j = 0; j < before; ++j) seen[j][c] = seen[j + 1][c];
+        store_some(to + c * W, sigmoid_times(y, y), left(c));
+      });
+    for (int64_t j = 0; j < before; ++j)
+      HEADRACE_EACH(c, VECTORS, store_some(last + (piece->to * before + j) * channels + c * W, seen[j][c], left(c)));
+  }
+}
+
+// Channels of a task.
+template <typename T> void convolve(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t task, const Between &b) {
+  constexpr int TWO = 2;  // of each row they are a cache line of bf16
+  const int64_t end = (task + 1) * CHANNELS < a.channels() ? (task + 1) * CHANNELS : a.channels();
+  for (int64_t channel = task * CHANNELS; channel < end; channel += TWO * W) {
+    const int64_t width = end - channel;
+    if (a.kernel == 4) convolve<T, 4, TWO>(a, pieces, count, channel, width, b);
+    else convolve<T, 0, TWO>(a, pieces, count, channel, width, b);
   }
 }
 
@@ -81,7 +103,7 @@ void prepare_row(const GatedDelta &a, int64_t row, int64_t at, const Between &b)
   const int64_t keys = a.key_heads * a.key_dim;
   const float root = 1.0f / __builtin_sqrtf(static_cast<float>(a.key_dim));
   for (int64_t h = 0; h < a.key_heads; ++h) {
-    float *const q = b.convolved + at * a.channels() + h * a.key_dim, *const k = q + keys;
+    float *const q = b.convolved + at * b.stride + h * a.key_dim, *const k = q + keys;
     scale(q, a.key_dim, root / __builtin_sqrtf(sum_of_products(q, q, a.key_dim) + 1e-6f));
     scale(k, a.key_dim, 1.0f / __builtin_sqrtf(sum_of_products(k, k, a.key_dim) + 1e-6f));
     b.qk[at * a.key_heads + h] = sum_of_products(q, k, a.key_dim);
@@ -99,19 +121,28 @@ struct Sums {
   vf k[VECTORS], q[VECTORS];
 };
 
-// S = decay S + k (x) delta, if there is a token to take in, and meanwhile what the next token, if there is one, reads of it.
+// COLUMNS of a state, one line for each row of it.
+struct Lines {
+  float *at;
+  int64_t stride;
+
+  float *operator[](int64_t i) const { return at + i * stride; }
+};
+
+// S = decay S + k (x) delta, if there is a token to take in, on its way from `from` to `to`, and meanwhile what the next token, if
+// there is one, reads of it. ahead: lines that come from memory in the meantime, where there is no token to take in.
 template <bool UPDATE, bool READ>
-HEADRACE_APART void pass(float *state, int64_t size, float decay, const float *k, const vf *delta, const float *next_k,
-                         const float *next_q, Sums &sums) {
+HEADRACE_APART void pass(Lines from, Lines to, Lines ahead, int64_t size, float decay, const float *k, const vf *delta,
+                         const float *next_k, const float *next_q, Sums &sums) {
   vf by_k[CHAINS][VECTORS] = {}, by_q[CHAINS][VECTORS] = {}, new_values[VECTORS];
   if constexpr (UPDATE) HEADRACE_EACH(c, VECTORS, new_values[c] = delta[c]);
   const auto take = [&](int64_t i, auto chain) HEADRACE_ALWAYS_INLINE {
-    float *const line = state + i * COLUMNS;
+    if constexpr (!UPDATE) fetch_lines<COLUMNS * sizeof(float) / LINE_BYTES, TO_L2>(ahead[i]);
     HEADRACE_EACH(c, VECTORS, {
-      vf s = load(line + c * W);
+      vf s = load(from[i] + c * W);
       if constexpr (UPDATE) {
         s = madd(splat(k[i]), new_values[c], s * splat(decay));
-        store(line + c * W, s);
+        store(to[i] + c * W, s);
       }
       if constexpr (READ) {
         by_k[chain][c] = madd(splat(next_k[i]), s, by_k[chain][c]);
@@ -135,35 +166,62 @@ HEADRACE_APART void pass(float *state, int64_t size, float decay, const float *k
   }
 }
 
-// Columns of the state of one value head through all pieces.
-void recur(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t head, int64_t column, const Between &b) {
-  const int64_t D = a.key_dim, V = a.value_dim, Hv = a.value_heads, channels = a.channels();
+// The first `width` of COLUMNS, and zeros behind them.
+void take_columns(Lines from, int64_t size, int64_t width, Lines state) {
+  for (int64_t i = 0; i < size; ++i)
+    HEADRACE_EACH(c, VECTORS, store(state[i] + c * W, load_some(from[i] + c * W, width - c * W)));
+}
+
+void leave_columns(Lines state, int64_t size, int64_t width, Lines to) {
+  for (int64_t i = 0; i < size; ++i)
+    HEADRACE_EACH(c, VECTORS, store_some(to[i] + c * W, load(state[i] + c * W), width - c * W));
+}
+
+// Columns of the state of one value head through a piece: in memory of their own but for the first reading and the last writing,
+// or where they are less than COLUMNS. ahead: as of `pass`, or none.
+void recur(const GatedDelta &a, const Piece &piece, int64_t head, int64_t column, const Between &b, const float *ahead) {
+  const int64_t D = a.key_dim, V = a.value_dim, Hv = a.value_heads, end = piece.at + piece.count;
   const int64_t key_head = head / (Hv / a.key_heads), keys = a.key_heads * D;
   const int64_t width = V - column < COLUMNS ? V - column : COLUMNS;
-  alignas(64) float state[GatedDelta::MOST_KEY_DIM * COLUMNS];
-  const auto place = [&](int64_t slot) { return a.matrices + (slot * Hv + head) * D * V + column; };
-  for (const Piece *piece = pieces; piece < pieces + count; ++piece) {
-    if (piece->from < 0 || width < COLUMNS) memset(state, 0, D * COLUMNS * sizeof(float));
-    if (piece->from >= 0)
-      for (int64_t i = 0; i < D; ++i) memcpy(state + i * COLUMNS, place(piece->from) + i * V, width * sizeof(float));
-    const float *q = b.convolved + piece->at * channels + key_head * D;
-    Sums sums;
-    pass<false, true>(state, D, 0.0f, nullptr, nullptr, q + keys, q, sums);
-    for (int64_t t = piece->at; t < piece->at + piece->count; ++t, q += channels) {
-      const float decay = b.decay[t * Hv + head], beta = b.beta[t * Hv + head], qk = b.qk[t * a.key_heads + key_head];
-      const float *const v = b.convolved + t * channels + 2 * keys + head * V + column;
-      vf delta[VECTORS];
-      for (int c = 0; c < VECTORS && c * W < width; ++c) {
-        delta[c] = (load_up_to(v + c * W, width - c * W) - sums.k[c] * splat(decay)) * splat(beta);
-        const vf read = madd(splat(qk), delta[c], sums.q[c] * splat(decay));
-        store_up_to(b.out + (t * Hv + head) * V + column + c * W, read, width - c * W);
-      }
-      for (int c = static_cast<int>((width + W - 1) / W); c < VECTORS; ++c) delta[c] = vf{};
-      const float *const k = q + keys, *const next = q + channels;
-      if (t + 1 < piece->at + piece->count) pass<true, true>(state, D, decay, k, delta, next + keys, next, sums);
-      else pass<true, false>(state, D, decay, k, delta, nullptr, nullptr, sums);
-    }
-    for (int64_t i = 0; i < D; ++i) memcpy(place(piece->to) + i * V, state + i * COLUMNS, width * sizeof(float));
+  alignas(64) float memory[GatedDelta::MOST_KEY_DIM * COLUMNS];
+  const Lines state = {memory, COLUMNS}, target = {a.matrix(piece.to, head) + column, V};
+  Lines from = state;
+  if (piece.from < 0) memset(memory, 0, D * COLUMNS * sizeof(float));
+  else from = {a.matrix(piece.from, head) + column, V};
+  if (width < COLUMNS && piece.from >= 0) {
+    take_columns(from, D, width, state);
+    from = state;
+  }
+  const float *q = b.convolved + piece.at * b.stride + key_head * D;
+  Sums sums;
+  const Lines coming = ahead ? Lines{const_cast<float *>(ahead), V} : from;
+  pass<false, true>(from, from, coming, D, 0.0f, nullptr, nullptr, q + keys, q, sums);
+  for (int64_t t = piece.at; t < end; ++t, q += b.stride, from = state) {
+    const float decay = b.decay[t * Hv + head], beta = b.beta[t * Hv + head], qk = b.qk[t * a.key_heads + key_head];
+    const float *const v = b.convolved + t * b.stride + 2 * keys + head * V + column;
+    float *const out = b.out + t * b.out_stride + head * V + column;
+    vf delta[VECTORS];
+    HEADRACE_EACH(c, VECTORS, {
+      delta[c] = (load_some(v + c * W, width - c * W) - sums.k[c] * splat(decay)) * splat(beta);
+      store_some(out + c * W, madd(splat(qk), delta[c], sums.q[c] * splat(decay)), width - c * W);
+    });
+    const float *const k = q + keys, *const next = q + b.stride;
+    if (t + 1 < end) pass<true, true>(from, state, from, D, decay, k, delta, next + keys, next, sums);
+    else pass<true, false>(from, width < COLUMNS ? state : target, from, D, decay, k, delta, nullptr, nullptr, sums);
+  }
+  if (width < COLUMNS) leave_columns(state, D, width, target);
+}
+
+// Columns `first` to `end` of one value head through all pieces. While one state is computed the next one comes from memory: its
+// lines of these columns, since processors do not see on their own that all of it is read in the end.
+void recur(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t head, int64_t first, int64_t end,
+           const Between &b) {
+  for (int64_t i = 0; i < count; ++i) {
+    const bool more = i + 1 < count;
+    const int64_t slot = pieces[more ? i + 1 : 0].from, from = more ? head : head + 1;
+    const float *const ahead = slot < 0 || from == a.value_heads ? nullptr : a.matrix(slot, from);
+    for (int64_t column = first; column < end; column += COLUMNS)
+      recur(a, pieces[i], head, column, b, ahead ? ahead + column : nullptr);
   }
 }
 
@@ -184,29 +242,35 @@ template <typename T> void write_gated(const GatedDelta &a, int64_t row, const f
 }
 
 template <typename T> void run_group(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t rows) {
-  const int64_t channels = a.channels(), Hv = a.value_heads, V = a.value_dim;
-  Scratch scratch = arena(room<float>(rows * channels) + 2 * room<float>(rows * Hv) + room<float>(rows * a.key_heads) +
-                          room<float>(rows * Hv * V));
-  const Between b = {scratch.take<float>(rows * channels), scratch.take<float>(rows * Hv), scratch.take<float>(rows * Hv),
-                     scratch.take<float>(rows * a.key_heads), scratch.take<float>(rows * Hv * V)};
+  const int64_t Hv = a.value_heads, V = a.value_dim, stride = apart(a.channels()), out_stride = apart(Hv * V);
+  Scratch scratch = arena(room<float>(rows * stride) + 2 * room<float>(rows * Hv) + room<float>(rows * a.key_heads) +
+                          room<float>(rows * out_stride));
+  float *const convolved = scratch.take<float>(rows * stride), *const out = scratch.take<float>(rows * out_stride);
+  float *const decay = scratch.take<float>(rows * Hv), *const beta = scratch.take<float>(rows * Hv);
+  const Between b = {stride, out_stride, convolved, decay, beta, scratch.take<float>(rows * a.key_heads), out};
   const int threads = rows < FEW ? 1 : a.threads;
+  int64_t row_at[TOGETHER];
+  for (const Piece *piece = pieces; piece < pieces + count; ++piece)
+    for (int64_t t = 0; t < piece->count; ++t) row_at[piece->at + t] = piece->row + t;
   const auto each_row = [&](auto f) {
-    share_each(count, threads, [&](int64_t i) {
-      for (int64_t t = 0; t < pieces[i].count; ++t) f(pieces[i].row + t, pieces[i].at + t);
+    share_out((rows + PART - 1) / PART, threads, [&](int64_t part) {
+      for (int64_t at = part * PART; at < rows && at < (part + 1) * PART; ++at) f(row_at[at], at);
     });
   };
-  share_each((channels + CHANNELS - 1) / CHANNELS, threads,
-             [&](int64_t i) { convolve<T>(a, pieces, count, i * CHANNELS, b.convolved); });
+  share_each((a.channels() + CHANNELS - 1) / CHANNELS, threads, [&](int64_t i) { convolve<T>(a, pieces, count, i, b); });
   each_row([&](int64_t row, int64_t at) { prepare_row(a, row, at, b); });
-  const int64_t blocks = (V + COLUMNS - 1) / COLUMNS;
-  share_each(Hv * blocks, a.threads, [&](int64_t i) { recur(a, pieces, count, i / blocks, i % blocks * COLUMNS, b); });
-  each_row([&](int64_t row, int64_t at) { write_gated<T>(a, row, b.out + at * Hv * V); });
+  // Whole heads read memory in its order; there may be too few for all threads.
+  const int64_t width = Hv < 2 * a.threads ? COLUMNS : V, parts = (V + width - 1) / width;
+  share_each(Hv * parts, a.threads, [&](int64_t i) {
+    const int64_t first = i % parts * width, end = first + width < V ? first + width : V;
+    recur(a, pieces, count, i / parts, first, end, b);
+  });
+  each_row([&](int64_t row, int64_t at) { write_gated<T>(a, row, b.out + at * out_stride); });
 }
 
 }  // namespace
 
 template <typename T> void gated_delta(const GatedDelta &a) {
-  constexpr int64_t PART = 16;  // rows of a piece: enough for both threads to have some
   Piece pieces[TOGETHER];
   int64_t count = 0, rows = 0;
   const auto run = [&] {
@@ -218,9 +282,7 @@ template <typename T> void gated_delta(const GatedDelta &a) {
     int64_t from = segment.from;
     for (int64_t row = segment.row_begin; row < segment.row_end;) {
       if (rows == TOGETHER) run();
-      int64_t length = segment.row_end - row;
-      if (length > PART) length = PART;
-      if (length > TOGETHER - rows) length = TOGETHER - rows;
+      const int64_t left = segment.row_end - row, length = left < TOGETHER - rows ? left : TOGETHER - rows;
       pieces[count++] = {row, length, rows, from, segment.to};
       rows += length;
       row += length;

@@ -132,6 +132,17 @@ def test_a_prefix_is_reused_from_its_last_state(folder: Path) -> None:
     assert cached(llm, [*base, *output.token_ids[:-1], *words(9, 4)]) == 448  # of 330 + 139 that are known
 
 
+def test_the_first_part_of_a_document_is_reused_from_a_milestone(folder: Path) -> None:
+    llm, private, base = engine(folder, max_batch_tokens=200), engine(folder, enable_prefix_caching=False), words(700)
+    states = llm.engine.cache.states
+    assert states is not None
+    states.milestones.interval = 128
+    assert cached(llm, base) == 0 and states.kept == 5  # behind 128 to 512 tokens, and at the end
+    other = base[:450] + words(50, 2)
+    same(run(llm, [other], SHORT), run(private, [other], SHORT))
+    assert llm.engine.stats().tokens.cached == 384
+
+
 def test_forks_compute_a_prompt_once(folder: Path) -> None:
     llm = engine(folder)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, n=4)

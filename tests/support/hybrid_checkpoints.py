@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from headrace.config import RecurrentSpec
-from headrace.kernels.gated_delta import DeltaWeights, LayerStates, gated_delta
+from headrace.kernels.gated_delta import DeltaWeights, LayerStates, Recur, gated_delta
 from headrace.models.decoder import Decoder
 from tests.support.checkpoints import VOCAB
 from tests.support.naive_attention import RowAttend, batch_of, naive
@@ -75,7 +75,7 @@ def make_checkpoint(kind: str, folder: Path, dtype: torch.dtype = torch.float32,
     return folder
 
 
-class OwnStates:
+class OwnStates(Recur):
     """A Recur for some sequences, each with the state of its slot; `counts` are their rows in a step, in order."""
 
     def __init__(self, spec: RecurrentSpec, dtype: torch.dtype, sequences: int = 1) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
+from headrace.kv.milestones import INTERVAL
 from headrace.kv.table_state import NONE
 from headrace.kv.tree import Node, chain, token_array
 from headrace.types import CHUNK, Request, SamplingParams
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.unit
 class Steps:
     """A scheduler over states that are the tokens they come from; answers go on with token 3."""
 
-    def __init__(self, chunks: int, budget: int, states: int, shares: bool = True) -> None:
+    def __init__(self, chunks: int, budget: int, states: int, shares: bool = True, interval: int = INTERVAL) -> None:
         self.cache = KVCache(chunks, states=states)
         self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens, shares=shares), budget, 8)
         self.memory: dict[int, list[int]] = {}
@@ -28,12 +31,27 @@ class Steps:
         self.prefilled = 0
         self.left_tree = 0
         assert self.cache.states is not None
-        self.cache.states.leaving = self._leaves
+        self.states = self.cache.states
+        self.states.leaving = self._leaves
+        self.states.milestones.interval = interval
+        self.states._evict = self._evicted(self.states._evict)  # type: ignore[method-assign]
 
     def _leaves(self, node: Node) -> None:
         """Whoever stores the state at this moment must find it."""
         self.left_tree += 1
         self._check_state(node)
+
+    def _evicted(self, evict: Callable[[int], None]) -> Callable[[int], None]:
+        """States at milestones go first."""
+
+        def checked(slot: int) -> None:
+            states = self.states
+            open_to_all = [each for each in states.idle if each not in states._read | states._written]
+            spare = [each for each in open_to_all if each in states.milestones]
+            assert slot in states.milestones or not spare, "a prompt's end made room before a milestone"
+            evict(slot)
+
+        return checked
 
     def add(self, prompt: list[int], answer: int) -> SequenceState:
         sequence = SequenceState(Request(str(len(self.left)), prompt, SamplingParams()), 0, self._order())
@@ -101,9 +119,10 @@ class StatesMachine(RuleBasedStateMachine):
         budget=st.sampled_from([8, 64, 100, 1000]),
         states=st.sampled_from([1, 2, 3, 5, 20]),
         shares=st.sampled_from([True, True, True, False]),
+        interval=st.sampled_from([INTERVAL, CHUNK, 2 * CHUNK]),
     )
-    def start(self, chunks: int, budget: int, states: int, shares: bool) -> None:
-        self.steps = Steps(chunks, budget, states, shares)
+    def start(self, chunks: int, budget: int, states: int, shares: bool, interval: int) -> None:
+        self.steps = Steps(chunks, budget, states, shares, interval)
 
     @rule(
         blocks=st.lists(st.integers(0, 1), max_size=5),
@@ -244,3 +263,63 @@ def test_a_borrowed_slot_is_none_that_the_step_names() -> None:
     borrowed = states.borrow()
     assert borrowed is not None and borrowed not in named and states.borrow() is None
     states.give_back(borrowed)
+
+
+def halvings(number: int) -> int:
+    """How often 2 divides it."""
+    return 0 if number % 2 else 1 + halvings(number // 2)
+
+
+def milestones_of(steps: Steps) -> list[int]:
+    return sorted(len(steps.memory[slot]) for slot in steps.states.milestones)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=st.integers(1, 24), states=st.integers(2, 16), every=st.integers(1, 3),
+    budget=st.sampled_from([CHUNK, 100, 5 * CHUNK, 2000]),
+)  # fmt: skip
+def test_milestones_are_as_many_as_there_is_room_for_at_even_distances(
+    chunks: int, states: int, every: int, budget: int
+) -> None:
+    """The end of the prompt has its state in any case, and what is not kept weighs no more than what is."""
+    steps = Steps(40, budget, states, interval=every * CHUNK)
+    steps.add([chunk for chunk in range(chunks) for _ in range(CHUNK)] + [99] * 5, 1)
+    steps.finish()
+    ends, found = chunks * CHUNK, milestones_of(steps)
+    assert ends in [len(steps.memory[slot]) for slot in steps.states.idle]
+    every_one = [mark for mark in range(every * CHUNK, ends, every * CHUNK)]
+    first = every * CHUNK
+    missed = [halvings(mark // first) for mark in every_one if mark not in found]
+    assert set(found) <= set(every_one)
+    assert len(found) >= min(len(every_one), states - 2), (found, every_one)
+    assert max(missed, default=0) <= min((halvings(mark // first) for mark in found), default=99), (found, missed)
+
+
+def test_a_prompt_that_shares_the_first_part_begins_at_a_milestone() -> None:
+    steps = Steps(40, 1000, 8, interval=2 * CHUNK)
+    document = blocks(*range(1, 10))
+    steps.add(document, 1)
+    steps.finish()
+    other = steps.add(document[: 5 * CHUNK + 10] + [77] * 100, 1)
+    steps.finish()
+    assert other.cached_tokens == 4 * CHUNK
+
+
+def test_milestones_make_room_before_ends_of_prompts() -> None:
+    steps = Steps(60, 1000, 6, interval=CHUNK)
+    for first in (20, 30, 40, 50):
+        steps.add(blocks(*range(first, first + 8)), 1)
+        steps.finish()
+    kept = sorted(len(steps.memory[slot]) for slot in steps.states.idle if slot not in steps.states.milestones)
+    assert kept == [8 * CHUNK] * 4 and milestones_of(steps)
+
+
+def test_a_milestone_where_a_prompt_ends_is_kept_like_any_end() -> None:
+    steps = Steps(40, 1000, 8, interval=2 * CHUNK)
+    steps.add(blocks(1, 2, 3, 4, 5), 1)
+    steps.finish()
+    assert milestones_of(steps) == [2 * CHUNK, 4 * CHUNK]
+    steps.add(blocks(1, 2), 1)
+    steps.finish()
+    assert milestones_of(steps) == [4 * CHUNK]

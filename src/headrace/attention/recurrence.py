@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
-from headrace.kernels.gated_delta import DeltaWeights, Recur, gated_delta
+from headrace.kernels import dispatch
+from headrace.kernels.gated_delta import DeltaWeights, Recur, fits_cpp, gated_delta
+from headrace.kernels.recurrent_step import PreparedRecurrence, StatesInCpp
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import Segment
 
@@ -31,10 +34,24 @@ class StepRecurrence(Recur):
 
     def __init__(self, storage: StateStorage, segments: Tensor) -> None:
         self.storage, self.segments = storage, segments
+        self.prepared = prepared_recurrence(storage, segments)
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         storage = self.storage
         return gated_delta(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
+
+
+_known: WeakKeyDictionary[StateStorage, StatesInCpp] = WeakKeyDictionary()
+
+
+def prepared_recurrence(storage: StateStorage, segments: Tensor) -> PreparedRecurrence | None:
+    """The recurrence of a step as C++ runs it among whole layers; None where it does not."""
+    if not dispatch.native(storage.layers[0].last) or storage.dtype != torch.bfloat16 or not fits_cpp(storage.spec):
+        return None
+    states = _known.get(storage)
+    if states is None:  # checked once: they stay where they are
+        _known[storage] = states = StatesInCpp(storage.spec, storage.layers)
+    return PreparedRecurrence(states, segments)
 
 
 def alone(spec: RecurrentSpec | None, dtype: torch.dtype, rows: int) -> StepRecurrence | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.attention.execute import KeepActivations, PlanAttention, StepAttention
 from headrace.attention.plan import Int64, Plan, PlannedStep
-from headrace.attention.recurrence import StepRecurrence
+from headrace.attention.recurrence import StepRecurrence, prepared_recurrence
 from headrace.engine.sequence import Slice
 from headrace.kernels.model_step import Greatest, ModelStep
 from headrace.kv.storage import KVStorage, StateStorage
@@ -90,8 +90,8 @@ class Eager:
 class InCpp:
     """Steps all of whose logits are wanted, by one call of C++ each (kernels.model_step)."""
 
-    def __init__(self, decoder: Decoder, attention: StepAttention) -> None:
-        self.decoder, self.attention = decoder, attention
+    def __init__(self, decoder: Decoder, attention: StepAttention, states: StateStorage | None = None) -> None:
+        self.decoder, self.attention, self.states = decoder, attention, states
         self._first: Plan | None = None
         self._steps = 0
         self._prepared: ModelStep | None = None
@@ -99,13 +99,15 @@ class InCpp:
     def run(self, step: StepRows) -> Logits:
         # After an error rows may have gone on: the next step is prepared anew.
         prepared, self._prepared = self._prepared, None
-        planned = step.planned
+        planned, recurrence = step.planned, None
+        if self.states is not None and step.segments is not None:
+            recurrence = prepared_recurrence(self.states, step.segments)
         if prepared is not None and planned.first is self._first and planned.steps == self._steps + 1:
-            greatest = prepared.run_next(step.tokens())
+            greatest = prepared.run_next(step.tokens(), recurrence)
         else:
             del prepared  # its logits
             prepared = self._prepare(planned)
-            greatest = prepared.run(step.tokens())
+            greatest = prepared.run(step.tokens(), recurrence)
         self._first, self._steps, self._prepared = planned.first, planned.steps, prepared
         return Logits(prepared.logits, greatest)
 

@@ -45,7 +45,7 @@ class Runner(Executor):
         if can.graphs:
             return CudaGraph(self.decoder, attention)
         in_cpp = can.all_layers and self.decoder.runs_whole and self.storage.dtype != torch.int8
-        return InCpp(self.decoder, attention) if in_cpp else self.eager
+        return InCpp(self.decoder, attention, self.states) if in_cpp else self.eager
 
     def run(self, slices: Seq[Slice]) -> Computed:
         """See Executor.run: one pass."""

@@ -103,8 +103,35 @@ class Scale:
 
 class Experts:
     def __init__(
-        self, router: Matrix, up: Sequence[Matrix], down: Sequence[Matrix], *, chosen: int, normalised: bool
-    ) -> None: ...
+        self,
+        router: Matrix,
+        up: Sequence[Matrix],
+        down: Sequence[Matrix],
+        *,
+        chosen: int,
+        normalised: bool,
+        shared: Sequence[Matrix] = (),
+    ) -> None:
+        """shared: gate, up and down of the expert that all rows meet."""
+
+class DeltaNet:
+    def __init__(
+        self,
+        gates: Matrix,
+        vectors: Sequence[int],
+        *,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kernel: int,
+        eps: float,
+    ) -> None:
+        """vectors: conv, rate, dt_bias and norm."""
+
+class RecurrentStates:
+    def __init__(self, layers: Sequence[tuple[int, int]], slots: int) -> None:
+        """layers: addresses of `last` and `matrices` of each."""
 
 class Block:
     def __init__(
@@ -130,10 +157,16 @@ class Block:
         residual_scale: float,
         norm_whole: bool = False,
         experts: Experts | None = None,
+        gated: bool = False,
+        net: DeltaNet | None = None,
     ) -> None: ...
     def scratch(self, rows: int) -> int: ...
+    def mixed_size(self, rows: int) -> int: ...
+    def gates_at(self, rows: int) -> int: ...
     def before(self, x: int, cos_sin: int, qkv: int, scratch: int, *, rotary: int, rows: int, threads: int) -> None: ...
-    def after(self, x: int, attended: int, scratch: int, rows: int, threads: int) -> None: ...
+    def after(
+        self, x: int, attended: int, scratch: int, rows: int, threads: int, *, gates: int = 0, gates_stride: int = 0
+    ) -> None: ...
 
 class StepLayer:
     def __init__(self, kind: int, k_pool: int, v_pool: int, sinks: int) -> None: ...
@@ -171,6 +204,9 @@ class AttentionStep:
         qkv: int,
         attended: int,
         scratch: int,
+        states: RecurrentStates | None,
+        segments: int,
+        count: int,
         *,
         cos_sin: int,
         rotary: int,
@@ -205,7 +241,16 @@ class ModelStep:
         rotary: int,
     ) -> None: ...
     def scratch(self) -> int: ...
-    def run(self, tokens: Sequence[int], scratch: int, logits: int, threads: int) -> tuple[list[float], list[int]]: ...
+    def run(
+        self,
+        tokens: Sequence[int],
+        scratch: int,
+        logits: int,
+        threads: int,
+        states: RecurrentStates | None = None,
+        segments: int = 0,
+        count: int = 0,
+    ) -> tuple[list[float], list[int]]: ...
 
 # Inside the class below these names are its members.
 _Pool = Pool
@@ -255,6 +300,10 @@ class Extension(Protocol):
     def StepLayer(self) -> type[StepLayer]: ...
     @property
     def AttentionStep(self) -> type[AttentionStep]: ...
+    @property
+    def DeltaNet(self) -> type[DeltaNet]: ...
+    @property
+    def RecurrentStates(self) -> type[RecurrentStates]: ...
     @property
     def Ends(self) -> type[Ends]: ...
     @property

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from headrace.config import AttentionSpec
+from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
+from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.extension import check, require
+from headrace.kernels.gated_delta import DeltaWeights, Recur, check_weights, fits_cpp
 from headrace.kernels.ops import Weight
 
 if TYPE_CHECKING:
@@ -34,6 +36,15 @@ class Experts(Protocol):
     def inner(self) -> int: ...
     @property
     def normalised(self) -> bool: ...
+    @property
+    def shared(self) -> int: ...
+
+
+class Net(Protocol):
+    """models.hybrid.DeltaNet, as far as it counts here."""
+
+    @property
+    def weights(self) -> DeltaWeights: ...
 
 
 Watch = Callable[[int, Tensor], object]
@@ -44,7 +55,8 @@ Watch = Callable[[int, Tensor], object]
 class LayerShape:
     """What the layers of a model have in common. order: as models.spec.Block. activation: silu_mul or gelu_tanh_mul
     (gated MLPs), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, to which norm_offset is
-    added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router.
+    added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router. gated:
+    attention is let through by gates, which lie behind q, k and v. recurrent: of layers that have a net.
     more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
 
     attention: AttentionSpec
@@ -59,6 +71,8 @@ class LayerShape:
     norm_offset: float = 0.0
     qk_norm_whole: bool = False
     experts: Experts | None = None
+    gated: bool = False
+    recurrent: RecurrentSpec | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -69,13 +83,16 @@ class LayerWeights(Protocol):
     def rotation(self) -> tuple[int, int]: ...
 
     @property
+    def net(self) -> Net | None: ...
+
+    @property
     def weights(self) -> Mapping[str, Tensor]: ...
 
     @property
     def matrices(self) -> Mapping[str, Weight]: ...
 
 
-def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
+def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype, recurrent: RecurrentSpec | None = None) -> str | None:
     """Why Blocks does not take these layers of a model in `dtype`; None where it does."""
     choice = dispatch.layer_choice()
     if choice.implementation != "cpu":
@@ -83,6 +100,8 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype) -> str | None:
     loose = {name for each in layers for name, weight in each.matrices.items() if isinstance(weight, Tensor)}
     if loose:
         return f"not packed: {', '.join(sorted(loose)[:8])}"
+    if recurrent is not None and not fits_cpp(recurrent):
+        return f"recurrent layers with keys of {recurrent.key_dim}, or convolutions of {recurrent.kernel}"
     return None if dtype == torch.bfloat16 else "not in bfloat16"
 
 
@@ -94,8 +113,10 @@ class Blocks:
         self.layers = layers  # keeps the memory that the blocks point to
         self.blocks = [_block(shape, layer, query=True) for layer in layers]
         self.turns = max(sum(layer.rotation) for layer in layers)
+        self.places = _places(layers)
         heads = shape.attention.heads * shape.attention.head_dim
-        self.without_queries = None if heads % cpu.COLUMNS else [_block(shape, layer, query=False) for layer in layers]
+        whole = heads % cpu.COLUMNS or shape.gated or shape.recurrent is not None
+        self.without_queries = None if whole else [_block(shape, layer, query=False) for layer in layers]
 
     def __call__(
         self,
@@ -104,38 +125,86 @@ class Blocks:
         attend: Attend,
         some: Tensor | None = None,
         watch: Watch | None = None,
+        recur: Recur | None = None,
     ) -> Tensor:
         """x [T, H] -> [T, H], which takes x's place in memory; cos_sin [T, N] fp32 as in ops.rotary.
 
-        some, int64 [n]: rows of which alone the result is wanted, [n, H]; watch: see Decoder.forward.
+        some, int64 [n]: rows of which alone the result is wanted, [n, H]; watch and recur: see Decoder.forward.
 
         All layers hand the same memory to `attend`: q, k and v are views of it.
         """
-        spec, rows, threads = self.shape.attention, len(x), torch.get_num_threads()
+        rows, threads = len(x), torch.get_num_threads()
         check("x", x, torch.bfloat16, (rows, self.shape.hidden))
-        qkv = torch.empty((rows, spec.heads + 2 * spec.kv_heads, spec.head_dim), dtype=x.dtype)
-        q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        if recur is None and self.shape.recurrent is not None:
+            raise ValueError("this model has recurrent layers: forward needs `recur`, which keeps their states")
+        mixed = torch.empty(max(block.mixed_size(rows) for block in self.blocks), dtype=x.dtype)
         scratch = torch.empty(max(block.scratch(rows) for block in self.blocks), dtype=x.dtype)
-        x_at, qkv_at, scratch_at = x.data_ptr(), qkv.data_ptr(), scratch.data_ptr()
+        x_at, mixed_at, scratch_at = x.data_ptr(), mixed.data_ptr(), scratch.data_ptr()
         turn_at, turned = self.turn_of(cos_sin, rows)
         last = len(self.blocks) - 1
         begin = 0
-        if attend.prepared is not None and watch is None:
+        if attend.prepared is not None and watch is None and (recur is None or recur.prepared is not None):
             begin = last + (some is None)
-            attend.prepared.run(self.blocks[:begin], x, (turn_at, turned), qkv, scratch, threads)
+            self.check_heads(attend.prepared)
+            attended = torch.empty(rows * self._widest, dtype=x.dtype)
+            recurrence = None if recur is None else recur.prepared
+            attend.prepared.run(
+                self.blocks[:begin], x, (turn_at, turned), mixed, attended, scratch, threads, recurrence
+            )
         for index, block in enumerate(self.blocks[begin:], begin):
             if watch is not None:
                 watch(index, x)
-            block.before(x_at, turn_at, qkv_at, scratch_at, rotary=turned, rows=rows, threads=threads)
-            if index == last and some is not None:
-                attended, x, q = attend(index, q, k, v, some).contiguous(), x[some], q[some]
-                x_at, rows = x.data_ptr(), len(some)
-            else:
-                attended = attend(index, q, k, v).contiguous()
-            check("attended", attended, x.dtype, q.shape)
+            block.before(x_at, turn_at, mixed_at, scratch_at, rotary=turned, rows=rows, threads=threads)
+            chosen = some if index == last else None
+            attended, gates = self._across_rows(index, mixed, rows, attend, recur, chosen)
+            if chosen is not None:
+                x, rows = x[chosen], len(chosen)
+                x_at = x.data_ptr()
+            check("attended", attended, x.dtype, (rows, *attended.shape[1:]))
             if rows:
-                block.after(x_at, attended.data_ptr(), scratch_at, rows, threads)
+                block.after(x_at, attended.data_ptr(), scratch_at, rows, threads, **_gates(gates))
         return x
+
+    def check_heads(self, over: StepOver) -> None:
+        """Raises ValueError for a step of other heads."""
+        spec = self.shape.attention
+        ours = (spec.heads, spec.kv_heads, spec.head_dim)
+        if over.heads != ours:
+            raise ValueError(f"the step is of (heads, KV heads, head size) {over.heads}, the model of {ours}")
+
+    @property
+    def _widest(self) -> int:
+        """Elements of a row that attention or a net leaves, in the layer in which they are most."""
+        spec, net = self.shape.attention, self.shape.recurrent
+        return max(spec.heads * spec.head_dim, 0 if net is None else net.values)
+
+    def _across_rows(
+        self, layer: int, mixed: Tensor, rows: int, attend: Attend, recur: Recur | None, some: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the rows of a layer, or `some`, take from others: attended heads [T, Hq, D] and gates for them of this
+        shape, if there are any; or what a net has read [T, Hv, V]. mixed: what `before` has left."""
+        net, place = self.layers[layer].net, self.places[layer]
+        if net is not None and recur is not None:
+            read = self._recurred(layer, net, mixed, rows, recur)
+            return read if some is None else read[some], None
+        spec = self.shape.attention
+        parts = (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads * self.shape.gated)
+        heads = mixed[: rows * sum(parts) * spec.head_dim].view(rows, sum(parts), spec.head_dim)
+        q, k, v, gates = heads.split(parts, dim=1)
+        attended = attend(place, q, k, v) if some is None else attend(place, q, k, v, some)
+        if some is not None:
+            q, gates = q[some], gates[some]
+        attended = attended.contiguous()
+        check("attended", attended, mixed.dtype, q.shape)
+        return attended, gates if self.shape.gated else None
+
+    def _recurred(self, layer: int, net: Net, mixed: Tensor, rows: int, recur: Recur) -> Tensor:
+        """[T, Hv, V]."""
+        spec = self.shape.recurrent
+        assert spec is not None, "there are recurrent layers"
+        width, at = spec.channels + spec.values, self.blocks[layer].gates_at(rows)
+        gates = mixed[at : at + rows * 4 * spec.value_heads].view(torch.float32).view(rows, 2 * spec.value_heads)
+        return recur(self.places[layer], mixed[: rows * width].view(rows, width), gates, net.weights)
 
     def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
@@ -144,14 +213,15 @@ class Blocks:
         block, queries = self.blocks[layer], spec.heads
         if self.without_queries is not None:
             block, queries = self.without_queries[layer], 0
-        heads = torch.empty((rows, queries + 2 * spec.kv_heads, spec.head_dim), dtype=x.dtype)
+        parts = (queries, spec.kv_heads, spec.kv_heads, queries * self.shape.gated)
+        heads = torch.empty((rows, sum(parts), spec.head_dim), dtype=x.dtype)
         scratch = torch.empty(block.scratch(rows), dtype=x.dtype)
         turn_at, turned = self.turn_of(cos_sin, rows)
         block.before(
             x.data_ptr(), turn_at, heads.data_ptr(), scratch.data_ptr(), rotary=turned, rows=rows,
             threads=torch.get_num_threads(),
         )  # fmt: skip
-        _, k, v = heads.split((queries, spec.kv_heads, spec.kv_heads), dim=1)
+        _, k, v, _ = heads.split(parts, dim=1)
         return k, v
 
     def turn_of(self, cos_sin: Tensor | None, rows: int) -> tuple[int, int]:
@@ -165,11 +235,25 @@ class Blocks:
         return cos_sin.data_ptr(), width
 
 
+def _places(layers: Sequence[LayerWeights]) -> list[int]:
+    """Each layer's number among those of its kind."""
+    kinds = [layer.net is None for layer in layers]
+    return [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
+
+
+def _gates(gates: Tensor | None) -> dict[str, int]:
+    """Arguments of Block.after."""
+    return {} if gates is None else dict(gates=gates.data_ptr(), gates_stride=gates.stride(0))
+
+
 def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Block:
     """The C++ block, which holds addresses only; without queries it has keys and values alone."""
     ext, spec = require(), shape.attention
     heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    sizes = {"qkv": (heads + 2 * kv, shape.hidden), "out": (shape.hidden, heads)}
+    sizes = {"qkv": (heads * (1 + shape.gated) + 2 * kv, shape.hidden), "out": (shape.hidden, heads)}
+    if layer.net is not None and shape.recurrent is not None:
+        net = shape.recurrent
+        sizes = {"mixed": (net.channels + net.values, shape.hidden), "out": (shape.hidden, net.values)}
     qkv, out = (
         matrix_of(layer.weights, layer.matrices, name, size, 0 if query or name != "qkv" else heads)
         for name, size in sizes.items()
@@ -199,7 +283,20 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         up=mlps[0][0], down=mlps[0][1], attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
         norm_whole=shape.qk_norm_whole, experts=None if experts is None else _experts(shape, layer, experts, mlps),
-        **shape.more,
+        gated=shape.gated and layer.net is None, net=_net(shape, layer), **shape.more,
+    )  # fmt: skip
+
+
+def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:
+    """The layer's gated delta net but for its first matrix."""
+    if layer.net is None or shape.recurrent is None:
+        return None
+    spec, vectors = shape.recurrent, layer.net.weights
+    check_weights(spec, vectors)
+    gates = matrix_of(layer.weights, layer.matrices, "gates", (2 * spec.value_heads, shape.hidden))
+    return require().DeltaNet(
+        gates, [each.data_ptr() for each in vectors[:4]], key_heads=spec.key_heads, value_heads=spec.value_heads,
+        key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel, eps=vectors.eps,
     )  # fmt: skip
 
 
@@ -215,7 +312,11 @@ def _experts(
 ) -> native.Experts:
     router = matrix_of(layer.weights, layer.matrices, "router", (experts.count, shape.hidden))
     ups, downs = zip(*mlps, strict=True)
-    return require().Experts(router, ups, downs, chosen=experts.chosen, normalised=experts.normalised)
+    shared: list[native.Matrix] = []
+    if experts.shared:
+        gate = matrix_of(layer.weights, layer.matrices, "shared_gate", (1, shape.hidden))
+        shared = [gate, *_mlp(shape, layer, "shared.", experts.shared)]
+    return require().Experts(router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, shared=shared)
 
 
 def matrix_of(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.kernels.extension import TYPES, address, check, require, supports
 from headrace.kernels.records import Pool, StepInputs
+from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class StepOver:
 
     def __init__(self, step: Step, pools: Pools, layers: list[native.StepLayer]) -> None:
         self.step, self.pools, self.layers = step, pools, layers
+        self.heads = (step.q_shape[1], *step.kv_shape[1:])
+        """Query heads, KV heads and their size."""
 
     def run(
         self,
@@ -127,19 +130,21 @@ class StepOver:
         x: Tensor,
         turn: tuple[int, int],
         qkv: Tensor,
+        attended: Tensor,
         scratch: Tensor,
         threads: int,
+        recurrence: PreparedRecurrence | None = None,
     ) -> None:
         """The first layers, whose C++ blocks these are: x [T, H] becomes what the last of them leaves.
 
-        qkv [T, Hq + 2 Hkv, D] is overwritten, and so is scratch, which has room for any of the blocks (Block.scratch).
-        turn: address of the rotations and the number of elements that they turn (Block.before).
+        qkv, attended and scratch are overwritten: they have room for any of the blocks (Block.mixed_size, out and
+        scratch). turn: address of the rotations and the number of elements that they turn (Block.before). recurrence:
+        of recurrent layers.
         """
-        (rows, heads, dim), kv_heads = self.step.q_shape, self.step.kv_shape[1]
-        check("qkv", qkv, self.step.dtype, (rows, heads + 2 * kv_heads, dim))
+        rows = self.step.q_shape[0]
         check("x", x, self.step.dtype, (rows, x.shape[-1]))
-        attended = torch.empty(self.step.q_shape, dtype=self.step.dtype)
         self.step.handle.run_blocks(
             list(blocks), self.layers, x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), scratch.data_ptr(),
-            cos_sin=turn[0], rotary=turn[1], rows=rows, threads=threads,
+            *(NO_RECURRENCE if recurrence is None else recurrence.arguments), cos_sin=turn[0], rotary=turn[1],
+            rows=rows, threads=threads,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
 from headrace.kernels.extension import check, require, type_of
 from headrace.kernels.records import LayerStates
+from headrace.kernels.recurrent_step import PreparedRecurrence, check_states
 
 MOST_KEY_DIM, MOST_INPUTS = 256, 8
 """Of the C++ kernel (csrc/kernels.h, GatedDelta)."""
@@ -39,7 +40,11 @@ class Recur(Protocol):
     """The recurrent layers of one step, as a model calls them: see `gated_delta`. layer: their number among themselves.
 
     Whoever supplies it keeps the states, and knows which rows belong to which.
+
+    prepared: the same as C++ can run it without calling this, where that is possible.
     """
+
+    prepared: PreparedRecurrence | None = None
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor: ...
 
@@ -54,24 +59,34 @@ def gated_delta(
     Every row is in one segment. Raises ValueError for tensors that do not fit each other.
     """
     _check(spec, mixed, gates, weights, states, segments)
-    if dispatch.native(mixed) and spec.key_dim <= MOST_KEY_DIM and spec.kernel <= MOST_INPUTS:
+    if dispatch.native(mixed) and fits_cpp(spec):
         return _native(spec, mixed, gates, weights, states, segments)
     return _plain(spec, mixed, gates, weights, states, segments)
+
+
+def fits_cpp(spec: RecurrentSpec) -> bool:
+    """Whether the C++ kernel takes nets of these sizes."""
+    return spec.key_dim <= MOST_KEY_DIM and spec.kernel <= MOST_INPUTS
+
+
+def check_weights(spec: RecurrentSpec, weights: DeltaWeights) -> None:
+    """Raises ValueError for vectors that do not fit."""
+    wide = torch.float32
+    check("conv", weights.conv, wide, (spec.kernel, spec.channels))
+    for name in ("rate", "dt_bias"):
+        check(name, getattr(weights, name), wide, (spec.value_heads,))
+    check("norm", weights.norm, wide, (spec.value_dim,))
 
 
 def _check(
     spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates, segments: Tensor
 ) -> None:
-    rows, slots, wide = len(mixed), len(states.matrices), torch.float32
+    rows = len(mixed)
     if mixed.shape != (rows, spec.channels + spec.values) or mixed.stride(-1) != 1:
         raise ValueError(f"mixed must be [T, {spec.channels + spec.values}] with contiguous rows, got {mixed.shape}")
-    check("gates", gates, wide, (rows, 2 * spec.value_heads))
-    check("conv", weights.conv, wide, (spec.kernel, spec.channels))
-    for name in ("rate", "dt_bias"):
-        check(name, getattr(weights, name), wide, (spec.value_heads,))
-    check("norm", weights.norm, wide, (spec.value_dim,))
-    check("last", states.last, mixed.dtype, (slots, spec.kernel - 1, spec.channels))
-    check("matrices", states.matrices, wide, (slots, spec.value_heads, spec.key_dim, spec.value_dim))
+    check("gates", gates, torch.float32, (rows, 2 * spec.value_heads))
+    check_weights(spec, weights)
+    check_states(spec, states, len(states.matrices), mixed.dtype)
     check("segments", segments, torch.int64, (len(segments), 4))
 
 

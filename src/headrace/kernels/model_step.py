@@ -16,6 +16,7 @@ from headrace.kernels import block
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.extension import check, require
 from headrace.kernels.ops import Weight
+from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
 
 
 class Greatest(NamedTuple):
@@ -66,11 +67,10 @@ class ModelStep:
     """
 
     def __init__(self, ends: Ends, blocks: block.Blocks, over: StepOver, turns: Tensor | None) -> None:
-        spec, (rows, heads, dim) = blocks.shape.attention, over.step.q_shape
-        ours = (len(blocks.blocks), spec.heads, spec.kv_heads, spec.head_dim)
-        theirs = (len(over.layers), heads, over.step.kv_shape[1], dim)
-        if ours != theirs:
-            raise ValueError(f"the step is of (layers, heads, KV heads, head size) {theirs}, the model of {ours}")
+        rows, layers = over.step.q_shape[0], sum(layer.net is None for layer in blocks.layers)
+        blocks.check_heads(over)
+        if len(over.layers) != layers:
+            raise ValueError(f"the step has attention in {len(over.layers)} layers, the model in {layers}")
         count = 0 if turns is None else len(turns)
         table, width = blocks.turn_of(turns, count)
         self._step = over.step.handle
@@ -82,13 +82,15 @@ class ModelStep:
         self._scratch = torch.empty(self._whole.scratch(), dtype=torch.bfloat16)
         self._addresses = (self._scratch.data_ptr(), self.logits.data_ptr())
 
-    def run(self, tokens: list[int]) -> Greatest:
-        """tokens [T] -> the greatest of what is in `logits` [T, V] then, until the next call. Raises ValueError for
-        tokens and positions that are in no table."""
-        return Greatest(*self._whole.run(tokens, *self._addresses, torch.get_num_threads()))
+    def run(self, tokens: list[int], recurrence: PreparedRecurrence | None = None) -> Greatest:
+        """tokens [T] -> the greatest of what is in `logits` [T, V] then, until the next call. recurrence: of a model
+        with recurrent layers. Raises ValueError for tokens and positions that are in no table, and for segments that
+        do not fit."""
+        states = NO_RECURRENCE if recurrence is None else recurrence.arguments
+        return Greatest(*self._whole.run(tokens, *self._addresses, torch.get_num_threads(), *states))
 
-    def run_next(self, tokens: list[int]) -> Greatest:
+    def run_next(self, tokens: list[int], recurrence: PreparedRecurrence | None = None) -> Greatest:
         """`run` with every row at its next position, in the chunk in which it is. Raises ValueError too where one is
         full. After any error begin with a new step: rows may have gone on."""
         self._step.go_on_by_one(torch.get_num_threads())
-        return self.run(tokens)
+        return self.run(tokens, recurrence)

@@ -7,6 +7,8 @@ come to, always behind a whole chunk:
     chunk 0 -- chunk 1 -- chunk 2 --+-- chunk 3* -- (64 tokens at most)       *: has a state
                             *       +-- chunk 3'
 
+And where there is room, at milestones within long prompts (kv.milestones).
+
 A step writes states in the order in which its slices were taken (Segment). What may be read or overwritten at that
 moment may be so when the step is computed, in which nothing is out of that order; so a slot may be used again at once,
 and a sequence may begin with a state that another leaves in the same step.
@@ -18,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.milestones import NO_MILESTONE, Milestones
 from headrace.kv.table_state import NONE, Segment, TableState
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK
@@ -25,10 +28,11 @@ from headrace.types import CHUNK
 
 class StateCache:
     """Slots 0 .. total-1: each is free, a table's own, or kept behind a chunk. As many tables may be open as there are
-    slots: one that needs a slot always gets one, at the price of kept states, the least recently used first.
+    slots: one that needs a slot always gets one, at the price of kept states: first those at milestones, then the least
+    recently used.
 
-    idle: kept slots that no table goes on from, in the order of their use. leaving: may be set to be told of each chunk
-    whose state is evicted, while the slot still has it.
+    idle: kept slots that no table goes on from, in the order of their use. milestones: kept slots that are there for
+    nothing else. leaving: may be set to be told of each chunk whose state is evicted, while the slot still has it.
     """
 
     def __init__(self, total: int, tree: PrefixTree) -> None:
@@ -38,6 +42,7 @@ class StateCache:
         self.tree = tree
         self.evictions = 0
         self.idle: OrderedDict[int, None] = OrderedDict()
+        self.milestones = Milestones()
         self.leaving: Callable[[Node], None] | None = None
         self._free = list(range(total - 1, -1, -1))
         self._kept: dict[int, Node | None] = {}
@@ -88,6 +93,8 @@ class StateCache:
 
     def attach(self, table: ChunkTable, node: Node) -> None:
         """The table, which the node is the last chunk of, goes on from its state."""
+        if len(table.nodes) * CHUNK in table.track.marks:
+            self.milestones.discard(node.state)
         self._let_go(table.track)
         table.track.slot = node.state
         self._hold(node.state)
@@ -103,17 +110,27 @@ class StateCache:
         answer = end // CHUNK * CHUNK
         answered = table.shares and answer > max(start, track.known)
         marks = {mark for mark in track.marks if start < mark <= end} if table.shares else set()
-        for mark in sorted({*marks, end, *([answer] if answered else [])}):
-            source = track.slot
-            self._own(track)
-            track.segments.append(Segment(mark, source, track.slot))
-            self._read.add(source)
-            self._written.add(track.slot)
-            if mark in marks or (answered and mark == answer):
+        needed = {*marks, answer} if answered else marks
+        passed = self.milestones.passed(start, min(end, track.known - 1)) if table.shares else range(0)
+        for mark in sorted({*needed, *passed, end}):
+            milestone = mark not in needed and mark in passed and self._has_room(table, mark)
+            if mark in needed or milestone or mark == end:
+                self._add_segment(track, mark)
+            if mark in needed or milestone:
                 self._keep(table, mark // CHUNK - 1)
+            if milestone:
+                self.milestones.add(track.slot, mark, table)
         track.marks -= marks
         if answered:
             self._replace_answer(table, answer)
+
+    def _add_segment(self, track: TableState, end: int) -> None:
+        """The tokens up to `end`, into a slot of the table's own."""
+        source = track.slot
+        self._own(track)
+        track.segments.append(Segment(end, source, track.slot))
+        self._read.add(source)
+        self._written.add(track.slot)
 
     def _replace_answer(self, table: ChunkTable, answer: int) -> None:
         """Of an answer the latest state is kept alone."""
@@ -124,6 +141,25 @@ class StateCache:
         target = next(each.target for each in track.segments if each.end == answer)
         track.answer = (target if target in self._kept else NONE, answer // CHUNK - 1)
 
+    def _has_room(self, table: ChunkTable, mark: int) -> bool:
+        """Whether a state may be kept at a milestone, at the price of lesser ones at most; these make room."""
+        track, node = table.track, table.nodes[mark // CHUNK - 1]
+        if node.digest is None or node.state != NONE:
+            return False
+        own_is_lesser = self._own_milestone(track) < self.milestones.weight(mark)
+        needed = 1 if track.owns or own_is_lesser else 2  # for the state there, and for what follows it
+        lesser = self.milestones.lesser(mark, table, self.idle)
+        if len(self._free) + len(lesser) < needed:
+            return False
+        for slot in lesser[: max(0, needed - len(self._free))]:
+            self._evict(slot)
+        return True
+
+    def _own_milestone(self, track: TableState) -> int:
+        """The weight of the milestone that the table alone goes on from; more than any where there is none."""
+        alone = not track.owns and self._refs.get(track.slot) == 1
+        return self.milestones.worth(track.slot) if alone else NO_MILESTONE
+
     def _keep(self, table: ChunkTable, chunk: int) -> None:
         """The table's own state, behind the chunk, becomes the chunk's; now if it has a name, else with `commit`."""
         track, node = table.track, table.nodes[chunk]
@@ -131,6 +167,7 @@ class StateCache:
             self._kept[track.slot] = None
             self._waiting.append((table, chunk, track.slot))
         elif node.state != NONE:
+            self.milestones.discard(node.state)
             return
         else:
             self._kept[track.slot], node.state = node, track.slot
@@ -164,7 +201,7 @@ class StateCache:
         named = self._read | self._written
         slot = next((each for each in reversed(self._free) if each not in named), None)
         if slot is None:
-            slot = next((each for each in self.idle if each not in named), None)
+            slot = next((each for each in self.milestones.first(self.idle) if each not in named), None)
             if slot is None:
                 return None
             self._evict(slot)
@@ -198,16 +235,20 @@ class StateCache:
         if track.owns:
             return
         if not self._free and self.idle:
-            self._evict(next(iter(self.idle)))
+            first = self.milestones.first(self.idle)[0]
+            own = self._own_milestone(track)
+            if own == NO_MILESTONE or own > self.milestones.worth(first):
+                self._evict(first)
         if self._free:
             self._let_go(track)
             track.slot, track.owns = self._free.pop(), True
-        else:  # every slot is some table's, and each table has one: this one is nobody else's
+        else:  # every other slot is some table's, or is worth more than a milestone: this one is nobody else's
             self._take_back(track)
 
     def _take_back(self, track: TableState) -> None:
         """A kept state that one table alone goes on from is its own again."""
         assert self._refs.pop(track.slot) == 1, "more tables than states"
+        self.milestones.discard(track.slot)
         node = self._kept.pop(track.slot)
         if node is not None:
             node.state = NONE
@@ -267,6 +308,7 @@ class StateCache:
     def _drop(self, slot: int) -> None:
         """Frees a slot that no table goes on from."""
         del self.idle[slot]
+        self.milestones.discard(slot)
         node = self._kept.pop(slot)
         if node is not None:
             node.state = NONE
@@ -285,6 +327,7 @@ class StateCache:
         assert sorted([*self._free, *own, *self._kept]) == list(range(self.total)), "a state's slot is lost or doubled"
         assert {slot: held.count(slot) for slot in held} == self._refs, "states are held by others than is counted"
         assert set(self.idle) == set(self._kept) - set(self._refs), "idle means kept, and held by nobody"
+        assert all(slot in self._kept for slot in self.milestones), "a milestone's state is not kept"
         assert dict(self._nodes()) == self._kept, "a chunk knows another state than is kept behind it"
 
     def _nodes(self) -> Iterator[tuple[int, Node]]:

@@ -97,7 +97,7 @@ class StateStorage:
     """`slots` states of all recurrent layers of a model that computes in `dtype`. Untouched slots cost no memory."""
 
     def __init__(self, spec: RecurrentSpec, slots: int, dtype: torch.dtype) -> None:
-        self.spec, self.slots = spec, slots
+        self.spec, self.slots, self.dtype = spec, slots, dtype
         last = (slots, spec.kernel - 1, spec.channels)
         matrices = (slots, spec.value_heads, spec.key_dim, spec.value_dim)
         self.layers = [LayerStates(zeros(last, dtype), zeros(matrices, torch.float32)) for _ in range(spec.layers)]

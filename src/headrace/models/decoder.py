@@ -27,7 +27,7 @@ from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
-from headrace.models.layers import HybridLayers, Layer, Matrices, OneByOne, Weights, norm
+from headrace.models.layers import Layer, Matrices, OneByOne, Weights, norm
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share
 from headrace.models.sizes import LOOKED_UP, refuse_rounding
@@ -107,9 +107,10 @@ class Decoder:
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
-        if self.config.recurrent is not None:
-            return HybridLayers(layers)
-        reason = block.obstacle(layers, self.dtype) if share is None else f"shared by {share.size} tensor ranks"
+        if share is not None:
+            reason: str | None = f"shared by {share.size} tensor ranks"
+        else:
+            reason = block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)
@@ -175,9 +176,7 @@ class Decoder:
         recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
-        if isinstance(self.layers, HybridLayers):
-            return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
-        return self.leave(self.layers(x, cos_sin, attend, rows, watch))
+        return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
@@ -243,6 +242,8 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         norm_offset=config.norm_offset,
         qk_norm_whole=config.qk_norm_whole,
         experts=config.experts,
+        gated=config.attention_gate,
+        recurrent=config.recurrent,
         more=dict(residual_scale=config.residual_scale),
     )
 

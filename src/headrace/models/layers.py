@@ -185,37 +185,18 @@ class OneByOne:
         attend: Attend,
         rows: Tensor | None = None,
         watch: block.Watch | None = None,
-    ) -> Tensor:
-        """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
-        for layer in self.layers:
-            if watch is not None:
-                watch(layer.index, x)
-            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None)
-        return x
-
-    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
-        return self.layers[layer].project(x, cos_sin)
-
-
-class HybridLayers(OneByOne):
-    """The same, where some are recurrent."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        cos_sin: Tensor | None,
-        attend: Attend,
-        rows: Tensor | None = None,
-        watch: block.Watch | None = None,
         recur: Recur | None = None,
     ) -> Tensor:
-        """x [T, H] -> [T, H], or [n, H] of `rows` alone."""
+        """x [T, H] -> [T, H], or [n, H] of `rows` alone. recur: see Decoder.forward."""
         for layer in self.layers:
             if watch is not None:
                 watch(layer.index, x)
             x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None, recur)
         return x
+
+    def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
+        return self.layers[layer].project(x, cos_sin)
 
 
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:

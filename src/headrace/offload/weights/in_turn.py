@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Watch
+from headrace.kernels.gated_delta import Recur
 from headrace.models.layers import OneByOne
 from headrace.offload.streaming_totals import StreamingTotals
 from headrace.offload.weights.streamed import StreamedLayers, WeightPart
@@ -24,9 +25,15 @@ class LayersInTurn(OneByOne):
         self.source, self.totals = source, totals
 
     def __call__(
-        self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None, watch: Watch | None = None
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: Watch | None = None,
+        recur: Recur | None = None,
     ) -> Tensor:
-        """As OneByOne: x [T, H] -> [T, H], or [n, H] of `rows` alone."""
+        """As OneByOne: x [T, H] -> [T, H], or [n, H] of `rows` alone. Models with recurrent layers are not streamed."""
         source, count = self.source, len(self.layers)
         source.start()
         for index in range(count):
