@@ -268,14 +268,14 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias, float offse
 }
 
 void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
-                  bool normalised) {
+                  bool normalised, Address outside) {
   const int64_t count = router.outputs;
   if (static_cast<int64_t>(up.size()) != count || up.size() != down.size() || chosen < 1 || chosen > count)
     refuse("a router of ", count, " experts of which ", chosen, " are chosen does not fit ", static_cast<int64_t>(up.size()),
            " and ", static_cast<int64_t>(down.size()), " matrices");
   check_alike(up);
   check_alike(down);
-  new (self) Experts{router, up, down, chosen, normalised};
+  new (self) Experts{router, up, down, chosen, normalised, at<OutsideExpert>(outside)};
 }
 
 // out_norms: those of Order::sandwich, of attention and of the MLP; otherwise none.
@@ -507,7 +507,7 @@ NB_MODULE(_cpu, m) {
       .def_static("of_parts", matrix_of_parts, "parts"_a, "bias"_a, named, "inputs"_a, "outputs"_a);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Experts>(m, "Experts")
-      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a);
+      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "outside"_a = 0);
   nb::class_<DecoderLayer>(m, "Block")
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
            "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a, "turn_first"_a,

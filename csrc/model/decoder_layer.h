@@ -24,12 +24,19 @@ struct Scale {
   float offset;
 };
 
+// An expert whose weights lie in a mapped file: steps that met it, those that found it kept in memory, whether it is kept now, and
+// where it lies, in whole pages. One row of kernels.experts.OutsideTable, whose owner sets `kept` while steps count.
+struct OutsideExpert {
+  int64_t met, hits, kept, begin, size;
+};
+
 // The MLP of a layer with experts, each of its own `up` and `down`, of which a row meets `chosen`. No experts: a dense MLP.
 struct Experts {
   Matrix router;
   std::vector<Matrix> up, down;
   int64_t chosen;
-  bool normalised;  // as in Route
+  bool normalised;                  // as in Route
+  Borrowed<OutsideExpert> outside;  // of each expert; null: all lie in memory
 };
 
 struct DecoderLayer {

@@ -16,7 +16,8 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.config.environment import warn_of_unknown
 from headrace.engine.folders import model_folder
-from headrace.engine.footprint import Footprint, gib
+from headrace.engine.footprint import Footprint, gib, ranks_here
+from headrace.engine.outside import ExpertsOutside
 from headrace.host import GIB
 from headrace.models.files import check_whole, weight_files
 from headrace.models.plain_config import plain_config
@@ -56,6 +57,7 @@ def check(config: EngineConfig) -> None:
     _check_ranks(config, model)
     Footprint.of(config, model).check()
     _check_disk(config)
+    _check_expert_file(config, model)
     _passed.add(name)
 
 
@@ -155,6 +157,21 @@ def stamp(config: EngineConfig, shape: ModelShape, machine: str, date: str = "")
     )  # fmt: skip
 
 
+def _check_expert_file(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for a directory in which nothing can be written, or with less room than the experts take."""
+    asked = ExpertsOutside.of(config, model)
+    if asked is None or config.experts.path is None:
+        return
+    folder = Path(asked.folder)
+    _check_directory(folder, "expert_offload_path")
+    size, free = asked.outside * ranks_here(config), shutil.disk_usage(folder).free
+    if size > free:
+        raise ValueError(
+            f"expert_offload_path {folder}: the experts take {gib(size)}, {gib(free)} are free there; make room, or "
+            f"name another directory"
+        )
+
+
 def _check_disk(config: EngineConfig) -> None:
     """Raises ValueError for a directory in which nothing can be written; says where it has less room than allowed."""
     outside = config.tiers or config.streaming
@@ -171,18 +188,18 @@ def _check_disk(config: EngineConfig) -> None:
                 )  # fmt: skip
 
 
-def _check_directory(folder: Path) -> None:
+def _check_directory(folder: Path, setting: str = "kv_offload_path") -> None:
     """Makes it, as the tier will, and writes a file there. What an earlier engine stored can be read all the same."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except FileExistsError:
-        raise ValueError(f"kv_offload_path {folder} is not a directory; name another") from None
+        raise ValueError(f"{setting} {folder} is not a directory; name another") from None
     except NotADirectoryError:
-        raise ValueError(f"kv_offload_path {folder}: a part of the path is a file; name another directory") from None
+        raise ValueError(f"{setting} {folder}: a part of the path is a file; name another directory") from None
     except OSError as error:
         told = os.strerror(error.errno) if error.errno else str(error)
         if not (folder / BLOBS).is_dir():
-            raise ValueError(f"kv_offload_path {folder}: nothing can be written there ({told}); name another") from None
-        log.warning("kv_offload_path %s: nothing can be written there (%s); what it holds is read", folder, told)
+            raise ValueError(f"{setting} {folder}: nothing can be written there ({told}); name another") from None
+        log.warning("%s %s: nothing can be written there (%s); what it holds is read", setting, folder, told)

@@ -20,6 +20,7 @@ from headrace.engine import preflight, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
+from headrace.engine.outside import ExpertsOutside
 from headrace.engine.rank_advice import advice
 from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
@@ -33,6 +34,7 @@ from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.streaming.staged_store import StagedStore
+from headrace.offload.weights.experts import ExpertFile
 from headrace.parallel import launch, measure, workspace
 from headrace.parallel.group import Group, unless_failed
 from headrace.parallel.interfaces import interface_name
@@ -106,10 +108,19 @@ def make(config: EngineConfig, group: Group) -> Rank:
 def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold) -> Decoder:
     tell(LoadPhase(WEIGHTS))
     tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
+    folder = model_folder(config.model.folder)
     return load_decoder(
-        model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
-        config.model.quantization, tensor, packed=measured(tell, "packing"),
+        folder, config.model.dtype, measured(tell, WEIGHTS), config.model.quantization, tensor,
+        packed=measured(tell, "packing"), outside=expert_file(config, read_config(folder)),
     )  # fmt: skip
+
+
+def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
+    """The file in which this rank's experts are to lie; None where they stay in memory."""
+    asked = ExpertsOutside.of(config, model)
+    if asked is None:
+        return None
+    return ExpertFile(asked.folder, model, asked.kept)
 
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:

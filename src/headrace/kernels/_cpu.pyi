@@ -102,7 +102,14 @@ class Scale:
 
 class Experts:
     def __init__(
-        self, router: Matrix, up: Sequence[Matrix], down: Sequence[Matrix], *, chosen: int, normalised: bool
+        self,
+        router: Matrix,
+        up: Sequence[Matrix],
+        down: Sequence[Matrix],
+        *,
+        chosen: int,
+        normalised: bool,
+        outside: int = 0,
     ) -> None: ...
 
 class Block:

@@ -16,7 +16,8 @@ from torch import Tensor
 from headrace.config import AttentionSpec
 from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
-from headrace.kernels.extension import check, require
+from headrace.kernels.experts import OUTSIDE, OutsideColumn
+from headrace.kernels.extension import address, check, require
 from headrace.kernels.ops import Weight
 
 if TYPE_CHECKING:
@@ -215,7 +216,12 @@ def _experts(
 ) -> native.Experts:
     router = matrix_of(layer.weights, layer.matrices, "router", (experts.count, shape.hidden))
     ups, downs = zip(*mlps, strict=True)
-    return require().Experts(router, ups, downs, chosen=experts.chosen, normalised=experts.normalised)
+    outside = layer.weights.get(OUTSIDE)
+    if outside is not None:
+        check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))
+    return require().Experts(
+        router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, outside=address(outside)
+    )
 
 
 def matrix_of(

@@ -144,6 +144,8 @@ class Layer:
         )
         logits = ops.linear(x, self.matrices["router.weight"], wide=True)
         routes = experts.route(logits, spec.chosen, spec.normalised)
+        if experts.OUTSIDE in self.weights:
+            experts.fetch(self.weights[experts.OUTSIDE], routes.begin)
         inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin, self.config.activation)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
         met = experts.combine(made, routes)
