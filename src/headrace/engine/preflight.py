@@ -84,7 +84,7 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
-    longer than the model's, or than the KV cache holds, a GPU for experts, activations of shared keys."""
+    longer than the model's, or than the KV cache holds, a GPU for experts."""
     refuse_for_hybrids(config, model)
     refuse_rounding(model, config.model.quantization)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
@@ -98,11 +98,6 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"attention_backend 'triton': {model.architecture} has experts, which run on the CPU; use 'auto'"
         )
-    if config.ranks.tensor > 1 and model.qk_norm_whole and _asks_for_activations(config):
-        raise ValueError(
-            f"kv_offload_activations: {model.architecture} norms keys over the heads of all tensor ranks, so that none "
-            f"projects its own from activations; leave it and offload_x_resident out"
-        )
     if asked is None:
         return
     if asked > model.max_model_len:
@@ -111,12 +106,6 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"kv_cache_tokens {tokens} holds no sequence of max_model_len {asked}: raise the one or lower the other"
         )
-
-
-def _asks_for_activations(config: EngineConfig) -> bool:
-    outside = config.tiers or config.streaming
-    on = outside is not None and outside.activations == "on"
-    return on or (config.streaming is not None and config.streaming.x_resident)
 
 
 def _check_devices(config: EngineConfig) -> None:

@@ -30,7 +30,7 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.layers import HybridLayers, Layer, Matrices, OneByOne, Weights, norm
 from headrace.models.rope import Rope
-from headrace.models.shards import ALONE, Gathered, ShardGroup, Share
+from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import LOOKED_UP, refuse_rounding
 from headrace.models.spec import LEARNED_OFFSET, expert_of, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
@@ -148,6 +148,17 @@ class Decoder:
         part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part
+
+    def unsent(self) -> Decoder:
+        """A decoder of the first layer alone that exchanges nothing with other tensor ranks, whatever it computes: for
+        measurements of `project`, which each rank makes at its own pace."""
+        if self.share is None:
+            return self
+        alone, layer = copy.copy(self), copy.copy(self.layers.layers[0])
+        assert isinstance(layer, Layer)
+        layer.whole = Gathered(self.share, Unsent(self.share.rank, self.share.size))
+        alone.layers = OneByOne([layer])
+        return alone
 
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
