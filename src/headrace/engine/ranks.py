@@ -27,8 +27,9 @@ from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
-from headrace.models.config import ModelConfig, read_config
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.plain_config import plain_config
 from headrace.offload.ranked.agent import AgentThread
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
@@ -109,10 +110,16 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
     tell(LoadPhase(WEIGHTS))
     tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
     folder = model_folder(config.model.folder)
+    facts = _facts(config)
     return load_decoder(
         folder, config.model.dtype, measured(tell, WEIGHTS), config.model.quantization, tensor,
-        packed=measured(tell, "packing"), outside=expert_file(config, read_config(folder)),
+        packed=measured(tell, "packing"), outside=expert_file(config, facts), facts=facts,
     )  # fmt: skip
+
+
+def _facts(config: EngineConfig) -> ModelConfig:
+    """Of the model, without transformers, which rank 0 has asked already: a rank starts a second earlier."""
+    return plain_config(model_folder(config.model.folder))
 
 
 def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
@@ -131,7 +138,7 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
 def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedStore:
     """A rank's pool, or its store outside, with which the decoder's weights may leave too."""
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
-    sized = stream_sizes(config, read_config(model_folder(config.model.folder)), decoder.dtype, kv_dtype)
+    sized = stream_sizes(config, _facts(config), decoder.dtype, kv_dtype)
     if sized is not None:
         return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder))
     assert config.cache.tokens is not None, "the driver sizes the cache"

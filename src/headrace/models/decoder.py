@@ -360,6 +360,7 @@ def load_decoder(
     device: torch.device | None = None,
     packed: OnProgress | None = None,
     outside: ExpertsPlace | None = None,
+    facts: ModelConfig | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
@@ -367,6 +368,7 @@ def load_decoder(
     embeddings, norms and biases stay. progress and packed are told of bytes, as weights are read and then as matrices
     are packed. With `tensor` only this rank's share is read and kept. device: of the weights and of all that is
     computed; the CPU, if it is not given. outside: takes the experts one by one, so that memory never holds them all.
+    facts: of the model, if they have been read.
     Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
     model that the ranks cannot share.
     """
@@ -374,7 +376,7 @@ def load_decoder(
         raise ValueError(f"dtype must be auto, bfloat16 or float32, got {dtype!r}")
     if quantization not in get_args(Quantization):
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
-    config = read_config(folder)
+    config = facts or read_config(folder)
     refuse_rounding(config, quantization)
     compute = compute_dtype(config, dtype)
     stored: dict[str, StoredMatrix] = {}
