@@ -46,7 +46,7 @@ class LayerShape:
     """What the layers of a model have in common. order: as models.spec.Block. activation: silu_mul or gelu_tanh_mul
     (gated MLPs), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, to which norm_offset is
     added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router.
-    more: facts that C++ alone needs, by the names of its Block (csrc/binding/model.cpp)."""
+    more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
 
     attention: AttentionSpec
     hidden: int
