@@ -269,7 +269,7 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias, float offse
 
 // shared: gate, up and down of the expert that all rows meet; or none.
 void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
-                  bool normalised, const Matrices &shared) {
+                  bool normalised, const Matrices &shared, Address outside) {
   const int64_t count = router.outputs;
   if (static_cast<int64_t>(up.size()) != count || up.size() != down.size() || chosen < 1 || chosen > count)
     refuse("a router of ", count, " experts of which ", chosen, " are chosen does not fit ", static_cast<int64_t>(up.size()),
@@ -277,7 +277,7 @@ void make_experts(Experts *self, const Matrix &router, const Matrices &up, const
   check_alike(up);
   check_alike(down);
   if (!shared.empty() && shared.size() != 3) refuse("a shared expert has a gate, up and down");
-  new (self) Experts{router, up, down, chosen, normalised, shared};
+  new (self) Experts{router, up, down, chosen, normalised, shared, at<OutsideExpert>(outside)};
 }
 
 // vectors: as of gated_delta.
@@ -556,7 +556,8 @@ NB_MODULE(_cpu, m) {
       .def_static("of_parts", matrix_of_parts, "parts"_a, "bias"_a, named, "inputs"_a, "outputs"_a);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Experts>(m, "Experts")
-      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "shared"_a = Matrices());
+      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "shared"_a = Matrices(),
+           "outside"_a = 0);
   nb::class_<DeltaNet>(m, "DeltaNet")
       .def("__init__", make_net, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
            "kernel"_a, "eps"_a);

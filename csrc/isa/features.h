@@ -9,6 +9,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace headrace {
 
@@ -44,6 +47,18 @@ inline bool has_amx() {
   static const bool given = HEADRACE_HAS("amx-tile") && HEADRACE_HAS("amx-bf16") && HEADRACE_HAS("amx-int8") &&
                             syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
   return given && has_avx512bf16();
+#else
+  return false;
+#endif
+}
+
+// Products of four bytes in one instruction (sdot), which the portable set asks for as it runs: it is compiled for all of ARM.
+inline bool has_dot_products() {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return true;
+#elif defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long ASIMDDP = 1 << 20;  // HWCAP_ASIMDDP, which old headers do not have
+  return (getauxval(AT_HWCAP) & ASIMDDP) != 0;
 #else
   return false;
 #endif

@@ -6,6 +6,12 @@
 // codes, with which sums begin where the processor multiplies unsigned codes of x, which are qx + 128; scales fp32 [N].
 #include "linear/linear_w8a8.h"
 
+#ifdef __aarch64__
+#include <arm_neon.h>
+
+#include "isa/features.h"
+#endif
+
 #include "isa/fetch.h"
 #include "isa/pairs.h"
 #include "isa/tiles.h"
@@ -113,6 +119,52 @@ HEADRACE_APART void tile(const byte *x, int64_t x_stride, const byte *w, int64_t
       _mm256_storeu_si256(to, _mm256_add_epi32(_mm256_loadu_si256(to), both));
     });
   }
+}
+
+#elif defined(__aarch64__)
+
+// Products of bytes widened by pairs: what every ARM processor has.
+struct Pairs {
+  HEADRACE_INLINE int32x4_t add(int32x4_t sum, int8x16_t x, int8x16_t w) {
+    const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(w)));  // two sums of each of two outputs
+    return vaddq_s32(sum, vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(x, w))));
+  }
+};
+
+// The instruction for it. (The intrinsic would have to be compiled for processors that have it, and all that calls it too.)
+struct Dots {
+  HEADRACE_INLINE int32x4_t add(int32x4_t sum, int8x16_t x, int8x16_t w) {
+    asm(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
+    return sum;
+  }
+};
+
+// Sixteen outputs at a time, whose sums for R rows stay in registers.
+template <typename Way, int R, int LINES>
+HEADRACE_APART void tile_by(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
+  for (int c = 0; c < COLUMNS; c += 16) {
+    int32x4_t sum[R][4];
+    HEADRACE_EACH(r, R, HEADRACE_EACH(v, 4, sum[r][v] = vld1q_s32(sums + r * COLUMNS + c + 4 * v)));
+    for (int64_t i = 0; i < quads; ++i) {
+      if (c == 0) fetch_lines<LINES>(next + i * QUAD);
+      int8x16_t weight[4];
+      HEADRACE_EACH(v, 4, weight[v] = vld1q_s8(reinterpret_cast<const int8_t *>(w + i * QUAD + 4 * c + 16 * v)));
+      HEADRACE_EACH(r, R, {
+        int32_t four;
+        memcpy(&four, x + r * x_stride + 4 * i, sizeof four);
+        const int8x16_t input = vreinterpretq_s8_s32(vdupq_n_s32(four));
+        HEADRACE_EACH(v, 4, sum[r][v] = Way::add(sum[r][v], input, weight[v]));
+      });
+    }
+    HEADRACE_EACH(r, R, HEADRACE_EACH(v, 4, vst1q_s32(sums + r * COLUMNS + c + 4 * v, sum[r][v])));
+  }
+}
+
+template <int R, int LINES>
+void tile(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
+  static const bool dots = has_dot_products();
+  dots ? tile_by<Dots, R, LINES>(x, x_stride, w, quads, sums, next)
+       : tile_by<Pairs, R, LINES>(x, x_stride, w, quads, sums, next);
 }
 
 #else

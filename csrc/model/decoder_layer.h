@@ -25,13 +25,20 @@ struct Scale {
   float offset;
 };
 
+// An expert whose weights lie in a mapped file: steps that met it, those that found it kept in memory, whether it is kept now, and
+// where it lies, in whole pages. One row of kernels.experts.OutsideTable, whose owner sets `kept` while steps count.
+struct OutsideExpert {
+  int64_t met, hits, kept, begin, size;
+};
+
 // The MLP of a layer with experts, each of its own `up` and `down`, of which a row meets `chosen`. No experts: a dense MLP.
 struct Experts {
   Matrix router;
   std::vector<Matrix> up, down;
   int64_t chosen;
-  bool normalised;             // as in Route
-  std::vector<Matrix> shared;  // gate [1, H], up and down of the expert that all rows meet; or none
+  bool normalised;                  // as in Route
+  std::vector<Matrix> shared;       // gate [1, H], up and down of the expert that all rows meet; or none
+  Borrowed<OutsideExpert> outside;  // of each expert; null: all lie in memory
 };
 
 // A gated delta net in the place of attention (GatedDelta): what its rows are made by but `mixed`, which is the layer's qkv.

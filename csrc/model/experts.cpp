@@ -1,5 +1,7 @@
 #include "model/experts.h"
 
+#include <sys/mman.h>
+
 #include <cstring>
 
 #include "common/arena.h"
@@ -65,6 +67,18 @@ std::vector<int64_t> sort_by_expert(const int32_t *expert, int64_t count, int64_
   return begin;
 }
 
+// Counts the experts that rows have chosen, and has the system read those that are not in memory, all at the same time.
+void fetch(OutsideExpert *outside, const std::vector<int64_t> &begin) {
+  for (size_t e = 0; e + 1 < begin.size(); ++e) {
+    if (begin[e] == begin[e + 1]) continue;
+    OutsideExpert &one = outside[e];
+    ++one.met;
+    if (one.kept) ++one.hits;
+    else  // advice: a system that cannot follow it reads page by page
+      madvise(reinterpret_cast<void *>(one.begin), one.size, MADV_WILLNEED);
+  }
+}
+
 // The experts that any row has chosen meet their rows.
 void multiply(const Operations &run, const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin, Activation f,
               const bf16 *x, bf16 *y) {
@@ -97,6 +111,7 @@ void add_experts(const Experts &e, Activation activation, const Operations &run,
   run.multiply_wide(e.router, x, b.logits, nullptr);
   run.kernels.route({b.logits, b.expert, b.share, run.rows, experts, e.chosen, e.normalised, run.threads});
   const std::vector<int64_t> begin = sort_by_expert(b.expert, all, experts, b.place);
+  if (e.outside) fetch(e.outside, begin);
   HEADRACE_NS::share_each(all, all * hidden > MANY_ELEMENTS ? run.threads : 1, [&](int64_t i) {
     memcpy(b.sorted + b.place[i] * hidden, x + i / e.chosen * hidden, hidden * sizeof(bf16));
   });

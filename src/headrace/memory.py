@@ -35,6 +35,13 @@ def copied(x: Tensor) -> Tensor:
     return zeros(x.shape, x.dtype).copy_(x)
 
 
+def read_ahead(address: int, size: int) -> None:
+    """Has the system read pages of a mapped file, without waiting. Advice: without effect where it cannot be given."""
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is not None and hasattr(mmap, "MADV_WILLNEED"):
+        advise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
+
+
 def give_back() -> bool:
     """Returns freed memory that the C library keeps to the system; False where the library cannot (it is not glibc).
 

@@ -223,6 +223,17 @@ class StreamStats(StatsRecord):
 
 
 @dataclass(slots=True)
+class ExpertStats(StatsRecord):
+    """Experts in a file, of rank 0 (expert_offload_path). An expert counts once in each step that meets it."""
+
+    outside_bytes: int = gauge("expert_file_bytes", "Bytes of experts in the file.")
+    kept_bytes: int = gauge("expert_kept_bytes", "Bytes of these that are kept in memory, the most used ones.")
+    met: int = counter("expert_reads", "Experts in the file that steps met.")
+    hits: int = counter("expert_hits", "Of these, those that were kept in memory.")
+    moved: int = counter("expert_moves", "Experts that were kept in place of others that were used less.")
+
+
+@dataclass(slots=True)
 class StructuredStats(StatsRecord):
     """Answers with a shape; time in seconds."""
 
@@ -280,6 +291,7 @@ class EngineStats(StatsRecord):
     kv: KVStats = field(default_factory=KVStats)
     restore: RestoreStats = field(default_factory=RestoreStats)
     ranks: RankStats = field(default_factory=RankStats)
+    experts: ExpertStats = field(default_factory=ExpertStats)
     structured: StructuredStats = field(default_factory=StructuredStats)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     tiers: dict[str, TierStats] = by("tier", TierStats)

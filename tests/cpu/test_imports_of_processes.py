@@ -35,9 +35,9 @@ while core.has_work:
 """
 RANK = """
 import headrace.parallel.worker
-from headrace.engine.capacity import model_folder
-from headrace.models.decoder import load_decoder
-load_decoder(model_folder("tiny"), "float32")
+from headrace.config import EngineConfig
+from headrace.engine import ranks
+ranks.load_share(EngineConfig(model="tiny"), None)
 """
 
 MODELS = {"transformers.activations", "transformers.models", "transformers.modeling_utils"}
@@ -50,7 +50,7 @@ COMPILERS = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sy
         pytest.param(FRONT, {"torch"} | MODELS, id="front"),
         pytest.param(TEMPLATES, {"torch"} | MODELS, id="templates"),
         pytest.param(ENGINE, MODELS | COMPILERS, id="engine"),
-        pytest.param(RANK, MODELS | COMPILERS | {"tokenizers"}, id="rank"),
+        pytest.param(RANK, MODELS | COMPILERS | {"tokenizers", "transformers"}, id="rank"),
     ],
 )
 def test_a_process_imports_what_it_needs(program: str, unneeded: set[str]) -> None:

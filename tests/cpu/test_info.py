@@ -121,3 +121,20 @@ def test_of_a_hybrid_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     less = room(facts, config, free, weights)["KV cache tokens"]
     assert less == (free // AUTO_SHARE - 8 * each) // kv_bytes(facts)["bf16"] // CHUNK * CHUNK > 0
     assert "recurrent states" not in info(EngineConfig(model="tiny"))["memory"]
+
+
+def test_of_experts_in_a_file(folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read from the disk comes on top of what is computed, and memory holds what is kept."""
+    monkeypatch.setattr(expected, "_seconds", lambda work: 0.5)
+    monkeypatch.setattr("headrace.doctor.info.read_rate", lambda folder: 1e6)
+    model = str(folder_of("mixtral"))
+    whole = info(EngineConfig(model=model))
+    found = info(EngineConfig(model=model, expert_offload_path=str(tmp_path), expert_memory_size="64KiB"))
+    size = found["memory"]["experts in a file, bytes"]
+    assert found["memory"]["of these kept"] == 65536
+    assert found["memory"]["weights bytes"] == whole["memory"]["weights bytes"] - size + 65536
+    seconds = size / 2 * (1 - 65536 / size) / 1e6  # two of four experts
+    speed = 1 / (1 / whole["expected"]["decode tokens/s"] + seconds)
+    assert found["expected"]["decode tokens/s"] == pytest.approx(speed, abs=1e-3)
+    status, text = told(model, "--expert-offload-path", str(tmp_path), "--expert-memory-size", "64KiB")
+    assert status == 0 and "experts in a file" in text

@@ -252,7 +252,7 @@ READ = sorted(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(READ), JSON, min_size=1, max_size=3))
 def test_any_value_in_any_field(sound: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     raw = json.loads((sound / "config.json").read_text())

@@ -14,7 +14,7 @@ from headrace.offload.streaming.staged_store import BUFFERS
 from headrace.parallel.transport import RankLost
 from headrace.parallel.workspace import DEPTH
 from headrace.types import CHUNK, Request
-from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.checkpoints import KINDS, FolderOf, make_checkpoint
 from tests.support.streamed_ranks import close, stores, streamed_ranks
 from tests.support.traces import Trace, prompts_of, run, same, words
 
@@ -220,6 +220,21 @@ def test_what_comes_as_activations(context: int, tensor: int, settings: dict[str
     assert len({store.totals.projected for store in stores(llm)[:tensor]}) == 1, "tensor ranks project alike"
     resident = "offload_x_resident" in settings
     assert all(bool(store.x and store.x.buffers) != resident for store in stores(llm))
+    close(llm)
+
+
+@pytest.mark.parametrize("settings", [X, {**X, **WEIGHTS}], ids=("outside", "weights outside"))
+def test_keys_normed_over_the_heads_of_all_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Each tensor rank projects its own heads of them, and gathers those of the others for the norm."""
+    folder = make_checkpoint("olmoe", tmp_path / "m", intermediate_size=128)
+    one = LLM(folder, kv_cache_tokens=4096, dtype="bfloat16")
+    prompts = [words(one, n, seed=n) for n in (5, 200)]
+    expected = run(one, prompts, PARAMS)
+    llm = streamed_ranks(1, 2, model=folder, kv_link_gbps=0.5, **settings)
+    projecting(llm)
+    for _ in range(2):
+        same(run(llm, prompts, PARAMS), expected)
+    assert projected(llm)
     close(llm)
 
 

@@ -164,7 +164,7 @@ def few(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("x", [pytest.param("off", marks=pytest.mark.matrix), "on"])
 def test_a_pool_too_small(x: str) -> None:
     """Sequences are preempted, their chunks evicted, stored by their ranks and brought back. Blocks are split."""
-    long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     roomy = LLM("tiny", kv_cache_tokens=40_000, dtype="bfloat16", max_model_len=640)
     prompts = [each for each in traces.prompts_of(roomy) if len(each) < 520]
     truth = run(roomy, prompts, long)

@@ -11,7 +11,7 @@ from headrace import LLM, SamplingParams
 from headrace.offload.tiers import upkeep
 from headrace.types import CHUNK
 from tests.support import traces
-from tests.support.checkpoints import FolderOf
+from tests.support.checkpoints import FolderOf, make_checkpoint
 from tests.support.offloading import counters, flush, forced, projecting, prompts_of, watched
 from tests.support.ranked_offloading import PARAMS, RankedLLM, close, loads, over_ranks, restored
 from tests.support.traces import run, same
@@ -311,6 +311,18 @@ def test_by_every_strategy_activations_arrive(kind: str, strategy: str, folder_o
     llm.forget()
     driver: Any = llm.engine.loaded.executor
     driver.allowed = (strategy,)
+    projects(llm, case)
+    close(llm)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_keys_normed_over_the_heads_of_all_ranks(size: int, tmp_path: Path) -> None:
+    """Each projects its own heads, and gathers those of the others for the norm."""
+    case = Case(make_checkpoint("olmoe", tmp_path, intermediate_size=128))
+    llm = case.over(size, 2, "single", **X, kv_link_gbps=0.02)
+    same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
+    flush(llm)
+    llm.forget()
     projects(llm, case)
     close(llm)
 

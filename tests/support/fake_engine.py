@@ -88,6 +88,7 @@ class FakeCapacity:
     model: str = "fake"
     kernels: dict[str, str] = field(default_factory=lambda: {"attention": "echo"})
     ranks: str = ""
+    experts: str = ""
     architecture: str = "FakeForCausalLM"
     layers: int = 1
     quantization: str = "none"

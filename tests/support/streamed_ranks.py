@@ -61,7 +61,10 @@ def streamed_ranks(
     def make(place: tuple[int, int]) -> Rank:
         at, share = place
         group = TensorGroup(hubs.inner[at].transport(share)) if tensor > 1 else None
-        decoder = load_decoder(sized.capacity.folder, config.model.dtype, None, config.model.quantization, group)
+        outside = ranks.expert_file(config, sized.model)
+        decoder = load_decoder(
+            sized.capacity.folder, config.model.dtype, None, config.model.quantization, group, outside=outside
+        )
         storage = ranks.open_storage(config, decoder)
         return Rank(decoder, storage, sized.capacity.backend, hubs.outer[share].transport(at))
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,20 +38,6 @@ def test_experts_run_on_no_gpu() -> None:
     with pytest.raises(ValueError, match="ForCausalLM has experts, which run on the CPU; use 'auto'"):
         preflight.check_fit(EngineConfig(attention_backend="triton"), model)
     preflight.check_fit(EngineConfig(), model)
-
-
-@pytest.mark.parametrize(
-    "more", [{}, {"offload_schedule": "row"}, {"offload_schedule": "row", "offload_x_resident": True}]
-)
-def test_tensor_ranks_that_norm_keys_together_keep_no_activations(more: dict[str, Any]) -> None:
-    given: dict[str, Any] = dict(tensor_parallel_size=2, kv_offloading_size=0.1, **more)
-    asked = EngineConfig(**given | ({} if "offload_x_resident" in more else {"kv_offload_activations": "on"}))
-    model = plain_config(model_folder("tiny"))
-    whole = replace(model, qk_norm=True, qk_norm_whole=True)
-    with pytest.raises(ValueError, match="norms keys over the heads of all tensor ranks"):
-        preflight.check_fit(asked, whole)
-    preflight.check_fit(asked, model)
-    preflight.check_fit(EngineConfig(**given | {"offload_x_resident": False}), whole)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ DROP = st.tuples(st.just("drop"), st.lists(st.integers(0, 19), max_size=2))
 STEPS = st.lists(st.one_of(PUT, PUT, PUT, PUT, HAS, DROP), min_size=8, max_size=30)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, share=st.sampled_from([0.0, 0.25, 0.35, 0.5, 1.0]))
 def test_account(server: Address, steps: list[Any], share: float) -> None:
     """The same blobs as the account in Python keeps, after every step; and the server's books agree with its blobs."""

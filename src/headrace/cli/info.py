@@ -57,6 +57,8 @@ def _rows(found: Facts) -> Iterator[tuple[str, str]]:
         yield "recurrent states", f"{memory['recurrent states']:,} of {each} each"
     yield "longest context", longest_context(memory | facts)
     yield from kernel_rows(found["kernels"])
+    if "experts" in found["expected"]:
+        yield "experts", found["expected"]["experts"]
     yield "a layer", found["expected"]["a layer"]
     yield from _speed(found)
 
@@ -65,10 +67,8 @@ def _speed(found: Facts) -> Iterator[tuple[str, str]]:
     speed = found["expected"]
     tokens, prefill, decode = speed["tokens"], speed["prefill tokens/s"], speed["decode tokens/s"]
     yield "prompts", f"about {prefill:,.0f} tokens a second: {tokens:,} in {tokens / prefill:,.2g} s"
-    yield (
-        "answers",
-        f"about {decode:,.{0 if decode >= 100 else 1}f} tokens a second behind {tokens:,}, one sequence alone",
-    )
+    digits = 0 if decode >= 100 else 1 if decode >= 1 else 3
+    yield "answers", f"about {decode:,.{digits}f} tokens a second behind {tokens:,}, one sequence alone"
     form = "" if speed["weights timed"] == "none" else f" in {speed['weights timed']}"
     yield "", f"timed now, on {count_of(speed['layers timed'], 'layer')} of random weights{form}"
 

@@ -185,6 +185,12 @@ def info(
     quantization: Annotated[str | None, typer.Option(help="Weights rounded as --quantization of serve does.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Type to compute in.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Type that K and V are kept in.")] = None,
+    expert_offload_path: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Experts in a file there: how fast its disk makes answers.")
+    ] = None,
+    expert_memory_size: Annotated[
+        str | None, typer.Option(metavar="GIB", help="Memory for the experts used most, while all lie in a file.")
+    ] = None,
 ) -> None:
     """What a model is, what it needs, and how fast it runs here.
 
@@ -193,7 +199,10 @@ def info(
     """
     from headrace.cli.info import run
 
-    run(model, as_json, quantization=quantization, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    run(
+        model, as_json, quantization=quantization, dtype=dtype, kv_cache_dtype=kv_cache_dtype,
+        expert_offload_path=expert_offload_path, expert_memory_size=expert_memory_size,
+    )  # fmt: skip
 
 
 def demo(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headrace.config.cache import CacheSettings
+from headrace.config.experts import ExpertSettings
 from headrace.config.model import ModelSettings
 from headrace.config.offload import KVTiers
 from headrace.config.ranks import RankSettings
@@ -25,6 +26,7 @@ class EngineConfig:
     """All settings: made as EngineConfig(model="tiny", kv_cache_tokens=4096), by the names in SETTINGS, and read as
     config.cache.tokens. Raises ValueError, naming the setting and the remedy, for values that cannot work.
 
+    `expert_folder`: directory of the file in which experts lie; None: in memory.
     `flat`: all values by those names, which EngineConfig can be made of again; this is how settings travel.
     """
 
@@ -33,6 +35,8 @@ class EngineConfig:
     scheduler: SchedulerSettings
     speculation: SpeculationSettings
     outside: Outside
+    experts: ExpertSettings
+    expert_folder: str | None
     ranks: RankSettings
     server: ServerSettings
     flat: dict[str, Any] = field(repr=False)
@@ -49,8 +53,8 @@ class EngineConfig:
         made = Records(values)
         found = dict(
             model=made.of(ModelSettings), cache=made.of(CacheSettings), scheduler=made.of(SchedulerSettings),
-            speculation=made.of(SpeculationSettings), outside=made.outside(), ranks=made.of(RankSettings),
-            server=made.of(ServerSettings), flat=values,
+            speculation=made.of(SpeculationSettings), outside=made.outside(), experts=made.of(ExpertSettings),
+            expert_folder=made.expert_folder, ranks=made.of(RankSettings), server=made.of(ServerSettings), flat=values,
         )  # fmt: skip
         for item in fields(self):
             object.__setattr__(self, item.name, found[item.name])

@@ -122,6 +122,13 @@ class SettingKeywords(TypedDict, total=False):
     weight_offload: bool
     """Keep the weights outside too and load each layer's when it is computed."""
 
+    expert_offload_path: str | None
+    """Directory of a file in which the experts of a model lie, mapped, where a step reads those that it meets."""
+
+    expert_memory_size: str | float | None
+    """Memory on each rank for the experts that are used most, as 8 (GiB) or 500MiB, while all lie in a file. Default:
+    half of what the other weights leave free."""
+
     context_parallel_size: int
     """Ranks that share the tokens of a sequence and its KV cache."""
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from headrace.config.cache import CacheSettings
 from headrace.config.combinations import excluded
+from headrace.config.experts import ExpertSettings
 from headrace.config.fields import Setting, SettingsRecord, listed, need, settings_of
 from headrace.config.model import ModelSettings
 from headrace.config.offload import KVTiers, LinkSettings, OffloadSettings
@@ -25,7 +26,7 @@ from headrace.config.tiers import (
 
 RECORDS: tuple[type[SettingsRecord], ...] = (
     ModelSettings, CacheSettings, SchedulerSettings, SpeculationSettings, *TIERS, OffloadSettings, LinkSettings,
-    StreamSettings, RankSettings, ServerSettings,
+    StreamSettings, ExpertSettings, RankSettings, ServerSettings,
 )  # fmt: skip
 SETTINGS: Mapping[str, Setting] = {item.name: item for record in RECORDS for item in settings_of(record)}
 """Every setting by its flat name: a keyword of EngineConfig, a flag, and a variable of the environment."""
@@ -59,6 +60,12 @@ class Records:
             return KVStreaming(**self._own(StreamSettings), host=host, disk=disk, activations=activations, link=link)
         return KVTiers(**self._own(OffloadSettings), each=self.tiers, link=link) if self.tiers else None
 
+    @property
+    def expert_folder(self) -> str | None:
+        """Directory of the file in which experts lie: their own, or that of all weights outside."""
+        own, disk = self.of(ExpertSettings).path, self.of(DiskTierSettings)
+        return own or (disk.directory if self.streams and self.of(StreamSettings).weights else None)
+
     def _own(self, record: type[SettingsRecord]) -> dict[str, Any]:
         return {item.field: self._values[item.name] for item in settings_of(record)}
 
@@ -73,6 +80,8 @@ class Records:
         need(link.gbps is not None, far, "kv_link_gbps", a_tier)
         need(link.latency_ms > 0, far, "kv_link_latency_ms", a_tier)
         place = self.of(HostTierSettings).given or self.of(DiskTierSettings).given
+        need(self.of(ExpertSettings).memory is not None, self.expert_folder is not None, "expert_memory_size",
+             "experts in a file: set expert_offload_path")  # fmt: skip
         need(self.streams, place, "offload_schedule", "a place for KV: set kv_offloading_size or kv_offload_path")
 
     def _check_pairs(self) -> None:

@@ -11,10 +11,12 @@ from headrace.doctor.expected import expect
 from headrace.doctor.model import room, shape_of
 from headrace.engine.capacity import model_folder
 from headrace.engine.footprint import PROCESS_BYTES
+from headrace.engine.outside import ExpertsOutside
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.files import stored_types, weight_files
 from headrace.models.sizes import compute_type, refuse_rounding, weight_bytes
 from headrace.models.spec import expected
+from headrace.offload.weights.read_rate import read_rate
 
 Facts = dict[str, dict[str, Any]]
 """Section -> name -> what it is."""
@@ -31,6 +33,10 @@ def info(config: EngineConfig, free: int | None = None) -> Facts:
     refuse_rounding(facts, config.model.quantization)
     free = host.memory_available() if free is None else free
     weights = weight_bytes(facts, compute_type(facts, config.model.dtype), config.model.quantization)
+    outside = ExpertsOutside.of(config, facts, free)
+    rate = None if outside is None else read_rate(outside.folder)
+    if outside is not None:
+        weights -= outside.outside - outside.kept
     return {
         "file": {
             "path": str(folder),
@@ -40,13 +46,14 @@ def info(config: EngineConfig, free: int | None = None) -> Facts:
         },
         "model": shape_of(facts) | {"parameters": parameters(facts)},
         "memory": {
-            "weights bytes": weights,
+            "weights bytes": weights,  # that stay in memory
             "free bytes": free,
             "fits": weights + PROCESS_BYTES <= free,
+            **({} if outside is None else {"experts in a file, bytes": outside.outside, "of these kept": outside.kept}),
             **room(facts, config, free, weights),
         },
         "kernels": machine.kernels(),
-        "expected": _expected(facts, config),
+        "expected": _expected(facts, config, outside, rate),
     }
 
 
@@ -56,12 +63,18 @@ def parameters(facts: ModelConfig) -> int:
     return sum(slot.count for name, slot in slots.items() if not (facts.tied and name == "head.weight"))
 
 
-def _expected(facts: ModelConfig, config: EngineConfig) -> dict[str, Any]:
-    found = expect(facts, config)
-    return {
+def _expected(
+    facts: ModelConfig, config: EngineConfig, outside: ExpertsOutside | None, rate: float | None
+) -> dict[str, Any]:
+    """rate: bytes a second from the disk of experts in a file, whose reads come on top of what is timed."""
+    found, from_disk, seconds = expect(facts, config), {}, 0.0
+    if outside is not None and rate is not None:
+        seconds = outside.seconds(rate)
+        from_disk = {"experts": outside.told(rate), "disk bytes/s": round(rate)}
+    return from_disk | {
         "tokens": found.tokens,
         "prefill tokens/s": round(found.prefill_tokens_s, 1),
-        "decode tokens/s": round(found.decode_tokens_s, 1),
+        "decode tokens/s": round(1 / (1 / found.decode_tokens_s + seconds), 3),
         "layers timed": found.layers,
         "weights timed": found.weights,
         "a layer": found.obstacle or "in C++ as a whole",

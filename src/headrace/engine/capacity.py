@@ -42,6 +42,7 @@ class Capacity:
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
     ranks: str = ""
+    experts: str = ""
     architecture: str = ""
     layers: int = 0
     model_len: int = 0

@@ -406,6 +406,8 @@ class EngineCore:
         stats.scheduler.preemptions, stats.kv.evictions = self.scheduler.preemptions, self.cache.tree.evictions
         if self.cache.states is not None:
             stats.kv.states_kept, stats.kv.state_evictions = self.cache.states.kept, self.cache.states.evictions
+        if self.loaded.decoder.outside is not None:
+            stats.experts = self.loaded.decoder.outside.stats()
         self.loaded.executor.add_stats(stats)
         self.below.add_stats(stats)
         if self.loaded.structured is not None:

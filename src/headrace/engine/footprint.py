@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace import host
 from headrace.config import EngineConfig, KVDType
 from headrace.host import GIB
 from headrace.models.shards import shard
-from headrace.models.sizes import BYTES, compute_type, kv_bytes_per_token, weight_bytes
+from headrace.models.sizes import BYTES, compute_type, expert_bytes, kv_bytes_per_token, weight_bytes
 from headrace.models.spec import ModelConfig
 from headrace.types import CHUNK, chunks_for
 
@@ -18,6 +18,8 @@ PROCESS_BYTES = GIB // 4
 
 AUTO_SHARE = 4
 """The KV cache takes one part in so many of the free memory where its size is not given."""
+EXPERTS_SHARE = 2
+"""Experts in a file take one part in so many of what the other weights leave free, where that is not given."""
 STATES_SHARE = 2
 """Recurrent states take one part in so many of that."""
 STATES_EACH = 4
@@ -49,24 +51,46 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of all ranks on this host. free: what can be had; weights: with what the processes take themselves, and
-    loading: the same before they are quantised."""
+    """Bytes of all ranks on this host. free: what can be had; weights: what stays in memory of them, with what the
+    processes take themselves, and loading: the same before they are quantised. rest: bytes of a rank's weights but for
+    experts in a file; outside: of these experts."""
 
     config: EngineConfig
     model: ModelConfig
     free: int
     weights: int
     loading: int
+    rest: int = 0
+    outside: int = 0
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, free: int | None = None) -> Footprint:
         compute = compute_type(model, config.model.dtype)
-        loading = weight_bytes(model, compute, ranks=config.ranks.tensor)
-        kept = weight_bytes(model, compute, config.model.quantization, ranks=config.ranks.tensor)
+        forms = [config.model.quantization, "none"]
+        kept, loading = (weight_bytes(model, compute, form, ranks=config.ranks.tensor) for form in forms)
+        outside, unrounded = 0, 0
+        if config.expert_folder is not None:
+            outside, unrounded = (expert_bytes(model, compute, form, config.ranks.tensor) for form in forms)
+        rest, loading = kept - outside, loading - unrounded
+        kept = rest
         if config.streaming is not None and config.streaming.weights and config.streaming.path is not None:
             kept = 0  # they lie in a file
         free = host.memory_available() if free is None else free
-        return cls(config, model, free, *((each + PROCESS_BYTES) * ranks_here(config) for each in (kept, loading)))
+        here = ranks_here(config)
+        weights, loading = ((each + PROCESS_BYTES) * here for each in (kept, loading))
+        taken = cls(config, model, free, weights, loading, rest, outside)
+        return replace(taken, weights=taken.weights + taken.kept_experts() * here)
+
+    def rank_weights(self) -> int:
+        """Bytes of all weights of a rank, wherever they lie."""
+        return self.rest + self.outside
+
+    def kept_experts(self) -> int:
+        """Bytes of experts in a file that each rank keeps in memory: as given, else a part of what is free."""
+        given = self.config.experts.memory
+        room = self.free // ranks_here(self.config) - self.rest - PROCESS_BYTES
+        size = max(0, room) // EXPERTS_SHARE if given is None else int(given * GIB)
+        return min(self.outside, size)
 
     def check(self) -> None:
         """Raises ValueError, with what is needed, what is free and what fits, where it is more than there is."""
@@ -76,7 +100,12 @@ class Footprint:
         if self.loading > self.free:
             raise ValueError(
                 f"the weights of {self.config.model.folder} need {gib(self.loading)}, but {gib(self.free)} are free: "
-                f"take a smaller model, or free memory"
+                f"take a smaller model, or free memory{self._experts_remedy()}"
+            )
+        if self.weights > self.free:
+            raise ValueError(
+                f"expert_memory_size {gib(self.kept_experts())}{self._each()} is too much: {self._what_is_free()}; "
+                f"lower it"
             )
         if self.config.streaming is not None:
             self._check_streamed()
@@ -174,6 +203,11 @@ class Footprint:
                 f"kv_offloading_size {streaming.host.size:g} GiB is too much: {self._what_is_free()}: "
                 f"at most {gib((self.free - self.weights) // ranks_here(self.config))} fit{self._each()}"
             )
+
+    def _experts_remedy(self) -> str:
+        if self.model.experts is None or self.config.expert_folder is not None:
+            return ""
+        return ", or leave its experts in a file: --expert-offload-path DIR"
 
     def _each(self) -> str:
         return f" on each of {ranks_here(self.config)} ranks" if ranks_here(self.config) > 1 else ""

@@ -17,6 +17,7 @@ from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.executor import Executor
 from headrace.engine.footprint import Footprint, gib, keeps_activations
+from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
@@ -35,6 +36,7 @@ from headrace.models.sizes import compute_type, weight_bytes
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
+from headrace.offload.weights.read_rate import read_rate
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, chunks_for
@@ -119,6 +121,7 @@ class Sized:
         return load_decoder(
             model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
             config.model.quantization, device=device_of(config), packed=measured(tell, "packing"),
+            outside=ranks.expert_file(config, self.model),
         )  # fmt: skip
 
 
@@ -210,7 +213,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len, streamed)
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
-    capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer))
+    capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer), experts=_experts(config, model))
     states = None if model.recurrent is None else Footprint.of(config, model).states()
     if states is not None:
         capacity = replace(capacity, max_sequences=min(capacity.max_sequences, states))
@@ -253,6 +256,22 @@ def _capacity(
         pooling=read_pooling(model_folder(config.model.folder)),
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
+
+
+def _experts(config: EngineConfig, model: ModelConfig) -> str:
+    """What lies outside memory, and the speed to expect; empty where all lies in memory. Raises ValueError where the
+    file cannot be."""
+    asked = ExpertsOutside.of(config, model)
+    if asked is None:
+        return ""
+    try:
+        told = asked.told(read_rate(asked.folder))
+    except OSError as error:
+        raise ValueError(
+            f"expert_offload_path {asked.folder}: nothing can be written there ({error.strerror}); name another"
+        ) from None
+    log.info("%s", told)
+    return told
 
 
 def _length_limit(config: EngineConfig, model_len: int, max_len: int, streamed: StreamSizes | None) -> str:

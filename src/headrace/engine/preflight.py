@@ -16,7 +16,8 @@ from pathlib import Path
 from headrace.config import EngineConfig
 from headrace.config.environment import warn_of_unknown
 from headrace.engine.folders import model_folder
-from headrace.engine.footprint import Footprint, gib
+from headrace.engine.footprint import Footprint, gib, ranks_here
+from headrace.engine.outside import ExpertsOutside
 from headrace.host import GIB
 from headrace.models.files import check_whole, weight_files
 from headrace.models.plain_config import plain_config
@@ -56,6 +57,7 @@ def check(config: EngineConfig) -> None:
     _check_ranks(config, model)
     Footprint.of(config, model).check()
     _check_disk(config)
+    _check_expert_file(config, model)
     _passed.add(name)
 
 
@@ -85,7 +87,7 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
-    longer than the model's, or than the KV cache holds, a GPU for experts, activations of shared keys."""
+    longer than the model's, or than the KV cache holds, a GPU for experts."""
     refuse_for_hybrids(config, model)
     refuse_rounding(model, config.model.quantization)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
@@ -99,11 +101,6 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"attention_backend 'triton': {model.architecture} has experts, which run on the CPU; use 'auto'"
         )
-    if config.ranks.tensor > 1 and model.qk_norm_whole and _asks_for_activations(config):
-        raise ValueError(
-            f"kv_offload_activations: {model.architecture} norms keys over the heads of all tensor ranks, so that none "
-            f"projects its own from activations; leave it and offload_x_resident out"
-        )
     if asked is None:
         return
     if asked > model.max_model_len:
@@ -112,12 +109,6 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"kv_cache_tokens {tokens} holds no sequence of max_model_len {asked}: raise the one or lower the other"
         )
-
-
-def _asks_for_activations(config: EngineConfig) -> bool:
-    outside = config.tiers or config.streaming
-    on = outside is not None and outside.activations == "on"
-    return on or (config.streaming is not None and config.streaming.x_resident)
 
 
 def _check_devices(config: EngineConfig) -> None:
@@ -158,6 +149,21 @@ def stamp(config: EngineConfig, shape: ModelShape, machine: str, date: str = "")
     )  # fmt: skip
 
 
+def _check_expert_file(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for a directory in which nothing can be written, or with less room than the experts take."""
+    asked = ExpertsOutside.of(config, model)
+    if asked is None or config.experts.path is None:
+        return
+    folder = Path(asked.folder)
+    _check_directory(folder, "expert_offload_path")
+    size, free = asked.outside * ranks_here(config), shutil.disk_usage(folder).free
+    if size > free:
+        raise ValueError(
+            f"expert_offload_path {folder}: the experts take {gib(size)}, {gib(free)} are free there; make room, or "
+            f"name another directory"
+        )
+
+
 def _check_disk(config: EngineConfig) -> None:
     """Raises ValueError for a directory in which nothing can be written; says where it has less room than allowed."""
     outside = config.tiers or config.streaming
@@ -174,18 +180,18 @@ def _check_disk(config: EngineConfig) -> None:
                 )  # fmt: skip
 
 
-def _check_directory(folder: Path) -> None:
+def _check_directory(folder: Path, setting: str = "kv_offload_path") -> None:
     """Makes it, as the tier will, and writes a file there. What an earlier engine stored can be read all the same."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except FileExistsError:
-        raise ValueError(f"kv_offload_path {folder} is not a directory; name another") from None
+        raise ValueError(f"{setting} {folder} is not a directory; name another") from None
     except NotADirectoryError:
-        raise ValueError(f"kv_offload_path {folder}: a part of the path is a file; name another directory") from None
+        raise ValueError(f"{setting} {folder}: a part of the path is a file; name another directory") from None
     except OSError as error:
         told = os.strerror(error.errno) if error.errno else str(error)
         if not (folder / BLOBS).is_dir():
-            raise ValueError(f"kv_offload_path {folder}: nothing can be written there ({told}); name another") from None
-        log.warning("kv_offload_path %s: nothing can be written there (%s); what it holds is read", folder, told)
+            raise ValueError(f"{setting} {folder}: nothing can be written there ({told}); name another") from None
+        log.warning("%s %s: nothing can be written there (%s); what it holds is read", setting, folder, told)

@@ -20,19 +20,22 @@ from headrace.engine import preflight, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
+from headrace.engine.outside import ExpertsOutside
 from headrace.engine.rank_advice import advice
 from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
-from headrace.models.config import ModelConfig, read_config
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.plain_config import plain_config
 from headrace.offload.ranked.agent import AgentThread
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.streaming.staged_store import StagedStore
+from headrace.offload.weights.experts import ExpertFile
 from headrace.parallel import launch, measure, workspace
 from headrace.parallel.group import Group, unless_failed
 from headrace.parallel.interfaces import interface_name
@@ -106,10 +109,25 @@ def make(config: EngineConfig, group: Group) -> Rank:
 def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold) -> Decoder:
     tell(LoadPhase(WEIGHTS))
     tensor = TensorGroup(group.tensor) if group is not None and group.tensor.size > 1 else None
+    folder = model_folder(config.model.folder)
+    facts = _facts(config)
     return load_decoder(
-        model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
-        config.model.quantization, tensor, packed=measured(tell, "packing"),
+        folder, config.model.dtype, measured(tell, WEIGHTS), config.model.quantization, tensor,
+        packed=measured(tell, "packing"), outside=expert_file(config, facts), facts=facts,
     )  # fmt: skip
+
+
+def _facts(config: EngineConfig) -> ModelConfig:
+    """Of the model, without transformers, which rank 0 has asked already: a rank starts a second earlier."""
+    return plain_config(model_folder(config.model.folder))
+
+
+def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
+    """The file in which this rank's experts are to lie; None where they stay in memory."""
+    asked = ExpertsOutside.of(config, model)
+    if asked is None:
+        return None
+    return ExpertFile(asked.folder, model, asked.kept)
 
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
@@ -120,7 +138,7 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
 def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedStore:
     """A rank's pool, or its store outside, with which the decoder's weights may leave too."""
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
-    sized = stream_sizes(config, read_config(model_folder(config.model.folder)), decoder.dtype, kv_dtype)
+    sized = stream_sizes(config, _facts(config), decoder.dtype, kv_dtype)
     if sized is not None:
         return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder))
     assert config.cache.tokens is not None, "the driver sizes the cache"

@@ -111,6 +111,7 @@ class Experts:
         chosen: int,
         normalised: bool,
         shared: Sequence[Matrix] = (),
+        outside: int = 0,
     ) -> None:
         """shared: gate, up and down of the expert that all rows meet."""
 

@@ -17,7 +17,8 @@ from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
-from headrace.kernels.extension import check, require
+from headrace.kernels.experts import OUTSIDE, OutsideColumn
+from headrace.kernels.extension import address, check, require
 from headrace.kernels.gated_delta import DeltaWeights, Recur, check_weights, fits_cpp
 from headrace.kernels.ops import Weight
 
@@ -316,7 +317,13 @@ def _experts(
     if experts.shared:
         gate = matrix_of(layer.weights, layer.matrices, "shared_gate", (1, shape.hidden))
         shared = [gate, *_mlp(shape, layer, "shared.", experts.shared)]
-    return require().Experts(router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, shared=shared)
+    outside = layer.weights.get(OUTSIDE)
+    if outside is not None:
+        check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))
+    return require().Experts(
+        router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, shared=shared,
+        outside=address(outside),
+    )  # fmt: skip
 
 
 def matrix_of(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from headrace import memory
 from headrace.kernels import cpu, dispatch, ops, quantized
 from headrace.kernels.extension import check, require, type_of
 
@@ -68,6 +70,34 @@ def _plain_route(logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor,
             total += share[:, j]
         share = share / total[:, None]
     return expert[:, :chosen].int().contiguous(), share.contiguous()
+
+
+OUTSIDE = "experts.outside"
+"""The table of a layer's experts that lie in a mapped file, among the layer's weights: int64 [E, 5]."""
+
+
+class OutsideColumn(IntEnum):
+    """Columns of that table (csrc/model/decoder_layer.h): steps that met an expert, those that found it kept in memory,
+    whether it is kept now, and where it lies, in whole pages."""
+
+    met = 0
+    hits = 1
+    kept = 2
+    begin = 3
+    size = 4
+
+
+def fetch(outside: Tensor, begin: Sequence[int]) -> None:
+    """Counts the experts that have rows (Routes.begin), and has the system read those that are not in memory."""
+    table = outside.numpy()
+    for e in range(len(table)):
+        if begin[e] == begin[e + 1]:
+            continue
+        table[e, OutsideColumn.met] += 1
+        if table[e, OutsideColumn.kept]:
+            table[e, OutsideColumn.hits] += 1
+        else:
+            memory.read_ahead(int(table[e, OutsideColumn.begin]), int(table[e, OutsideColumn.size]))
 
 
 def linear(

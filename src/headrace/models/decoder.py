@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -29,11 +30,12 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.layers import Layer, Matrices, OneByOne, Weights, norm
 from headrace.models.rope import Rope
-from headrace.models.shards import ALONE, Gathered, ShardGroup, Share
+from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import LOOKED_UP, refuse_rounding
-from headrace.models.spec import LEARNED_OFFSET, is_exact
+from headrace.models.spec import LEARNED_OFFSET, expert_of, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
+from headrace.stats import ExpertStats
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,19 @@ class TokenBatch:
     rope_lengths: Tensor | None = None
 
 
+class ExpertsPlace(Protocol):
+    """Memory outside the fast one for experts."""
+
+    def place(self, name: str, weight: ops.Weight) -> ops.Weight:
+        """The matrix `name` of an expert, moved there: of each expert up, then down."""
+
+    def settle(self) -> dict[str, Tensor]:
+        """All are placed. Of each layer's experts the table that steps count in (kernels.experts.OutsideColumn), by our
+        names."""
+
+    def stats(self) -> ExpertStats: ...
+
+
 class Decoder:
     """A loaded model. It keeps no state between calls; keys and values live with whoever supplies `attend`.
 
@@ -69,7 +84,8 @@ class Decoder:
     With `tensor`, one of several tensor ranks: `weights` are its share, and `config.attention` and `key_bias` become
     those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
     with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`. `share`: what it
-    computes; None where that is everything. `turns`: whose turn it is to keep a chunk's activations.
+    computes; None where that is everything. `turns`: whose turn it is to keep a chunk's activations. `outside`: takes
+    the experts as they are packed; they stay there.
     """
 
     def __init__(
@@ -80,14 +96,17 @@ class Decoder:
         tensor: ShardGroup | None = None,
         packed: OnProgress | None = None,
         stored: Mapping[str, StoredMatrix] | None = None,
+        outside: ExpertsPlace | None = None,
     ) -> None:
         self.share = share = _share(config, tensor)
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
         self.matrices = _pack_all(weights, quantization, config.gated, packed)
-        self.matrices |= _pack_stored(stored or {}, self.dtype, self.device, config.gated)
-        self.weights = weights
+        packing = _StoredPacking(self.dtype, self.device, config.gated, quantization, outside)
+        self.matrices |= packing.all_of(stored or {}, packed)
+        self.outside = outside
+        self.weights = weights if outside is None else weights | outside.settle()
         self.layers = self._layers(share, tensor)
         self.rope = Rope(config.rope, config.attention.head_dim, config.local_rope) if config.rope else None
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)
@@ -130,6 +149,17 @@ class Decoder:
         part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part
+
+    def unsent(self) -> Decoder:
+        """A decoder of the first layer alone that exchanges nothing with other tensor ranks, whatever it computes: for
+        measurements of `project`, which each rank makes at its own pace."""
+        if self.share is None:
+            return self
+        alone, layer = copy.copy(self), copy.copy(self.layers.layers[0])
+        assert isinstance(layer, Layer)
+        layer.whole = Gathered(self.share, Unsent(self.share.rank, self.share.size))
+        alone.layers = OneByOne([layer])
+        return alone
 
     def _plain_ends(self) -> Ends | None:
         """What is beside the layers, where that is a table, a norm and a head, and all runs in C++."""
@@ -272,15 +302,42 @@ def _rounding(name: str, asked: Quantization) -> Quantization:
     return "int8" if asked == "w8a8" and name == HEAD else asked
 
 
-def _pack_stored(stored: Mapping[str, StoredMatrix], dtype: torch.dtype, device: torch.device, gated: bool) -> Matrices:
-    """Those that a checkpoint holds as codes, in these; what they stand for where there are no kernels for codes."""
-    matrices: Matrices = {}
-    for name, matrix in stored.items():
-        if device.type == "cpu":
-            matrices[name] = ops.pack_stored(matrix.read(), dtype, gated and name.endswith(".up.weight"))
+@dataclass(frozen=True, slots=True)
+class _StoredPacking:
+    """Packs matrices that are read when they are wanted, one after another: codes as they are, or what they stand for
+    where there are no kernels for codes; numbers as all others. Experts go to `outside`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    gated: bool
+    quantization: Quantization
+    outside: ExpertsPlace | None
+
+    def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
+        matrices: Matrices = {}
+        done, total = 0, sum(self._size(matrix) for matrix in stored.values())
+        for name, matrix in stored.items():
+            matrices[name] = self._one(name, matrix)
+            done += self._size(matrix)
+            if packed is not None:
+                packed(done, total)
+        return matrices
+
+    def _size(self, matrix: StoredMatrix) -> int:
+        return math.prod(matrix.shape) * self.dtype.itemsize
+
+    def _one(self, name: str, matrix: StoredMatrix) -> ops.Weight:
+        if self.device.type != "cpu":
+            return matrix.numbers(self.dtype).to(self.device)
+        gated = self.gated and name.endswith(".up.weight")
+        parts = matrix.read()
+        if len(parts) == 1 and isinstance(parts[0], Tensor):
+            weight = _packed(name, parts[0], _rounding(name, self.quantization), gated)
         else:
-            matrices[name] = matrix.numbers(dtype).to(device)
-    return matrices
+            weight = ops.pack_stored(parts, self.dtype, gated)
+        if self.outside is None or expert_of(name) is None or weight is parts[0]:
+            return weight  # in memory, or the checkpoint's own, which is mapped
+        return self.outside.place(name, weight)
 
 
 def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
@@ -303,13 +360,16 @@ def load_decoder(
     tensor: ShardGroup | None = None,
     device: torch.device | None = None,
     packed: OnProgress | None = None,
+    outside: ExpertsPlace | None = None,
+    facts: ModelConfig | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
     `quantization` rounds every matrix that rows are multiplied by, the head among them, and with w8a8 the rows too;
     embeddings, norms and biases stay. progress and packed are told of bytes, as weights are read and then as matrices
     are packed. With `tensor` only this rank's share is read and kept. device: of the weights and of all that is
-    computed; the CPU, if it is not given.
+    computed; the CPU, if it is not given. outside: takes the experts one by one, so that memory never holds them all.
+    facts: of the model, if they have been read.
     Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
     model that the ranks cannot share.
     """
@@ -317,14 +377,15 @@ def load_decoder(
         raise ValueError(f"dtype must be auto, bfloat16 or float32, got {dtype!r}")
     if quantization not in get_args(Quantization):
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
-    config = read_config(folder)
+    config = facts or read_config(folder)
     refuse_rounding(config, quantization)
     compute = compute_dtype(config, dtype)
     stored: dict[str, StoredMatrix] = {}
-    weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor), stored)
+    share, later = _share(config, tensor), outside is not None
+    weights = load_weights(Path(folder), config, compute, progress, share, stored, experts_later=later)
     if device is not None and device.type != "cpu":
         weights = {name: w.to(device) for name, w in weights.items()}
-    decoder = Decoder(config, weights, quantization, tensor, packed, stored)
+    decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside)
     del weights, stored
     give_back()
     return decoder

@@ -107,12 +107,8 @@ class Layer:
         return self.whole.mine(width, normed).reshape(heads.shape)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them. Raises ValueError on a tensor
-        rank of a model whose keys are normed over the heads of all ranks."""
-        if self.config.qk_norm_whole and self.whole is not ALONE:
-            raise ValueError(
-                "a tensor rank has a part of the keys, which are normed over all heads; keep no activations"
-            )
+        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them. Where keys are normed over the
+        heads of all tensor ranks, these call it alike. Raises RankLost."""
         spec = self.config.attention
         x = x if self.config.block == "post" else self._norm("attention_norm", x)
         queries = spec.heads * spec.head_dim
@@ -142,6 +138,8 @@ class Layer:
         (ups, up_biases), (downs, down_biases) = self._of_experts("up", spec), self._of_experts("down", spec)
         logits = ops.linear(x, self.matrices["router.weight"], self.weights.get("router.bias"), wide=True)
         routes = experts.route(logits, spec.chosen, spec.normalised)
+        if experts.OUTSIDE in self.weights:
+            experts.fetch(self.weights[experts.OUTSIDE], routes.begin)
         chosen = x[routes.order // spec.chosen]
         inner = experts.gated_linear(chosen, ups, routes.begin, self.config.activation, up_biases)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.config import AttentionSpec, KVDType, Quantization
 from headrace.models.shards import Share
-from headrace.models.spec import ModelConfig, Slot, expected, is_exact
+from headrace.models.spec import ModelConfig, Slot, expected, expert_of, is_exact
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
@@ -41,10 +41,26 @@ def weight_bytes(
     """Bytes of the weights of one tensor rank, once loaded. Of weights that are stored quantised an equal share."""
     if config.stored is not None:
         return config.stored.bytes // ranks + config.vocab_size * config.embed_size * BYTES[compute]
+    return _bytes_of(config, expected(config), compute, quantization, rank, ranks)
+
+
+def expert_bytes(config: ModelConfig, compute: str, quantization: Quantization = "none", ranks: int = 1) -> int:
+    """Of these, bytes of the experts; 0 where there are none."""
+    slots = expected(config)
+    experts = {name: slot for name, slot in slots.items() if expert_of(name) is not None}
+    if config.stored is None:
+        return _bytes_of(config, experts, compute, quantization, 0, ranks)
+    numbers, every = (sum(slot.count for slot in each.values()) for each in (experts, slots))
+    return config.stored.bytes * numbers // every // ranks
+
+
+def _bytes_of(
+    config: ModelConfig, slots: dict[str, Slot], compute: str, quantization: Quantization, rank: int, ranks: int
+) -> int:
     share = None if ranks == 1 else Share(config, rank, ranks)
     return sum(
         _bytes(name, slot, _rows(name, slot, share), BYTES[compute], quantization)
-        for name, slot in expected(config).items()
+        for name, slot in slots.items()
         if share is None or share.holds(name)
     )
 

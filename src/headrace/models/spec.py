@@ -271,6 +271,12 @@ def expert_prefix(layer: int, expert: int) -> str:
     return f"layers.{layer}.experts.{expert}."
 
 
+def expert_of(name: str) -> tuple[int, int] | None:
+    """(Layer, expert) of a tensor of ours that belongs to one; None for others."""
+    words = name.split(".")
+    return (int(words[1]), int(words[3])) if len(words) > 3 and words[2] == "experts" else None
+
+
 def is_exact(name: str) -> bool:
     """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, or how
     much a state forgets. They are small, and what they decide lasts."""

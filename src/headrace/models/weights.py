@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from headrace.models.families import FAMILIES
 from headrace.models.families.base import Names
 from headrace.models.shards import Share
 from headrace.models.sizes import LOOKED_UP
-from headrace.models.spec import ModelConfig, Slot, expected
+from headrace.models.spec import ModelConfig, Slot, expected, expert_of
 from headrace.types import UnsupportedModel
 
 OnProgress = Callable[[int, int], None]
@@ -57,11 +57,12 @@ def load_weights(
     progress: OnProgress | None = None,
     share: Share | None = None,
     stored: dict[str, StoredMatrix] | None = None,
+    experts_later: bool = False,
 ) -> dict[str, Tensor]:
     """The decoder's tensors by our names, in `dtype`, each with memory of its own; of `share` only what it holds.
 
     stored: takes the matrices that are stored as codes, but for those that are looked up; without it they too are
-    multiplied out.
+    multiplied out. experts_later: it takes the experts' matrices too, none of which is read yet.
 
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
@@ -78,6 +79,9 @@ def load_weights(
                 rows = _rows(config, name, share)
                 if stored is not None and name not in LOOKED_UP and any(map(checkpoint.is_coded, sources[name])):
                     stored[name] = _stored(checkpoint, slot, sources[name], rows)
+                    continue
+                if stored is not None and experts_later and slot.columns and expert_of(name) is not None:
+                    stored[name] = _numbers_later(checkpoint, slot, sources[name], dtype, rows)
                     continue
                 if sources[name] not in shared:
                     kept = torch.float32 if slot.wide else dtype
@@ -161,10 +165,13 @@ def _fuse(
     checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: torch.dtype, rows: Tensor | None
 ) -> Tensor:
     """The sources one after another, or of all their rows the ones numbered `rows`, in that order."""
+    return _fused(slot, (_numbers(checkpoint, source, dtype) for source in sources), dtype, rows)
+
+
+def _fused(slot: Slot, parts: Iterable[Tensor], dtype: torch.dtype, rows: Tensor | None) -> Tensor:
     fused = torch.empty(slot.shape(sum(slot.parts) if rows is None else len(rows)), dtype=dtype)
     start = 0
-    for source in sources:
-        part = _numbers(checkpoint, source, dtype)
+    for part in parts:
         end = start + len(part)
         if rows is None:
             fused[start:end].copy_(part)
@@ -191,6 +198,22 @@ def _stored(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], rows: 
     readers = [_part(checkpoint, source, own) for source, own in _runs(checkpoint, sources, rows)]
     shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
     return StoredMatrix(shape, lambda: [reader() for reader in readers])
+
+
+def _numbers_later(
+    checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: torch.dtype, rows: Tensor | None
+) -> StoredMatrix:
+    """Those of a matrix of numbers, read and converted when they are wanted; as the file has them if that is how."""
+    mapped = {source: checkpoint.read(source) for source in sources}
+
+    def read() -> list[Tensor | Coded]:
+        one = mapped[sources[0]]
+        alone = len(sources) == 1 and rows is None and one.dtype == dtype
+        whole = one if alone else _fused(slot, [mapped[source] for source in sources], dtype, rows)
+        _check_finite(checkpoint.model, whole, sources)
+        return [whole]
+
+    return StoredMatrix(slot.shape(sum(slot.parts) if rows is None else len(rows)), read)
 
 
 def _runs(checkpoint: Checkpoint, sources: tuple[str, ...], rows: Tensor | None) -> list[tuple[str, Tensor | None]]:

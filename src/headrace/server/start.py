@@ -53,6 +53,7 @@ def start_lines(
     return [
         _model(capacity, model, weights),
         *_labelled("kernels", kernel_lines(capacity.kernels), kernels=capacity.kernels, backend=capacity.backend),
+        *_labelled("experts", [capacity.experts] if capacity.experts else [], experts=capacity.experts),
         _kv_cache(capacity),
         *_labelled("tiers" if config.streaming is None else "KV", tier_lines(capacity, config)),
         *_labelled("public", public),

@@ -102,7 +102,7 @@ class _Projection:
     """K and V of some tokens of the first layer, projected and put into the pool, as restores do it."""
 
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend) -> None:
-        self.storage, self.project = storage, Projector(decoder, storage, backend).put
+        self.storage, self.project = storage, Projector(decoder.unsent(), storage, backend).put
         self.most = max(1, min(storage.slots, decoder.config.max_model_len // CHUNK))
 
     def __call__(self, tokens: int) -> None:

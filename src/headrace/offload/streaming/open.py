@@ -208,6 +208,8 @@ def _outside(asked: KVStreaming, decoder: Decoder, slots: int, kv_dtype: torch.d
         layer.append(-(-slots // decoder.turns.ranks) * CHUNK * hidden * decoder.dtype.itemsize)
     sizes = layer * spec.layers
     if asked.weights:
-        matrices = [weight for each in layers_of(decoder) for weight in each.matrices.values()]
+        named = [item for each in layers_of(decoder) for item in each.matrices.items()]
+        placed = decoder.outside is not None
+        matrices = [weight for name, weight in named if not placed or not name.startswith("experts.")]
         sizes += [x.nbytes for weight in matrices for x in tensors_of(weight).values()]
     return FileMemory(asked.path, sum(room(size) for size in sizes))

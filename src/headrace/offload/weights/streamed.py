@@ -104,7 +104,8 @@ class StreamedLayers:
         self.shape = shape_of(decoder)
         self.outside = layers_of(decoder)
         if allocate is not None:
-            self.outside = [_moved(layer, allocate) for layer in self.outside]
+            placed = decoder.outside is not None
+            self.outside = [_moved(layer, allocate, but_experts=placed) for layer in self.outside]
             for layer in self.outside:
                 prefix = f"layers.{layer.index}."
                 decoder.matrices.update({prefix + name: weight for name, weight in layer.matrices.items()})
@@ -260,10 +261,12 @@ def _rounded(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def _moved(layer: Layer, allocate: Allocate) -> Layer:
+def _moved(layer: Layer, allocate: Allocate, but_experts: bool) -> Layer:
     """The layer with its matrices copied to other memory."""
-    matrices = {}
+    matrices = dict(layer.matrices)
     for name, weight in layer.matrices.items():
+        if but_experts and not _loads(name):
+            continue
         there = {kind: allocate(x.shape, x.dtype).copy_(x) for kind, x in tensors_of(weight).items()}
         matrices[name] = on_tensors(weight, there)
     return bare(layer, matrices)
