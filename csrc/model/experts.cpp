@@ -53,13 +53,6 @@ std::vector<int64_t> sort_by_expert(const int32_t *expert, int64_t count, int64_
   return begin;
 }
 
-// The experts that any row has chosen meet their rows.
-void multiply(const Operations &run, const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin, Activation f,
-              const bf16 *x, bf16 *y) {
-  const std::vector<Group> groups = groups_of(matrices, begin);
-  run.multiply_groups(matrices.front(), {groups.data(), static_cast<int64_t>(groups.size())}, f, x, y);
-}
-
 }  // namespace
 
 int64_t experts_scratch(const Experts &experts, int64_t rows) { return Buffers::bytes(experts, rows); }
@@ -75,9 +68,9 @@ void add_experts(const Experts &e, Activation activation, const Operations &run,
   });
   const Operations sorted = {run.kernels, all, run.threads};
   const bool gated = e.up.front().gated;
-  multiply(sorted, e.up, begin, activation, b.sorted, gated ? b.active : b.inner);
+  sorted.multiply_groups(e.up, begin, activation, b.sorted, gated ? b.active : b.inner);
   if (!gated) sorted.activate(activation, b.inner, b.active, e.down.front().inputs);
-  multiply(sorted, e.down, begin, activation, b.active, b.sorted);
+  sorted.multiply_groups(e.down, begin, activation, b.active, b.sorted);
   run.kernels.combine[Operations::BF16]({b.sorted, b.place, b.share, y, y, run.rows, e.chosen, hidden, run.threads});
 }
 

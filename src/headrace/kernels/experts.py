@@ -14,7 +14,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from headrace.kernels import cpu, dispatch, ops, quantized
+from headrace.kernels import cpu, dispatch, ops
 from headrace.kernels.extension import check, require, type_of
 
 
@@ -72,7 +72,7 @@ def _plain_route(logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor,
 
 def linear(x: Tensor, weights: Sequence[ops.Weight], begin: Sequence[int], gate: str = "silu") -> Tensor:
     """Rows begin[e] to begin[e + 1] of x [M, K] times the e-th weight [N, K] transposed: [M, N]; [M, N / 2] of gated
-    ones (see cpu.linear). Weights without rows are not read."""
+    ones (see cpu.linear). Weights may differ in their formats; those without rows are not read."""
     met = [e for e in range(len(weights)) if begin[e] < begin[e + 1]]
     packed = [weights[e] for e in met]
     if not met or not _all_packed(packed):
@@ -89,7 +89,7 @@ def linear(x: Tensor, weights: Sequence[ops.Weight], begin: Sequence[int], gate:
     return out
 
 
-def _all_packed(weights: Sequence[ops.Weight]) -> TypeGuard[Sequence[cpu.Packed | quantized.Quantized]]:
+def _all_packed(weights: Sequence[ops.Weight]) -> TypeGuard[Sequence[cpu.StoredWeight]]:
     return not any(isinstance(weight, Tensor) for weight in weights)
 
 

@@ -159,8 +159,9 @@ class Coded:
         form, (outputs, inputs) = self.format, self.codes.shape
         blocks = inputs // form.block if form.block else 1
         groups = inputs // form.group if form.group else 1
-        if inputs % 2 or (form.block and inputs % form.block):
-            raise ValueError(f"{form.name} takes inputs in multiples of {form.block or 2}, got {inputs}")
+        step = form.block or (4 if form.name == "w8a8" else 2)
+        if inputs % step or inputs % 2:
+            raise ValueError(f"{form.name} takes inputs in multiples of {step}, got {inputs}")
         for tensor, columns in (
             (self.scales, blocks),
             (self.subs, groups),

@@ -18,7 +18,7 @@ from headrace.kernels.formats import Coded
 from headrace.logs import shown
 from headrace.models import quantised_layouts
 from headrace.models.files import is_gguf, weight_files
-from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_name
+from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_tensors
 from headrace.models.gguf.blocks import coded
 from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
 from headrace.models.quantised import ENDS, Scheme
@@ -62,10 +62,12 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     """The weights of a folder or of a GGUF file. Raises ValueError for files that are not sound."""
     if is_gguf(model):
         return GgufCheckpoint(model, config)
-    scheme = config.stored.scheme if config.stored is not None else None
-    if scheme is not None:
-        return QuantisedCheckpoint(model, scheme)
-    return SafetensorsCheckpoint(model, 0 if config.experts is None else config.experts.count)
+    scheme, experts = config.stored.scheme if config.stored is not None else None, _count_experts(config)
+    return SafetensorsCheckpoint(model, experts) if scheme is None else QuantisedCheckpoint(model, scheme, experts)
+
+
+def _count_experts(config: ModelConfig) -> int:
+    return 0 if config.experts is None else config.experts.count
 
 
 class SafetensorsCheckpoint:
@@ -129,8 +131,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     """Those of a folder whose config.json says how they are quantised. A module's tensors of codes, scales and the rest
     are one here, called `weight`; modules without them have numbers."""
 
-    def __init__(self, folder: Path, scheme: Scheme) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, scheme: Scheme, experts: int = 0) -> None:
+        super().__init__(folder, experts)
         self._scheme = scheme
         first, *others = ENDS[scheme.layout]
         modules = [name.removesuffix(f".{first}") for name in self._where if name.endswith(f".{first}")]
@@ -177,10 +179,10 @@ class GgufCheckpoint:
         self._architecture: Architecture = architecture_of(files[0])
         for file in files:
             for info in file.tensors.values():
-                name = checkpoint_name(self._architecture, info.name) or info.name
-                if name in self._where:
-                    raise ValueError(f"{file.path}: {shown(info.name)} lies in another part too; download it again")
-                self._where[name] = file, info
+                for name, each in checkpoint_tensors(self._architecture, file, info, _count_experts(config)).items():
+                    if name in self._where:
+                        raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")
+                    self._where[name] = file, each
 
     def __enter__(self) -> GgufCheckpoint:
         return self

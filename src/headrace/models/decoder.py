@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import Quantization
-from headrace.kernels import block, ops
+from headrace.kernels import block, dispatch, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
@@ -279,7 +279,29 @@ def _pack_stored(stored: Mapping[str, StoredMatrix], dtype: torch.dtype, device:
             matrices[name] = ops.pack_stored(matrix.read(), dtype, gated and name.endswith(".up.weight"))
         else:
             matrices[name] = matrix.numbers(dtype).to(device)
+    for name in _gated_beside_others(matrices):
+        matrices[name] = ops.pack_stored(stored[name].read(), dtype)
     return matrices
+
+
+def _gated_beside_others(matrices: Matrices) -> list[str]:
+    """Experts' gated matrices in layers where another one's gates and ups differ in format or order: one product takes
+    all of a layer, gated or not."""
+    layers: dict[str, dict[str, bool]] = {}
+    for name, weight in matrices.items():
+        layer, of_expert, _ = name.partition(".experts.")
+        if of_expert and name.endswith(".up.weight"):
+            layers.setdefault(layer, {})[name] = not isinstance(weight, Tensor) and weight.gated
+    mixed = [each for each in layers.values() if not all(each.values())]
+    return [name for each in mixed for name, gated in each.items() if gated]
+
+
+def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:
+    """Where rows are not rounded though the file asks for it."""
+    scheme = None if config.stored is None else config.stored.scheme
+    on_cpu = device is None or device.type == "cpu"
+    if scheme is not None and scheme.rounds_rows and not (on_cpu and dispatch.in_cpp()):
+        log.warning("%s: only the C++ kernels round activations; the weights alone are used", scheme.name)
 
 
 def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
@@ -318,6 +340,7 @@ def load_decoder(
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
     config = read_config(folder)
     refuse_rounding(config, quantization)
+    _tell_of_rows(config, device)
     compute = compute_dtype(config, dtype)
     stored: dict[str, StoredMatrix] = {}
     weights = load_weights(Path(folder), config, compute, progress, _share(config, tensor), stored)
