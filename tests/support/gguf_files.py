@@ -201,8 +201,10 @@ def _add_experts(writer: GGUFWriter, name: str, parameter: torch.Tensor, kind_of
     """Matrices [E, outputs, inputs] of all experts, gates and ups in one."""
     layer, parts = name.split(".")[2], ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
     for part, value in zip(parts, parameter.chunk(len(parts), dim=1), strict=True):
-        names = [f"blk.{layer}.ffn_{part}.{e}.weight" for e in range(len(value))]
-        for theirs, own in zip(names, value, strict=True) if apart else [(f"blk.{layer}.ffn_{part}_exps.weight", value)]:
+        named = {f"blk.{layer}.ffn_{part}_exps.weight": value}
+        if apart:
+            named = {f"blk.{layer}.ffn_{part}.{e}.weight": own for e, own in enumerate(value)}
+        for theirs, own in named.items():
             kind = kind_of(theirs)
             rows = raw_rows(own.reshape(-1, own.shape[-1]).numpy().astype(np.float32), kind)
             writer.add_tensor(theirs, rows.reshape(*own.shape[:-1], -1), raw_dtype=kind)
