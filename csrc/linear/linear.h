@@ -73,7 +73,9 @@ template <typename Any> class Spans {
 
  private:
   int64_t count() const { return a.groups.each ? a.groups.count : 1; }
-  Group span(int64_t i) const { return a.groups.each ? a.groups.each[i] : Group{nullptr, nullptr, nullptr, nullptr, 0, a.rows}; }
+  Group span(int64_t i) const {
+    return a.groups.each ? a.groups.each[i] : Group{nullptr, nullptr, nullptr, nullptr, 0, a.rows};
+  }
   int64_t tasks(const Group &g) const { return (g.last - g.first + most - 1) / most; }
 
   const Any &a;

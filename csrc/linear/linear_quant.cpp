@@ -2,7 +2,7 @@
 //
 // M: rows, N: outputs, K: inputs. Codes are packed by blocks of 64 outputs and pairs of inputs, alike for every
 // instruction set (kernels.quantized.Quantized).
-//   8 bits: [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs.
+//   8 bits: [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs; e4m3: [N / 64][K / 2][64][2].
 //   4 bits: words of 16 bits [N / 64][K / 2][16][2]: bits 4c..4c+3 of word [l][p] are q, from 0 on, of output 16 c + l and
 //   input p of the pair. 5 and 6 bits: the lower four so, and what is above behind them (codes.h).
 // Every output is one chain of sums, whatever M, tile, block or thread: int8, with one scale for all inputs, over these in

@@ -49,7 +49,8 @@ class Codes:
             return torch.cat([quads.contiguous().view(torch.uint8), sums.view(torch.uint8)], dim=1)
         blocks = codes.view(-1, 4, 16, codes.shape[1] // 2, 2)
         if self.bits == 8:
-            return blocks.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).flatten(2)
+            order = (0, 3, 1, 2, 4) if self.name == "e4m3" else (0, 3, 1, 4, 2)
+            return blocks.permute(order).contiguous().view(torch.uint8).flatten(2)
         each = (blocks - self.least).view(torch.uint8).unbind(1)  # four of [n, 16, K / 2, 2]
         low, high = [one & 15 for one in each], [one >> 4 for one in each]
         packed = [_turned(torch.stack((low[0] | low[1] << 4, low[2] | low[3] << 4), -1), torch.int32)]
