@@ -120,14 +120,15 @@ constexpr int64_t TOPS = 64;  // outputs of a block
 static constexpr int64_t tops_width(int64_t rows) { return (rows + 15) / 16 * 16; }
 static constexpr int64_t tops_size(int64_t rows, int64_t outputs) { return (outputs + TOPS - 1) / TOPS * tops_width(rows); }
 
-// Rows first .. last - 1 of a product and their own weight, of the shape and form of the others: one expert's. Groups go by
-// ascending rows.
+// Rows first .. last - 1 of a product and their own weight, of the shape and form of the others: one expert's. order: as in
+// LinearQuant, of all groups or of none. Groups go by ascending rows.
 struct Group {
   const void *weight, *scales, *bias;
+  const int32_t *order;
   int64_t first, last;
 };
 
-// Of all rows of a product; none: its rows share the one weight that it names itself.
+// The groups of a product, whose other rows are left alone; none: its rows share the one weight that it names itself.
 struct Groups {
   const Group *each = nullptr;
   int64_t count = 0;

@@ -232,21 +232,9 @@ void linear_groups(int type, Address x, const Matrices &matrices, const std::vec
     refuse("rows of groups must begin at 0 and end at ", rows);
   for (size_t e = 0; e < matrices.size(); ++e)
     if (begin[e + 1] < begin[e]) refuse("group ", static_cast<int64_t>(e), " ends before it begins");
-  check_alike(matrices);
-  const std::vector<Group> groups = groups_of(matrices, begin);
-  const Matrix &first = matrices.front();
-  const Epilogue epilogue = {.gated = first.gated, .gate = gate};
-  multiply(kernels(), first,
-           {type,
-            at<void>(x),
-            rows,
-            x_stride,
-            at<void>(out),
-            false,
-            threads,
-            epilogue,
-            0,
-            {groups.data(), static_cast<int64_t>(groups.size())}});
+  check_shapes(matrices);
+  const Epilogue epilogue = {.gated = matrices.front().gated, .gate = gate};
+  multiply_groups(kernels(), matrices, begin, {type, at<void>(x), rows, x_stride, at<void>(out), false, threads, epilogue});
 }
 
 void route(Address x, Address expert, Address share, int64_t rows, int64_t experts, int64_t chosen, bool normalised,
@@ -274,8 +262,8 @@ void make_experts(Experts *self, const Matrix &router, const Matrices &up, const
   if (static_cast<int64_t>(up.size()) != count || up.size() != down.size() || chosen < 1 || chosen > count)
     refuse("a router of ", count, " experts of which ", chosen, " are chosen does not fit ", static_cast<int64_t>(up.size()),
            " and ", static_cast<int64_t>(down.size()), " matrices");
-  check_alike(up);
-  check_alike(down);
+  check_shapes(up);
+  check_shapes(down);
   if (!shared.empty() && shared.size() != 3) refuse("a shared expert has a gate, up and down");
   new (self) Experts{router, up, down, chosen, normalised, shared, at<OutsideExpert>(outside)};
 }

@@ -13,13 +13,14 @@ namespace headrace::HEADRACE_NS {
 
 // ---- 8 bits ----------------------------------------------------------------------------------------------------------
 
-// What 8 bits say as a whole number,
+// What 8 bits say as a whole number, those of 16 outputs by one input of a pair before those by the other,
 struct Whole {
-  HEADRACE_ALWAYS_INLINE static vf load(const byte *p) { return HEADRACE_NS::load(reinterpret_cast<const int8_t *>(p)); }
+  HEADRACE_ALWAYS_INLINE static vf load(const byte *pair, int odd, int64_t at) {
+    return HEADRACE_NS::load(reinterpret_cast<const int8_t *>(pair + at / 16 * 32 + odd * 16 + at % 16));
+  }
 
 #ifdef __AVX512BF16__
-  // Of 16 outputs by one input of a pair, then by the other. A code's fp32 has nothing in its lower half: the pair is two
-  // upper halves.
+  // A code's fp32 has nothing in its lower half: the pair is two upper halves.
   HEADRACE_INLINE __m512i pairs(const byte *w) { return _mm512_or_si512(_mm512_srli_epi32(wide(w), 16), wide(w + 16)); }
 
   HEADRACE_INLINE __m512i wide(const byte *w) {
@@ -29,34 +30,32 @@ struct Whole {
 #endif
 };
 
-// or as a number of 4 bits of exponent and 3 of mantissa, none of them NaN (E4M3 of OCP's 8-bit floating point).
+// or as a number of 4 bits of exponent and 3 of mantissa, none of them NaN (E4M3 of OCP's 8-bit floating point), both inputs of a
+// pair side by side.
 struct Small {
-  HEADRACE_ALWAYS_INLINE static vf load(const byte *p) {
-    vb codes;
-    memcpy(&codes, p, sizeof codes);
-    const vu c = reinterpret_cast<vu>(__builtin_convertvector(__builtin_convertvector(codes, vs), vi));
+  HEADRACE_ALWAYS_INLINE static vf load(const byte *pair, int odd, int64_t at) {
+    vh both;
+    memcpy(&both, pair + 2 * at, sizeof both);
+    const vu c = __builtin_convertvector(both, vu) >> (8 * odd);
     const vu rest = (c & 0x7fu) << 20;
     const vf normal = reinterpret_cast<vf>(rest + (120u << 23));
     const vf small = reinterpret_cast<vf>(rest + (121u << 23)) - splat(number(121u << 23));  // subnormal ones
     const vf size = rest < (1u << 23) ? small : normal;
-    return reinterpret_cast<vf>(reinterpret_cast<vu>(size) | (c & 0x80000000u));
+    return reinterpret_cast<vf>(reinterpret_cast<vu>(size) | (c & 0x80u) << 24);
   }
 
 #ifdef __AVX512BF16__
-  // bf16 has the same bits behind another exponent, but for subnormal numbers, which a permutation looks up: it sees the five
-  // lowest bits.
+  // bf16 has the same bits behind a greater exponent: 120 is added to it. Of subnormal numbers, bits are flipped before, so that
+  // this makes them what they are: the lowest three say which.
   HEADRACE_INLINE __m512i pairs(const byte *w) {
-    alignas(64) static constexpr bf16 SUBNORMAL[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-    const __m512i codes = _mm512_or_si512(bytes(w), _mm512_slli_epi32(bytes(w + 16), 16)), seven = _mm512_set1_epi16(0x7f);
-    const __m512i rest = _mm512_slli_epi16(_mm512_and_si512(codes, seven), 4);
-    const __m512i normal = _mm512_add_epi16(rest, _mm512_set1_epi16(120 << 7));
+    alignas(64) static constexpr bf16 FLIPPED[32] = {0xc400, 0xff10, 0xffa0, 0xfff0, 0x0040, 0x0070, 0x0020, 0x0010};
+    constexpr int AND_XOR = 0x6a;  // of three bits: (a and b) xor c
+    const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(w)));
     const __mmask32 small = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x78));
-    const __m512i size = _mm512_mask_permutexvar_epi16(normal, small, codes, _mm512_load_si512(SUBNORMAL));
-    return _mm512_or_si512(size, _mm512_slli_epi16(_mm512_andnot_si512(seven, codes), 8));
-  }
-
-  HEADRACE_INLINE __m512i bytes(const byte *w) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(w)));
+    const __m512i flipped = _mm512_maskz_permutexvar_epi16(small, codes, _mm512_load_si512(FLIPPED));
+    const __m512i kept = _mm512_set1_epi16(static_cast<int16_t>(0x87f0));  // all but copies of the sign
+    const __m512i moved = _mm512_ternarylogic_epi32(_mm512_slli_epi16(codes, 4), kept, flipped, AND_XOR);
+    return _mm512_add_epi16(moved, _mm512_set1_epi16(120 << 7));
   }
 #endif
 };
@@ -74,11 +73,8 @@ template <typename Number, bool IN_GROUPS> struct EightBits {
     const char *memory() const { return reinterpret_cast<const char *>(codes); }
 
     template <int C> HEADRACE_ALWAYS_INLINE void load(int64_t input, int odd, int64_t column, vf (&x)[C]) const {
-      const byte *from = codes + (input - odd) * 64 + odd * 16;
-      HEADRACE_EACH(c, C, {
-        const int64_t at = column + c * W;
-        x[c] = Number::load(from + at / 16 * 32 + at % 16);
-      });
+      const byte *pair = codes + (input - odd) * BYTES;
+      HEADRACE_EACH(c, C, x[c] = Number::load(pair, odd, column + c * W));
     }
   };
 

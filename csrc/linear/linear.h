@@ -12,7 +12,9 @@ constexpr int64_t COLUMNS = 64;  // outputs in a packed block
 static_assert(COLUMNS == TOPS);
 
 HEADRACE_INLINE void take_weight(Linear &a, const Group &g) { a.w = g.weight, a.bias = g.bias; }
-HEADRACE_INLINE void take_weight(LinearQuant &a, const Group &g) { a.codes = g.weight, a.scales = g.scales, a.bias = g.bias; }
+HEADRACE_INLINE void take_weight(LinearQuant &a, const Group &g) {
+  a.codes = g.weight, a.scales = g.scales, a.bias = g.bias, a.order = g.order;
+}
 
 // The product with the weight of one of its groups.
 template <typename Any> Any with_weight(const Any &a, const Group &group) {
@@ -25,7 +27,7 @@ template <typename Any> Any with_weight(const Any &a, const Group &group) {
 // The same as a product of the group's rows alone.
 template <typename T, typename Any> Any alone(const Any &a, const Group &group) {
   Any own = with_weight(a, group);
-  const int64_t to = group.first * (a.epilogue.gated ? a.outputs / 2 : a.outputs);
+  const int64_t to = group.first * (a.epilogue.gated ? a.outputs / 2 : a.out_stride ? a.out_stride : a.outputs);
   own.rows = group.last - group.first;
   own.x = static_cast<const T *>(a.x) + group.first * a.x_stride;
   own.out = static_cast<T *>(a.out) + to;
@@ -71,12 +73,25 @@ template <typename Any> class Spans {
 
  private:
   int64_t count() const { return a.groups.each ? a.groups.count : 1; }
-  Group span(int64_t i) const { return a.groups.each ? a.groups.each[i] : Group{nullptr, nullptr, nullptr, 0, a.rows}; }
+  Group span(int64_t i) const {
+    return a.groups.each ? a.groups.each[i] : Group{nullptr, nullptr, nullptr, nullptr, 0, a.rows};
+  }
   int64_t tasks(const Group &g) const { return (g.last - g.first + most - 1) / most; }
 
   const Any &a;
   int64_t most, all = 0;
 };
+
+// f(the product with its weight, row) for each row of a product, or of its groups.
+template <typename Any, typename F> void each_row(const Any &a, F f) {
+  constexpr int64_t MOST = 16;  // rows of a task
+  const Spans spans(a, MOST);
+  share_out(spans.size(), a.threads, [&](int64_t task) {
+    spans.run(task, [&](const Any &own, int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) f(own, row);
+    });
+  });
+}
 
 // n <= W outputs from `column` on, as their sums and the bias make them; their weights lie at `place` among all.
 template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *sums, int64_t column, int64_t, int64_t n) {

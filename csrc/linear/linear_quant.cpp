@@ -2,7 +2,7 @@
 //
 // M: rows, N: outputs, K: inputs. Codes are packed by blocks of 64 outputs and pairs of inputs, alike for every
 // instruction set (kernels.quantized.Quantized).
-//   8 bits: [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs.
+//   8 bits: [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs; e4m3: [N / 64][K / 2][64][2].
 //   4 bits: words of 16 bits [N / 64][K / 2][16][2]: bits 4c..4c+3 of word [l][p] are q, from 0 on, of output 16 c + l and
 //   input p of the pair. 5 and 6 bits: the lower four so, and what is above behind them (codes.h).
 // Every output is one chain of sums, whatever M, tile, block or thread: int8, with one scale for all inputs, over these in
@@ -282,12 +282,12 @@ template <typename T> T *own_rows(int64_t elements) {
   return mine.at_least(room<T>(elements)).template take<T>(elements);
 }
 
-// The same with inputs in the order of the codes.
+// The same with inputs in the order of the codes, of each group its own.
 template <typename T, typename Codes> LinearOf<Codes> in_order(LinearOf<Codes> a) {
   T *ordered = own_rows<T>(a.rows * a.inputs);
-  share_each(a.rows, a.threads, [&](int64_t row) {
+  each_row(a, [&](const LinearOf<Codes> &own, int64_t row) {
     const T *from = static_cast<const T *>(a.x) + row * a.x_stride;
-    for (int64_t i = 0; i < a.inputs; ++i) ordered[row * a.inputs + i] = from[a.order[i]];
+    for (int64_t i = 0; i < a.inputs; ++i) ordered[row * a.inputs + i] = from[own.order[i]];
   });
   a.x = ordered;
   a.x_stride = a.inputs;
@@ -299,7 +299,7 @@ template <typename T, typename Codes> const float *sums_of_runs(const LinearOf<C
   static thread_local Arena mine;
   const int64_t runs = a.inputs / a.scaling.run;
   float *sums = mine.at_least(room<float>(a.rows * runs)).template take<float>(a.rows * runs);
-  share_each(a.rows, a.threads, [&](int64_t row) {
+  each_row(a, [&](const LinearOf<Codes> &, int64_t row) {
     sum_runs(static_cast<const T *>(a.x) + row * a.x_stride, a.inputs, a.scaling.run, sums + row * runs);
   });
   return sums;

@@ -283,8 +283,9 @@ template <typename T> void linear_w8a8(const LinearQuant &any) {
   byte *codes = memory.take<byte>(a.rows * stride);
   float *scales = memory.take<float>(a.rows);
   const T *x = static_cast<const T *>(a.x);
-  share_each(a.rows, a.threads,
-             [&](int64_t row) { round_row(x + row * a.x_stride, a.inputs, codes + row * stride, scales + row); });
+  each_row(a, [&](const LinearOf<Int8> &, int64_t row) {
+    round_row(x + row * a.x_stride, a.inputs, codes + row * stride, scales + row);
+  });
   const int64_t quads = a.inputs / 4;
   each_block<T>(a, TASK_ROWS, 0, [&](const auto &own, int64_t block, int64_t first, int64_t last, float *sums, Scratch) {
     const byte *w = static_cast<const byte *>(own.codes) + block * (quads + 1) * QUAD;

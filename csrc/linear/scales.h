@@ -48,15 +48,17 @@ HEADRACE_INLINE vf load_numbers(Number number, const byte *p, int64_t i) {
 // Those of 64 outputs.
 class BlockScales {
  public:
-  static constexpr int64_t OUTPUTS = 64;
+  static constexpr int64_t OUTPUTS = 64, LINE = 64;
 
   BlockScales(const Scaling &s, const void *scales, int64_t inputs, int64_t block_of_outputs)
       : s(s), numbers(OUTPUTS * size_of(s.number)), groups(s.block / s.group),
         bytes(numbers * (s.offset == Offset::minimum ? 2 : 1) + OUTPUTS * groups * (s.subs + (s.offset != Offset::none))),
         first(static_cast<const byte *>(scales) + block_of_outputs * (inputs / s.block) * bytes) {}
 
-  // Scales [runs][64] of as many runs from an input on, and their offsets if there are any.
+  // Scales [runs][64] of as many runs from an input on, and their offsets if there are any. Fetches those of as many more.
   void widen(int64_t input, int64_t runs, float *scales, float *offsets) const {
+    const byte *next = first + (input + runs * s.run) / s.block * bytes;
+    for (int64_t at = 0, all = runs * s.run / s.block * bytes; at < all; at += LINE) __builtin_prefetch(next + at);
     for (int64_t left = runs; left > 0;) {
       const int64_t inside = (s.block - input % s.block) / s.run, count = left < inside ? left : inside;
       widen_of_block(first + input / s.block * bytes, input % s.block, count, scales, offsets);

@@ -79,13 +79,6 @@ void fetch(OutsideExpert *outside, const std::vector<int64_t> &begin) {
   }
 }
 
-// The experts that any row has chosen meet their rows.
-void multiply(const Operations &run, const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin, Activation f,
-              const bf16 *x, bf16 *y) {
-  const std::vector<Group> groups = groups_of(matrices, begin);
-  run.multiply_groups(matrices.front(), {groups.data(), static_cast<int64_t>(groups.size())}, f, x, y);
-}
-
 // y += what the chosen experts make of x, b.met, and the one that all rows meet, each sum rounded. b.sorted is of no use any more.
 void add_shared(const Experts &e, Activation f, const Operations &run, const bf16 *x, bf16 *y, const Buffers &b) {
   const int64_t hidden = e.router.inputs;
@@ -117,9 +110,9 @@ void add_experts(const Experts &e, Activation activation, const Operations &run,
   });
   const Operations sorted = {run.kernels, all, run.threads};
   const bool gated = e.up.front().gated;
-  multiply(sorted, e.up, begin, activation, b.sorted, gated ? b.active : b.inner);
+  sorted.multiply_groups(e.up, begin, activation, b.sorted, gated ? b.active : b.inner);
   if (!gated) sorted.activate(activation, b.inner, b.active, e.down.front().inputs);
-  multiply(sorted, e.down, begin, activation, b.active, b.sorted);
+  sorted.multiply_groups(e.down, begin, activation, b.active, b.sorted);
   const bool alone = e.shared.empty();
   run.kernels.combine[Operations::BF16](
       {b.sorted, b.place, b.share, alone ? y : nullptr, alone ? y : b.met, run.rows, e.chosen, hidden, run.threads});

@@ -1,6 +1,8 @@
 // A weight in the form in which it lies, and the one place that knows which kernel multiplies by it.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "common/checks.h"
@@ -36,7 +38,7 @@ struct Rows {
   int threads;
   Epilogue epilogue = {};
   int64_t y_stride = 0;
-  Groups groups = {};  // of matrices like the one that is given, see groups_of
+  Groups groups = {};  // of matrices like the one that is given, see multiply_groups
 
   int64_t bytes_out() const { return wide || type == 1 ? 4 : 2; }
 };
@@ -74,24 +76,64 @@ inline void multiply(const Kernels &kernels, const Matrix &m, const Rows &r) {
 // Whether one product takes either's weight for some of its rows.
 inline bool alike(const Matrix &a, const Matrix &b) {
   const Scaling &s = a.scaling, &t = b.scaling;
-  return a.form == b.form && a.inputs == b.inputs && a.outputs == b.outputs && a.gated == b.gated && a.order == b.order &&
+  return a.form == b.form && a.inputs == b.inputs && a.outputs == b.outputs && a.gated == b.gated && !a.order == !b.order &&
          s.number == t.number && s.offset == t.offset && s.subs == t.subs && s.block == t.block && s.group == t.group &&
-         s.run == t.run && a.parts.empty() && b.parts.empty();
+         s.run == t.run;
 }
 
-// Throws if one product does not take all of them.
-inline void check_alike(const std::vector<Matrix> &matrices) {
+// Throws unless all of them make as much of as many inputs.
+inline void check_shapes(const std::vector<Matrix> &matrices) {
+  const Matrix &first = matrices.front();
   for (const Matrix &m : matrices)
-    if (!alike(m, matrices.front())) refuse("matrices of one product differ in their form or shape");
+    if (m.inputs != first.inputs || m.outputs != first.outputs || m.gated != first.gated)
+      refuse("matrices of one product differ in their shape");
 }
 
-// Rows begin[e] .. begin[e + 1] - 1 by matrix e, without those that have no rows.
-inline std::vector<Group> groups_of(const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin) {
-  std::vector<Group> groups;
-  for (size_t e = 0; e < matrices.size(); ++e)
-    if (begin[e] < begin[e + 1])
-      groups.push_back({matrices[e].weight, matrices[e].scales, matrices[e].bias, begin[e], begin[e + 1]});
-  return groups;
+// A matrix, or a part of one, that some rows of a product meet. column: where its outputs begin among all.
+struct Met {
+  const Matrix *matrix;
+  const void *bias;
+  int64_t column;
+  int64_t first, last;
+
+  Group group() const { return {matrix->weight, matrix->scales, bias, matrix->order, first, last}; }
+};
+
+// Those of rows begin[e] .. begin[e + 1] - 1 by matrix e. bias_bytes: of an element.
+inline std::vector<Met> met_by(const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin, int64_t bias_bytes) {
+  std::vector<Met> met;
+  for (size_t e = 0; e < matrices.size(); ++e) {
+    const Matrix &m = matrices[e];
+    if (begin[e] == begin[e + 1]) continue;
+    if (m.parts.empty()) met.push_back({&m, m.bias, 0, begin[e], begin[e + 1]});
+    int64_t column = 0;
+    for (const Matrix &part : m.parts) {
+      met.push_back({&part, moved(m.bias, column * bias_bytes), column, begin[e], begin[e + 1]});
+      column += part.outputs;
+    }
+  }
+  return met;
+}
+
+// r.y = rows begin[e] .. begin[e + 1] - 1 of r.x times matrix e, plus its bias: one product for all matrices, or parts of them,
+// that are alike. Matrices of no rows are not read.
+inline void multiply_groups(const Kernels &kernels, const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin,
+                            const Rows &r) {
+  std::vector<Met> left = met_by(matrices, begin, r.type == 1 ? 4 : 2);
+  while (!left.empty()) {
+    const Met first = left.front();
+    const auto rest = std::stable_partition(left.begin(), left.end(), [&](const Met &each) {
+      return each.column == first.column && alike(*each.matrix, *first.matrix);
+    });
+    std::vector<Group> groups;
+    std::transform(left.begin(), rest, std::back_inserter(groups), [](const Met &each) { return each.group(); });
+    Rows own = r;
+    own.y = static_cast<char *>(r.y) + first.column * r.bytes_out();
+    own.y_stride = first.matrix->gated ? 0 : matrices.front().outputs;
+    own.groups = {groups.data(), static_cast<int64_t>(groups.size())};
+    multiply(kernels, *first.matrix, own, nullptr);
+    left.erase(left.begin(), rest);
+  }
 }
 
 }  // namespace headrace

@@ -45,13 +45,16 @@ struct Operations {
     kernels.sigmoid_mul[BF16]({gates, y, rows, width, threads, y, stride});
   }
 
-  // Rows in groups, each with a weight of its own like m; gates pass through f.
-  void multiply_groups(const Matrix &m, const Groups &groups, Activation f, const bf16 *x, bf16 *y) const {
-    multiply(m, x, y, {.gated = m.gated, .gate = gate_of(f)}, false, groups);
+  // Rows begin[e] .. begin[e + 1] - 1 by matrix e; gates pass through f.
+  void multiply_groups(const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin, Activation f, const bf16 *x,
+                       bf16 *y) const {
+    const Matrix &m = matrices.front();
+    const Epilogue epilogue = {.gated = m.gated, .gate = gate_of(f)};
+    headrace::multiply_groups(kernels, matrices, begin, {BF16, x, rows, m.inputs, y, false, threads, epilogue});
   }
 
-  void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide, const Groups &groups = {}) const {
-    headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, wide, threads, epilogue, 0, groups});
+  void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide) const {
+    headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, wide, threads, epilogue});
   }
 
   void norm(const Scale &s, float eps, const bf16 *x, bf16 *y, int64_t width) const {

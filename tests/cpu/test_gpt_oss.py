@@ -28,7 +28,6 @@ from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
 from headrace.models.shards import Share
 from headrace.models.weights import StoredMatrix, load_weights
-from headrace.types import UnsupportedModel
 from tests.support.checkpoints import build_model
 from tests.support.gguf_files import tokens_of
 from tests.support.naive_attention import prompt_logits
@@ -203,12 +202,3 @@ def test_a_broken_file_is_told_by_the_tensor(name: str, folder: Path, tmp_path: 
     edit, words = BROKEN[name]
     with pytest.raises(ValueError, match=words):
         load_decoder(change(folder, tmp_path / "broken", edit))
-
-
-def test_other_quantised_experts_are_refused_still(folder: Path, tmp_path: Path) -> None:
-    broken = change(folder, tmp_path / "gptq", lambda tensors: None)
-    fields = json.loads((broken / "config.json").read_text())
-    gptq = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (broken / "config.json").write_text(json.dumps(fields | gptq))
-    with pytest.raises(UnsupportedModel, match="experts are not read as GPTQ int4 yet"):
-        read_config(broken)

@@ -158,25 +158,42 @@ def test_groups_have_the_bits_of_products_one_by_one(isa: str, dtype: torch.dtyp
     form = STORED[name]
     blocks = -(-200 // form.block)
     order = torch.randperm(blocks * form.block, generator=torch.Generator().manual_seed(3)).int()
-    begin = [0, 1, 1, 150, 155]
-    for shared in (None, order):
-        weights = [Quantized(coded(form, 70, blocks, seed=e, order=shared)) for e in range(4)]
-        x = random(155, weights[0].shape[1], dtype=dtype)
-        got = experts.linear(x, weights, begin)
-        for e, weight in enumerate(weights):
-            rows = slice(begin[e], begin[e + 1])
-            assert torch.equal(got[rows], ops.linear(x[rows], weight)), (shared is None, e)
+    orders = {"none": [None] * 4, "one": [order] * 4, "each its own": [order.roll(e) for e in range(4)]}
+    for told, each in orders.items():
+        weights = [Quantized(coded(form, 70, blocks, seed=e, order=own)) for e, own in enumerate(each)]
+        groups_are_single_products(random(155, weights[0].shape[1], dtype=dtype), weights, [0, 1, 1, 150, 155], told)
 
 
-def test_groups_unlike_each_other_are_refused() -> None:
-    other = torch.arange(256, dtype=torch.int32)
-    first, *unlike = (
-        Quantized(coded(FORMATS["Q4_K"], 64, 1)), Quantized(coded(FORMATS["Q5_K"], 64, 1)),
-        Quantized(coded(FORMATS["Q4_K"], 128, 1)), Quantized(coded(FORMATS["Q4_K"], 64, 1, order=other)),
-        Parts([Quantized(coded(FORMATS["Q4_K"], 64, 1))]),
-    )  # fmt: skip
-    for each in unlike:
-        with pytest.raises(ValueError, match="differ in their form or shape"):
+def groups_are_single_products(x: Tensor, weights: list[Any], begin: list[int], told: str = "") -> None:
+    got = experts.linear(x, weights, begin)
+    for e, weight in enumerate(weights):
+        rows = slice(begin[e], begin[e + 1])
+        assert torch.equal(got[rows], ops.linear(x[rows], weight)), (told, e)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_in_several_formats(isa: str, dtype: torch.dtype) -> None:
+    """Whole weights, others in parts, one in an order of its own, and numbers."""
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3)).int()
+    first, second = coded(FORMATS["Q4_K"], 64, 1), coded(FORMATS["Q6_K"], 70, 1, seed=1)
+    weights = [
+        ops.pack_stored(parts, dtype)
+        for parts in (
+            [coded(FORMATS["Q4_K"], 134, 1)], [first, second], [coded(FORMATS["Q5_K"], 134, 1)],
+            [coded(FORMATS["Q4_K"], 134, 1, order=order)], [first, random(70, 256, dtype=dtype)],
+            [coded(FORMATS["Q4_K"], 134, 1, seed=2)], [random(134, 256, dtype=dtype)], [second, first],
+        )
+    ]  # fmt: skip
+    assert [isinstance(weight, Parts) for weight in weights] == [False, True, False, False, True, False, True, True]
+    for begin in ([0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 3, 3, 100, 100, 171, 172, 180, 181]):
+        groups_are_single_products(random(begin[-1], 256, dtype=dtype), weights, begin)
+
+
+def test_groups_of_other_shapes_are_refused() -> None:
+    sizes = ((128, False), (64, False), (128, True))
+    first, more, gated = (Quantized(coded(FORMATS["Q4_K"], outputs, 1), gated) for outputs, gated in sizes)
+    for each in (more, gated):
+        with pytest.raises(ValueError, match="differ in their shape"):
             experts.linear(random(4, 256), [first, each], [0, 2, 4])
 
 

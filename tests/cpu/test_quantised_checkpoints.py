@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
-from headrace.kernels import cpu
-from headrace.kernels.quantized import Quantized
+from headrace.kernels import cpu, dispatch
+from headrace.kernels.quantized import Parts, Quantized
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
@@ -28,6 +29,7 @@ from tests.support.traces import run, same
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
+needs_kernels = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 Tensors = dict[str, Tensor]
 Written = tuple[Tensors, Tensor]
 """A module's tensors by the ends of their names, and the matrix [N, K] that they stand for by the format's formula."""
@@ -118,6 +120,14 @@ def weights_of(kind: str, bits: int, **more: Any) -> dict[str, Any]:
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"type": kind, "num_bits": bits, **more}}}}
 
 
+def w8a8(**more: Any) -> dict[str, Any]:
+    """int8 of each output, and of each row as it passes, unless `more` of the activations says something else."""
+    rows = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+    groups = weights_of("int", 8, strategy="channel")
+    groups["config_groups"]["group_0"]["input_activations"] = rows | more
+    return COMPRESSED | {"format": "int-quantized"} | groups
+
+
 COMPRESSED = {"quant_method": "compressed-tensors"}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor, int], Written]]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq),
@@ -135,26 +145,48 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor, int], Written]]] = {
         COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4), lambda w, s: packed(w, s, sym=False)
     ),
     "W8A16": (COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 8), lambda w, s: packed(w, s, 8)),
-    "W8A8": (COMPRESSED | {"format": "int-quantized"} | weights_of("int", 8), int8),
+    "W8": (COMPRESSED | {"format": "int-quantized"} | weights_of("int", 8), int8),
+    "W8A8, activations of one scale": (w8a8(strategy="tensor", dynamic=False), int8),
     "FP8": (COMPRESSED | {"format": "float-quantized"} | weights_of("float", 8), fp8),
     "FP8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_blocks),
 }  # fmt: skip
 
 
+ROUNDED: tuple[dict[str, Any], Callable[[Tensor, int], Written]] = (w8a8(), int8)
+"""The one whose activations are rounded."""
+PROJECTION = re.compile(r"_proj|\.w[123]\.")
+MIXTRALS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def published(model: PreTrainedModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter by the name that checkpoints have for it; of experts, which transformers fuses, each matrix."""
+    mixtral = model.config.model_type == "mixtral"
+    name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+    if parameter.dim() != 3 or ".experts." not in name:
+        yield name, parameter
+        return
+    layer, _, fused = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+    for expert, matrices in enumerate(parameter):
+        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+            yield f"{layer}.{expert}.{MIXTRALS[part] if mixtral else part}.weight", matrix
+
+
 def write(model: PreTrainedModel, folder: Path, name: str) -> Path:
     """The model's folder with all projections of its layers quantised, and in `model` what they stand for."""
-    config, quantise = FORMATS[name]
+    config, quantise = FORMATS.get(name, ROUNDED)
     folder.mkdir()
     fields = json.loads(model.config.to_json_string()) | {"quantization_config": config, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(fields | {"architectures": [type(model).__name__]}))
     tensors: Tensors = {}
     with torch.no_grad():
-        for seed, (each, parameter) in enumerate(model.named_parameters()):
-            if "_proj" not in each or parameter.dim() == 1:
-                tensors[each] = parameter.contiguous()
+        matrices = [each for named in model.named_parameters() for each in published(model, *named)]
+        for seed, (each, matrix) in enumerate(matrices):
+            if not PROJECTION.search(each) or matrix.dim() == 1:
+                tensors[each] = matrix.contiguous()
                 continue
-            stored, meant = quantise(parameter.detach(), seed)
-            parameter.copy_(meant)
+            stored, meant = quantise(matrix.detach(), seed)
+            matrix.copy_(meant)
             tensors |= {f"{each.removesuffix('.weight')}.{end}": tensor for end, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -187,10 +219,94 @@ def test_logits_of_hybrids(kind: str, name: str, tmp_path: Path) -> None:
     assert read_config(folder) == plain_config(folder)
 
 
-@pytest.mark.parametrize("name", ["gptq act-order", "awq", "FP8 blocks"])
-def test_the_promise_holds(name: str, tmp_path: Path) -> None:
+EXPERTS: dict[str, dict[str, Any]] = {"qwen3_moe": dict(moe_intermediate_size=256), "mixtral": {}, "olmoe": {}}
+OF_EXPERTS = [("qwen3_moe", name) for name in FORMATS] + [("mixtral", "awq"), ("mixtral", "W4A16"), ("olmoe", "gptq")]
+
+
+@pytest.mark.parametrize(("family", "name"), OF_EXPERTS)
+def test_logits_of_experts(family: str, name: str, tmp_path: Path) -> None:
+    """Each expert's matrices are a module of their own; with act-order some of the gates and ups go by two orders."""
+    model = theirs(family, **EXPERTS[family])
+    folder, tokens = write(model, tmp_path / "m", name), tokens_of(150)
+    decoder = load_decoder(folder, "float32")
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0]
+    assert (prompt_logits(decoder, tokens) - want).abs().max() <= TOLERANCE
+    assert read_config(folder) == plain_config(folder)
+    if cpu.available():
+        up, down = (decoder.matrices[f"layers.0.experts.3.{part}.weight"] for part in ("up", "down"))
+        assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
+        assert isinstance(up, Parts) == (name == "gptq act-order")
+
+
+def test_logits_of_a_hybrid_with_experts(tmp_path: Path) -> None:
+    """And with a shared expert beside them."""
+    model = build_model("next_experts")
+    folder, tokens = write(model, tmp_path / "m", "gptq"), tokens_of(150)
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0]
+    assert (Sequence(load_decoder(folder, "float32")).logits(tokens) - want).abs().max() <= TOLERANCE
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Rows to 127 steps of their own."""
+    top = x.abs().amax(-1, keepdim=True)
+    return (x * (127 / top)).round() * (top / 127)
+
+
+@needs_kernels
+def test_rounded_activations(tmp_path: Path) -> None:
+    """As transformers' class makes them of the weights multiplied out and rows that are rounded before each product.
+
+    Sums in another order round few numbers to the other side of a half, which is a step in the logits of that row and
+    of those that attend to it: so prompts are short, and some may differ.
+    """
+    model = theirs("qwen2")
+    folder, prompts = write(model, tmp_path / "m", "W8A8"), [tokens_of(2, seed=n) for n in range(40)]
+    with torch.no_grad():
+        exact = model(torch.tensor(prompts)).logits[:, -1]
+        for name, module in model.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
+        want = model(torch.tensor(prompts)).logits[:, -1]
+    decoder, config = load_decoder(folder, "float32"), read_config(folder)
+    off = torch.stack([prompt_logits(decoder, prompt)[-1] for prompt in prompts]) - want
+    assert (off.abs().amax(-1) <= TOLERANCE).float().mean() > 0.75 and off.norm() < 0.5 * (exact - want).norm()
+    assert config.stored is not None and config.stored.formats == ("W8A8",) and config == plain_config(folder)
+
+
+@needs_kernels
+def test_rounded_activations_of_experts(tmp_path: Path) -> None:
+    """Rows are rounded, which changes logits by a little."""
+    model = theirs("qwen3_moe", **EXPERTS["qwen3_moe"])
+    folder, tokens = write(model, tmp_path / "m", "W8A8"), tokens_of(150)
+    with torch.no_grad():
+        exact = model(torch.tensor([tokens])).logits[0]
+    off = (prompt_logits(load_decoder(folder, "float32"), tokens) - exact).norm() / exact.norm()
+    assert 1e-3 < off < 0.05
+
+
+def test_activations_without_kernels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The weights alone are used, and a line says so."""
+    model = theirs("qwen2")
+    folder, tokens = write(model, tmp_path / "m", "W8A8"), tokens_of(150)
+    with torch.no_grad():
+        exact = model(torch.tensor([tokens])).logits[0]
+    with dispatch.force("torch"), caplog.at_level("WARNING"):
+        assert (prompt_logits(load_decoder(folder, "float32"), tokens) - exact).abs().max() <= TOLERANCE
+    assert "W8A8: only the C++ kernels round activations" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen2", "gptq act-order"), ("qwen2", "awq"), ("qwen2", "FP8 blocks"), ("qwen2", "W8A8"),
+        ("qwen3_moe", "gptq act-order"), ("qwen3_moe", "W8A8"), ("mixtral", "FP8 blocks"),
+    ],
+)  # fmt: skip
+def test_the_promise_holds(family: str, name: str, tmp_path: Path) -> None:
     """Alone, in a batch, cached, in prefill chunks: the same bits of logits."""
-    folder = str(write(theirs("qwen2"), tmp_path / "m", name))
+    folder = str(write(theirs(family, **EXPERTS.get(family, {})), tmp_path / "m", name))
     prompts = [tokens_of(200 + 31 * i, seed=i // 2) for i in range(4)]
     short = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     alone = LLM(folder, enable_prefix_caching=False, kv_cache_tokens=4096)

@@ -7,7 +7,7 @@ k-quants are drawn as blocks of random codes, as wide as the weights that they t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ SIZES: dict[str, Any] = dict(
 )  # fmt: skip
 """Widths in whole blocks of every type."""
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmoe": "olmoe"}
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
 }  # fmt: skip
 KindOf = Callable[[str], Kind]
 """The type in which a matrix is stored, by its name in the file."""
@@ -64,16 +65,32 @@ def q4_k_m(name: str) -> Kind:
     return Kind.Q6_K if better else Kind.Q4_K
 
 
-def write_gguf(model: PreTrainedModel, path: Path, kind_of: KindOf, *, tied: bool = False, parts: int = 1) -> Path:
-    """Writes the model, and puts into it what the file's weights stand for. Returns the file, of several the first."""
+def write_gguf(
+    model: PreTrainedModel,
+    path: Path,
+    kind_of: KindOf,
+    *,
+    tied: bool = False,
+    parts: int = 1,
+    apart: bool = False,
+    claims: Mapping[str, int] | None = None,
+) -> Path:
+    """Writes the model, and puts into it what the file's weights stand for. Returns the file, of several the first.
+
+    apart: each expert's matrices in tensors of their own, as older files have them. claims: entries of the metadata
+    that say something else than the model does."""
     names = (
         [path.with_name(f"{path.stem}-{i + 1:05}-of-{parts:05}.gguf") for i in range(parts)] if parts > 1 else [path]
     )
     writers = [GGUFWriter(str(name), ARCHITECTURES[model.config.model_type]) for name in names]
     describe(writers[0], model.config)
+    for key, value in (claims or {}).items():
+        writers[0].add_uint32(key, value)
     with torch.no_grad():
         for index, (name, parameter) in enumerate(model.named_parameters()):
-            if not (tied and name == "lm_head.weight"):
+            if ".experts." in name:
+                _add_experts(writers[index % parts], name, parameter, kind_of, apart)
+            elif not (tied and name == "lm_head.weight"):
                 _add(writers[index % parts], name, parameter, model.config, kind_of)
     for writer in writers:
         finish(writer)
@@ -101,8 +118,21 @@ def describe(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", divisors(rope, config.head_dim))
-    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
+    if getattr(config, "sliding_window", None) and config.model_type in ("mistral", "mixtral"):
         writer.add_sliding_window(config.sliding_window)
+    if hasattr(config, "num_experts_per_tok"):
+        _describe_experts(writer, config)
+
+
+def _describe_experts(writer: GGUFWriter, config: Any) -> None:
+    """Whether shares are normalised, where that is not what llama.cpp does for the architecture."""
+    mixtral = config.model_type == "mixtral"
+    writer.add_expert_count(config.num_local_experts if mixtral else config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if not mixtral and config.norm_topk_prob != (config.model_type == "qwen3_moe"):
+        writer.add_expert_weights_norm(config.norm_topk_prob)
 
 
 def divisors(rope: dict[str, Any], head_dim: int) -> Array:
@@ -165,6 +195,20 @@ def _add(writer: GGUFWriter, name: str, parameter: torch.Tensor, config: Any, ki
     writer.add_tensor(theirs, rows, raw_dtype=kind)
     stored = quants.dequantize(rows, kind)
     parameter.copy_(torch.from_numpy(_in_halves(stored, heads) if turned else stored))
+
+
+def _add_experts(writer: GGUFWriter, name: str, parameter: torch.Tensor, kind_of: KindOf, apart: bool) -> None:
+    """Matrices [E, outputs, inputs] of all experts, gates and ups in one."""
+    layer, parts = name.split(".")[2], ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+    for part, value in zip(parts, parameter.chunk(len(parts), dim=1), strict=True):
+        named = {f"blk.{layer}.ffn_{part}_exps.weight": value}
+        if apart:
+            named = {f"blk.{layer}.ffn_{part}.{e}.weight": own for e, own in enumerate(value)}
+        for theirs, own in named.items():
+            kind = kind_of(theirs)
+            rows = raw_rows(own.reshape(-1, own.shape[-1]).numpy().astype(np.float32), kind)
+            writer.add_tensor(theirs, rows.reshape(*own.shape[:-1], -1), raw_dtype=kind)
+            own.copy_(torch.from_numpy(quants.dequantize(rows, kind)).view(own.shape))
 
 
 def _in_pairs(value: Array, heads: int) -> Array:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace import memory
-from headrace.kernels import cpu, dispatch, ops, quantized
+from headrace.kernels import cpu, dispatch, ops
 from headrace.kernels.extension import check, require, type_of
 
 
@@ -108,7 +108,8 @@ def linear(
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Rows begin[e] to begin[e + 1] of x [M, K] times the e-th weight [N, K] transposed, plus its bias [N] if there are
-    any: [M, N]; [M, N / 2] of gated ones (see cpu.linear). Weights without rows are not read."""
+    any: [M, N]; [M, N / 2] of gated ones (see cpu.linear). Weights may differ in their formats; those without rows are
+    not read."""
     met = [e for e in range(len(weights)) if begin[e] < begin[e + 1]]
     packed, added = [weights[e] for e in met], [None if biases is None else biases[e] for e in met]
     if not met or not _all_packed(packed):
@@ -131,7 +132,7 @@ def linear(
     return out
 
 
-def _all_packed(weights: Sequence[ops.Weight]) -> TypeGuard[Sequence[cpu.Packed | quantized.Quantized]]:
+def _all_packed(weights: Sequence[ops.Weight]) -> TypeGuard[Sequence[cpu.StoredWeight]]:
     return not any(isinstance(weight, Tensor) for weight in weights)
 
 

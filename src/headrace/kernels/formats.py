@@ -49,7 +49,8 @@ class Codes:
             return torch.cat([quads.contiguous().view(torch.uint8), sums.view(torch.uint8)], dim=1)
         blocks = codes.view(-1, 4, 16, codes.shape[1] // 2, 2)
         if self.bits == 8:
-            return blocks.permute(0, 3, 1, 4, 2).contiguous().view(torch.uint8).flatten(2)
+            order = (0, 3, 1, 2, 4) if self.name == "e4m3" else (0, 3, 1, 4, 2)
+            return blocks.permute(order).contiguous().view(torch.uint8).flatten(2)
         each = (blocks - self.least).view(torch.uint8).unbind(1)  # four of [n, 16, K / 2, 2]
         low = each if self.bits == 4 else [one & 15 for one in each]
         high = [one >> 4 for one in each] if self.bits > 4 else []
@@ -160,8 +161,9 @@ class Coded:
         form, (outputs, inputs) = self.format, self.codes.shape
         blocks = inputs // form.block if form.block else 1
         groups = inputs // form.group if form.group else 1
-        if inputs % 2 or (form.block and inputs % form.block):
-            raise ValueError(f"{form.name} takes inputs in multiples of {form.block or 2}, got {inputs}")
+        step = form.block or (4 if form.name == "w8a8" else 2)
+        if inputs % step or inputs % 2:
+            raise ValueError(f"{form.name} takes inputs in multiples of {step}, got {inputs}")
         for tensor, columns in (
             (self.scales, blocks),
             (self.subs, groups),

@@ -19,7 +19,7 @@ from headrace.logs import shown
 from headrace.models import quantised_layouts
 from headrace.models.families import FAMILIES
 from headrace.models.files import is_gguf, weight_files
-from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_name
+from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_tensors
 from headrace.models.gguf.blocks import coded
 from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
 from headrace.models.quantised import ENDS, Scheme
@@ -63,12 +63,15 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     """The weights of a folder or of a GGUF file. Raises ValueError for files that are not sound."""
     if is_gguf(model):
         return GgufCheckpoint(model, config)
-    scheme = config.stored.scheme if config.stored is not None else None
-    experts = 0 if config.experts is None else config.experts.count
+    scheme, experts = config.stored.scheme if config.stored is not None else None, _count_experts(config)
     by_inputs = FAMILIES[config.architecture].fused_by_inputs
     if scheme is not None:
         return QuantisedCheckpoint(model, scheme, experts, by_inputs)
     return SafetensorsCheckpoint(model, experts, by_inputs)
+
+
+def _count_experts(config: ModelConfig) -> int:
+    return 0 if config.experts is None else config.experts.count
 
 
 class SafetensorsCheckpoint:
@@ -189,10 +192,10 @@ class GgufCheckpoint:
         self._architecture: Architecture = architecture_of(files[0])
         for file in files:
             for info in file.tensors.values():
-                name = checkpoint_name(self._architecture, info.name) or info.name
-                if name in self._where:
-                    raise ValueError(f"{file.path}: {shown(info.name)} lies in another part too; download it again")
-                self._where[name] = file, info
+                for name, each in checkpoint_tensors(self._architecture, file, info, _count_experts(config)).items():
+                    if name in self._where:
+                        raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")
+                    self._where[name] = file, each
 
     def __enter__(self) -> GgufCheckpoint:
         return self

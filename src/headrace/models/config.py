@@ -47,8 +47,6 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
         scheme = scheme_of(raw)
         config = normalised(raw, family)
         facts = family.facts(config)
-        if scheme is not None and scheme.layout != "mxfp4" and facts.get("experts") is not None:
-            raise UnsupportedModel(f"experts are not read as {scheme.name} yet; use the unquantised checkpoint")
         _check_size(config, facts)
         return ModelConfig(
             architecture=raw["architectures"][0],

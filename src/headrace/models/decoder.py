@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import Quantization
-from headrace.kernels import block, ops
+from headrace.kernels import block, dispatch, ops
 from headrace.kernels.backend import Attend
+from headrace.kernels.formats import Coded
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
@@ -321,6 +322,8 @@ class _StoredPacking:
             done += self._size(matrix)
             if packed is not None:
                 packed(done, total)
+        for name in _gated_beside_others(matrices):
+            matrices[name] = self._weight(name, stored[name].read(), gated=False)
         return matrices
 
     def _size(self, matrix: StoredMatrix) -> int:
@@ -329,15 +332,36 @@ class _StoredPacking:
     def _one(self, name: str, matrix: StoredMatrix) -> ops.Weight:
         if self.device.type != "cpu":
             return matrix.numbers(self.dtype).to(self.device)
-        gated = self.gated and name.endswith(".up.weight")
         parts = matrix.read()
+        if self.outside is None or expert_of(name) is None:
+            return self._weight(name, parts, self.gated and name.endswith(".up.weight"))
+        weight = self._weight(name, parts, gated=False)  # whatever the formats of a layer's others
+        return weight if weight is parts[0] else self.outside.place(name, weight)  # else the checkpoint's own: mapped
+
+    def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
         if len(parts) == 1 and isinstance(parts[0], Tensor):
-            weight = _packed(name, parts[0], _rounding(name, self.quantization), gated)
-        else:
-            weight = ops.pack_stored(parts, self.dtype, gated)
-        if self.outside is None or expert_of(name) is None or weight is parts[0]:
-            return weight  # in memory, or the checkpoint's own, which is mapped
-        return self.outside.place(name, weight)
+            return _packed(name, parts[0], _rounding(name, self.quantization), gated)
+        return ops.pack_stored(parts, self.dtype, gated)
+
+
+def _gated_beside_others(matrices: Matrices) -> list[str]:
+    """Experts' gated matrices in layers where another one's gates and ups differ in format or order: one product takes
+    all of a layer, gated or not."""
+    layers: dict[str, dict[str, bool]] = {}
+    for name, weight in matrices.items():
+        layer, of_expert, _ = name.partition(".experts.")
+        if of_expert and name.endswith(".up.weight"):
+            layers.setdefault(layer, {})[name] = not isinstance(weight, Tensor) and weight.gated
+    mixed = [each for each in layers.values() if not all(each.values())]
+    return [name for each in mixed for name, gated in each.items() if gated]
+
+
+def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:
+    """Where rows are not rounded though the file asks for it."""
+    scheme = None if config.stored is None else config.stored.scheme
+    on_cpu = device is None or device.type == "cpu"
+    if scheme is not None and scheme.rounds_rows and not (on_cpu and dispatch.in_cpp()):
+        log.warning("%s: only the C++ kernels round activations; the weights alone are used", scheme.name)
 
 
 def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
@@ -379,6 +403,7 @@ def load_decoder(
         raise ValueError(f"quantization must be one of {', '.join(get_args(Quantization))}, got {quantization!r}")
     config = facts or read_config(folder)
     refuse_rounding(config, quantization)
+    _tell_of_rows(config, device)
     compute = compute_dtype(config, dtype)
     stored: dict[str, StoredMatrix] = {}
     share, later = _share(config, tensor), outside is not None

@@ -1,6 +1,7 @@
 """quantization_config of a config.json: which quantised checkpoints are read, how their tensors lie. Imports no torch.
 
-Activations are never rounded: of a scheme that does that too (W8A8), the weights alone are what is used.
+Activations are rounded where a scheme asks for int8 of each token, under a scale found as it passes, and weights have a
+scale for each output. Of others that round activations (FP8, scales found beforehand) the weights alone are used.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-qu
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How matrices are stored. name: told to people; zeros_less_one: zero points of gptq's first format."""
+    """How matrices are stored. name: told to people; zeros_less_one: zero points of gptq's first format; rounds_rows:
+    rows that meet them are rounded to int8 (kernels.formats, w8a8)."""
 
     name: str
     layout: Layout
     bits: int
     zeros_less_one: bool = False
+    rounds_rows: bool = False
 
 
 def scheme_of(raw: dict[str, Any]) -> Scheme | None:
@@ -93,12 +96,12 @@ def _mxfp4(given: dict[str, Any]) -> Scheme:
 
 def _compressed(given: dict[str, Any]) -> Scheme:
     groups = given.get("config_groups")
-    weights = [
-        each["weights"]
+    found = [
+        each
         for each in (groups.values() if isinstance(groups, dict) else ())
         if isinstance(each, dict) and isinstance(each.get("weights"), dict)
     ]
-    kinds = {(str(each.get("type", "int")), each.get("num_bits")) for each in weights}
+    kinds = {(str(each["weights"].get("type", "int")), each["weights"].get("num_bits")) for each in found}
     if len(kinds) != 1:
         raise UnsupportedModel("quantization_config: config_groups must hold one kind of weights")
     [(kind, bits)] = kinds
@@ -107,8 +110,21 @@ def _compressed(given: dict[str, Any]) -> Scheme:
         return Scheme(f"W{bits}A16", "packed", _bits(bits, (4, 8), PACKED))
     if form in PLAIN and kind in ("int", "float"):
         bits = _bits(bits, (8,), str(form))
+        if kind == "int" and all(_rounds_rows(each) for each in found):
+            return Scheme("W8A8", "plain", bits, rounds_rows=True)
         return Scheme("int8" if kind == "int" else "FP8", "plain", bits)
     raise UnsupportedModel(
         f"quantization_config: format {shown(repr(form))} of {shown(kind)} weights is not supported; "
         f"supported: {PACKED} of int, {', '.join(PLAIN)}"
+    )
+
+
+def _rounds_rows(group: dict[str, Any]) -> bool:
+    """Whether a group of compressed-tensors asks for int8 of each row, around 0, where outputs have a scale each."""
+    rows = group.get("input_activations")
+    return (
+        isinstance(rows, dict)
+        and (rows.get("type", "int"), rows.get("num_bits"), rows.get("strategy")) == ("int", 8, "token")
+        and (rows.get("dynamic"), rows.get("symmetric", True)) == (True, True)
+        and group["weights"].get("strategy") == "channel"
     )

@@ -123,7 +123,7 @@ def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     codes, scales = _some(weight, rows), _some(scales, rows)
     if weight.dtype == torch.int8:
         if scales.shape[1] == 1:
-            return Coded(FORMATS["int8"], codes, scales.float())
+            return Coded(FORMATS["w8a8" if scheme.rounds_rows else "int8"], codes, scales.float())
         return Coded(_grouped(FORMATS["W8"], codes, scales), codes, scales.contiguous())
     raw = codes.view(torch.int8)
     if bool(((raw & 127) == 127).any()):

@@ -29,7 +29,7 @@ from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
-VERSION = 6
+VERSION = 7
 """To be raised when this version of Headrace would compute or store other bits than the one before."""
 
 MEMO = "models.json"

@@ -16,7 +16,7 @@ from headrace.types import UnsupportedModel
 from tools.fuzz.doors import Door
 from tools.fuzz.mutate import EDGES, damaged
 
-WIDE, INNER, VOCABULARY = 64, 96, 64
+WIDE, INNER, VOCABULARY, EXPERTS = 64, 96, 64, 4
 HEADER = 4096
 """Bytes in which the header of the small file lies, most of it."""
 
@@ -31,9 +31,11 @@ class Gguf:
 
     def open(self, folder: Path) -> None:
         self._path = folder / "m.gguf"
-        _write(self._path)
-        self._sound = self._path.read_bytes()
-        self._load()
+        self._sound: list[bytes] = []
+        for experts in (0, EXPERTS):
+            _write(self._path, experts)
+            self._load()
+            self._sound.append(self._path.read_bytes())
 
     def case(self, rng: Random) -> str:
         self._path.write_bytes(self._attacked(rng))
@@ -46,9 +48,10 @@ class Gguf:
         return "loaded"
 
     def _attacked(self, rng: Random) -> bytes:
+        sound = rng.choice(self._sound)
         if rng.random() < 0.3:
-            return damaged(self._sound, rng)
-        out = bytearray(self._sound)
+            return damaged(sound, rng)
+        out = bytearray(sound)
         for _ in range(rng.choice((1, 1, 2))):  # a number of the header is another one
             size = rng.choice((4, 8))
             at = rng.randrange(HEADER)
@@ -66,7 +69,8 @@ class Gguf:
         pass
 
 
-def _write(path: Path) -> None:
+def _write(path: Path, experts: int) -> None:
+    """A llama of one layer, with so many experts if any."""
     writer, made = GGUFWriter(str(path), "llama"), np.random.default_rng(1)
     writer.add_context_length(256)
     writer.add_embedding_length(WIDE)
@@ -78,9 +82,16 @@ def _write(path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([chr(0x100 + i) if i < 33 else chr(i + 31) for i in range(VOCABULARY)])
-    shapes = {"token_embd": (VOCABULARY, WIDE), "output": (VOCABULARY, WIDE), "blk.0.ffn_down": (WIDE, INNER)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCABULARY, WIDE), "output": (VOCABULARY, WIDE)}
     shapes |= {f"blk.0.{name}": (WIDE, WIDE) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
-    shapes |= {f"blk.0.{name}": (INNER, WIDE) for name in ("ffn_gate", "ffn_up")}
+    mlp = {"ffn_gate": (INNER, WIDE), "ffn_up": (INNER, WIDE), "ffn_down": (WIDE, INNER)}
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+        shapes |= {"blk.0.ffn_gate_inp": (experts, WIDE)}
+        shapes |= {f"blk.0.{name}_exps": (experts, *shape) for name, shape in mlp.items()}
+    else:
+        shapes |= {f"blk.0.{name}": shape for name, shape in mlp.items()}
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(WIDE, np.float32))
     kinds = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0, GGMLQuantizationType.MXFP4)

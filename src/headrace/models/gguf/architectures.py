@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace.logs import shown
-from headrace.models.gguf.header import GgufFile
+from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.types import UnsupportedModel
 
 EMBED, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -35,6 +35,21 @@ LLAMA_NAMES = {
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
 }
 """The file's modules and the checkpoint's."""
+ROUTER = "blk.{}.ffn_gate_inp"
+
+
+def _with_experts(mlp: str, parts: tuple[str, str, str]) -> Mapping[str, str]:
+    """Those, and a router and experts of that name, whose matrices are called `parts`: gate, up, down. The file has all
+    experts of a layer in one tensor, or as older ones do each in its own."""
+    layer = "model.layers.{}." + mlp
+    names = {ROUTER: f"{layer}.gate"}
+    for theirs, ours in zip(("gate", "up", "down"), parts, strict=True):
+        expert = f"{layer}.experts.{{}}.{ours}"
+        names |= {f"blk.{{}}.ffn_{theirs}_exps": expert, f"blk.{{}}.ffn_{theirs}.{{}}": expert}
+    return LLAMA_NAMES | names
+
+
+EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj", "down_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +62,31 @@ class Architecture:
     names: Mapping[str, str]
     turned: bool = False
 
+    def modules(self, module: str) -> tuple[str, bool] | None:
+        """What the checkpoint calls a module of the file, and whether that is one of each expert, with a `{}` for its
+        number; None for one that it has not."""
+        numbers = NUMBER.findall(module)
+        theirs = self.names.get(NUMBER.sub("{}", module))
+        if theirs is None:
+            return None
+        apart = theirs.count("{}") > len(numbers)
+        return theirs.format(*numbers, *["{}"] * apart), apart
+
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, turned=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", EXPERT_NAMES),
+    "olmoe": Architecture("OlmoeForCausalLM", "olmoe", EXPERT_NAMES),
 }
 WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True)
 """A llama whose layers all have a window."""
-MODULE = re.compile(r"blk\.(\d+)\.")
+MIXTRAL = Architecture(
+    "MixtralForCausalLM", "mixtral", _with_experts("block_sparse_moe", ("w1", "w3", "w2")), turned=True
+)
+"""A llama with experts."""
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -65,16 +96,30 @@ def architecture_of(file: GgufFile) -> Architecture:
         raise UnsupportedModel(
             f"{file.path}: architecture {shown(str(name))} is not read from GGUF; these are: {', '.join(ARCHITECTURES)}"
         )
+    if name == "llama" and file.metadata.get("llama.expert_count"):
+        return MIXTRAL
     windowed = name == "llama" and file.metadata.get("llama.attention.sliding_window")
     return WINDOWED if windowed else ARCHITECTURES[name]
 
 
-def checkpoint_name(architecture: Architecture, name: str) -> str | None:
-    """What the checkpoint calls a tensor of the file; None for one that it has not."""
-    module, _, kind = name.rpartition(".")
-    found = MODULE.match(module)
-    theirs = architecture.names.get(MODULE.sub("blk.{}.", module))
-    return None if theirs is None else f"{theirs.format(found[1] if found else '')}.{kind}"
+def checkpoint_tensors(
+    architecture: Architecture, file: GgufFile, info: TensorInfo, experts: int
+) -> dict[str, TensorInfo]:
+    """A tensor of the file by what the checkpoint calls it, one of all experts as one of each; by its own name where
+    the checkpoint has none like it. Raises ValueError for one of another number of experts than the model has."""
+    module, _, kind = info.name.rpartition(".")
+    found = architecture.modules(module)
+    if found is None:
+        return {info.name: info}
+    name, apart = found
+    if not apart:
+        return {f"{name}.{kind}": info}
+    if len(info.shape) != 3 or info.shape[0] != experts:
+        raise ValueError(
+            f"{file.path}: {shown(info.name)} is of shape {list(info.shape)} where matrices of {experts} experts are "
+            f"expected; download it again"
+        )
+    return {f"{name.format(expert)}.{kind}": each for expert, each in enumerate(info.apart())}
 
 
 def config_fields(file: GgufFile) -> dict[str, Any]:
@@ -86,8 +131,6 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     for name in ("attention.value_length", "rope.dimension_count"):
         if facts.count(name, head_dim) != head_dim:
             raise UnsupportedModel(f"{file.path}: {name} other than the head size, {head_dim}, is not supported")
-    if facts.count("expert_count", 0):
-        raise UnsupportedModel(f"{file.path}: experts are not read from GGUF yet; use the safetensors checkpoint")
     tensors = file.tensors
     if EMBED not in tensors:
         raise ValueError(f"{file.path}: there is no {EMBED}; download it again")
@@ -116,7 +159,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     if found is WINDOWED:
         fields["sliding_window"] = facts.count("attention.sliding_window")
     rope = _rope(facts, head_dim)
-    return fields | ({"rope_scaling": rope} if rope else {})
+    return fields | _experts(facts, found) | ({"rope_scaling": rope} if rope else {})
 
 
 class _Facts:
@@ -134,6 +177,12 @@ class _Facts:
 
     def number(self, name: str, default: float | None = None) -> float:
         return float(self._typed(name, default, (int, float)))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.value(name)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{self.file.path}: {self.prefix}{name} is neither true nor false; download it again")
+        return default if value is None else value
 
     def _typed(self, name: str, default: Any, kind: Any) -> Any:
         value = self.value(name)
@@ -158,6 +207,36 @@ def _dtype(file: GgufFile) -> str:
     """The type computed in: that of numbers where all are numbers, else bfloat16."""
     kinds = {info.type.name for info in file.tensors.values() if len(info.shape) > 1}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+READ = {"expert_count", "expert_used_count", "expert_feed_forward_length", "expert_weights_norm"}
+SAYS_NOTHING = (0, 1)
+"""Of the other keys on experts: softmax, shares as they are, one group, none that all rows meet."""
+
+
+def _experts(facts: _Facts, found: Architecture) -> dict[str, Any]:
+    """What config.json would say of experts. Raises UnsupportedModel for a routing that is not read."""
+    if ROUTER not in found.names:
+        if facts.count("expert_count", 0):
+            raise UnsupportedModel(f"{facts.file.path}: {found.model_type} with experts is not supported")
+        return {}
+    for key in facts.file.metadata:
+        name = key.removeprefix(facts.prefix)
+        if name.startswith("expert_") and name not in READ and (value := facts.number(name)) not in SAYS_NOTHING:
+            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} {value:g} is not supported")
+    count, chosen = facts.count("expert_count"), facts.count("expert_used_count")
+    if found is MIXTRAL:
+        window = facts.count("attention.sliding_window", 0) or None
+        return dict(num_local_experts=count, num_experts_per_tok=chosen, sliding_window=window)
+    fields = dict(num_experts=count, num_experts_per_tok=chosen, attention_bias=False)
+    if found.model_type == "olmoe":
+        if facts.number("attention.clamp_kqv", 0.0):
+            raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}attention.clamp_kqv is not supported")
+        return fields | dict(norm_topk_prob=facts.flag("expert_weights_norm", False))
+    inner = facts.count("expert_feed_forward_length", facts.count("feed_forward_length") // max(1, chosen))
+    return fields | dict(moe_intermediate_size=inner, norm_topk_prob=facts.flag("expert_weights_norm", True))
 
 
 # ---- rotations -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,6 +46,12 @@ class TensorInfo:
     type: TensorType
     begin: int
     size: int
+
+    def apart(self) -> list[TensorInfo]:
+        """The tensors [...] that one [count, ...] of two dimensions or more is made of."""
+        count, *shape = self.shape
+        each = self.size // count
+        return [replace(self, shape=tuple(shape), begin=self.begin + i * each, size=each) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
