@@ -97,6 +97,10 @@ ARCHITECTURES = {
 WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True)
 """A llama whose layers all have a window."""
 MODULE = re.compile(r"blk\.(\d+)\.")
+CONTROL = 3
+"""Type of special tokens."""
+ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+"""Those of them that end an answer, whatever else the file says: most name one of several, as in llama.cpp."""
 FILTER = ".ssm_conv1d.weight"
 """Of a convolution: always F32."""
 
@@ -205,6 +209,10 @@ class _Facts:
     def ends(self) -> list[int] | None:
         """Tokens that end an answer."""
         found = [self.token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        types, tokens = (self.file.metadata.get(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens"))
+        if isinstance(types, np.ndarray) and tokens is not None:
+            texts = self.file.strings("tokenizer.ggml.tokens")
+            found += [int(token) for token in np.flatnonzero(types[: len(texts)] == CONTROL) if texts[token] in ENDS]
         return list(dict.fromkeys(token for token in found if token is not None)) or None
 
 
