@@ -168,7 +168,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
         fields["sliding_window"] = facts.count("attention.sliding_window")
     rope = _rope(facts, head_dim) | {"rope_theta": facts.number("rope.freq_base", 10_000.0)}
     if found.partial:
-        rope["partial_rotary_factor"] = facts.count("rope.dimension_count", head_dim) / head_dim
+        rope["partial_rotary_factor"] = facts.count("rope.dimension_count", head_dim) / max(1, head_dim)
     fields["rope_parameters"] = rope
     if found.model_type == "falcon":
         del fields["head_dim"]  # its class works it out and takes none

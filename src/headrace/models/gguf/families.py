@@ -19,6 +19,8 @@ from headrace.models.gguf.header import GgufFile
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
+MOST_LAYERS = 4096
+"""A number beyond it is refused (models.schema), and nothing is made in its size before."""
 LAYER = "model.layers.{}."
 GEMMA_NAMES = {
     "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
@@ -106,7 +108,7 @@ def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def _layer_types(facts: Facts, every: int) -> list[str]:
     """Windows in all layers but each `every`th, if the file says nothing else: a number like that, or one by one."""
-    name, layers = "attention.sliding_window_pattern", facts.count("block_count")
+    name, layers = "attention.sliding_window_pattern", min(facts.count("block_count"), MOST_LAYERS)
     given = facts.value(name)
     if isinstance(given, np.ndarray):
         return [LAYER_TYPES[bool(windowed)] for windowed in given]
@@ -177,7 +179,7 @@ def falcon(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def qwen3_5(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     values = facts.count("ssm.time_step_rank")
-    layers = facts.count("block_count") - facts.count("nextn_predict_layers", 0)
+    layers = min(facts.count("block_count") - facts.count("nextn_predict_layers", 0), MOST_LAYERS)
     return {
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
         "linear_key_head_dim": facts.count("ssm.state_size"),
