@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 
 from headrace import LLM, SamplingParams
+from headrace.doctor.info import parameters
 from headrace.models.config import read_config
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
@@ -37,7 +38,8 @@ def compare(kind: str, path: Path, kind_of: KindOf) -> None:
     """fp32 logits at 150 positions, and 16 greedy tokens."""
     tokens = tokens_of(150)
     model = write_family(kind, path, kind_of)
-    assert read_config(path) == plain_config(path)
+    assert (config := read_config(path)) == plain_config(path)
+    assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
     ours = LLM(str(path), dtype="float32", kv_cache_tokens=1024)
     expected = model(torch.tensor([tokens])).logits[0]
     assert float((ours.logits(tokens) - expected).abs().max()) <= TOLERANCE
