@@ -15,6 +15,7 @@ from gguf import GGUFWriter
 from headrace import LLM, SamplingParams
 from headrace.doctor.info import parameters
 from headrace.models.config import read_config
+from headrace.models.gguf.header import open_gguf
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
 from tests.support.gguf_families import KINDS, write_family
@@ -96,6 +97,17 @@ def test_windows_and_heads_layer_by_layer(tmp_path: Path) -> None:
     config = read_config(tmp_path / "m.gguf")
     assert [window is not None for window in config.attention.windows] == [True, False, True, True, False, False, True]
     assert config.attention.kv_heads == 2
+
+
+def test_parts_of_which_the_first_has_no_tensor(tmp_path: Path) -> None:
+    split = dict(split_max_tensors=9, small_first_shard=True)
+    model = write_family("phi4_longrope", tmp_path / "m.gguf", lambda _: Kind.F16, **split)
+    first, *others = sorted(tmp_path.iterdir())
+    assert not open_gguf(first).tensors and len(others) > 1
+    tokens = tokens_of(150)
+    ours = LLM(str(first), dtype="float32", kv_cache_tokens=640).logits(tokens)
+    with torch.no_grad():
+        assert float((ours - model(torch.tensor([tokens])).logits[0]).abs().max()) <= TOLERANCE
 
 
 REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {

@@ -105,12 +105,12 @@ def build(kind: str) -> PreTrainedModel:
 
 
 def write_family(
-    kind: str, path: Path, kind_of: KindOf, change: Callable[[GGUFWriter], object] | None = None
+    kind: str, path: Path, kind_of: KindOf, change: Callable[[GGUFWriter], object] | None = None, **split: Any
 ) -> PreTrainedModel:
     """Writes a file, and returns the model with the weights that it stands for. change: of what is written, keys
-    that are there already among it."""
+    that are there already among it. split: into parts, as GGUFWriter does it."""
     model, architecture = build(kind), KINDS[kind][0]
-    writer, config = GGUFWriter(str(path), architecture), model.config
+    writer, config = GGUFWriter(str(path), architecture, **split), model.config
     describe(writer, config, architecture)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ import numpy as np
 from headrace.logs import shown
 from headrace.models.gguf import families
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
-from headrace.models.gguf.header import GgufFile
+from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.types import UnsupportedModel
 
 EMBED, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -129,9 +129,10 @@ def checkpoint_name(architecture: Architecture, name: str, layers: int) -> str |
     return None if theirs is None else f"{theirs.format(number)}.{kind}"
 
 
-def config_fields(file: GgufFile) -> dict[str, Any]:
-    """What config.json would say. Raises UnsupportedModel for what is not read, naming it."""
-    facts = _Facts(file)
+def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
+    """What config.json would say. parts: the model's others, if it has any; the first has the metadata, and maybe no
+    tensor. Raises UnsupportedModel for what is not read, naming it."""
+    facts = _Facts(file, *parts)
     found = architecture_of(file)
     heads, hidden = facts.count("attention.head_count"), facts.count("embedding_length")
     head_dim = facts.count("attention.key_length", hidden // max(1, heads))
@@ -140,7 +141,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
             raise UnsupportedModel(f"{file.path}: {name} other than the head size, {head_dim}, is not supported")
     if facts.count("expert_count", 0):
         raise UnsupportedModel(f"{file.path}: experts are not read from GGUF yet; use the safetensors checkpoint")
-    tensors = file.tensors
+    tensors = facts.tensors
     if EMBED not in tensors:
         raise ValueError(f"{file.path}: there is no {EMBED}; download it again")
     fields = {
@@ -156,7 +157,7 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": facts.count("context_length"),
         found.epsilon[1]: facts.number(found.epsilon[0]),
         "tie_word_embeddings": HEAD not in tensors,
-        "dtype": _dtype(file),
+        "dtype": _dtype(tensors),
         "bos_token_id": facts.token("bos_token_id"),
         "eos_token_id": facts.ends(),
     }
@@ -178,8 +179,10 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
 class _Facts:
     """The metadata of an architecture, by the end of the key."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, *parts: GgufFile) -> None:
         self.file = file
+        self._where = {name: part for part in (file, *parts) for name in part.tensors}
+        self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
         self.prefix = f"{file.metadata.get('general.architecture')}."
 
     def value(self, name: str) -> Any:
@@ -190,6 +193,13 @@ class _Facts:
 
     def number(self, name: str, default: float | None = None) -> float:
         return float(self._typed(name, default, (int, float)))
+
+    def vector(self, name: str, length: int) -> np.ndarray[Any, Any]:
+        """Divisors of the rotation, in fp64."""
+        info = self.tensors.get(name)
+        if info is None or info.type.name != "F32" or info.shape != (length,):
+            raise UnsupportedModel(f"{self.file.path}: {name} is not F32 [{length}], half of what is rotated of a head")
+        return np.frombuffer(self._where[name].bytes_of(info), np.float32).astype(np.float64)
 
     def _typed(self, name: str, default: Any, kind: Any) -> Any:
         value = self.value(name)
@@ -216,9 +226,9 @@ class _Facts:
         return list(dict.fromkeys(token for token in found if token is not None)) or None
 
 
-def _dtype(file: GgufFile) -> str:
+def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     """The type computed in: that of numbers where all are numbers, else bfloat16."""
-    matrices = [info for name, info in file.tensors.items() if len(info.shape) > 1 and not name.endswith(FILTER)]
+    matrices = [info for name, info in tensors.items() if len(info.shape) > 1 and not name.endswith(FILTER)]
     kinds = {info.type.name for info in matrices}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
@@ -239,9 +249,9 @@ IMPLIED = {
 
 def _rope(facts: _Facts, head_dim: int) -> dict[str, Any]:
     """rope_parameters but for rope_theta and the share of a head that is rotated."""
-    if ROPE_FACTORS in facts.file.tensors:
+    if ROPE_FACTORS in facts.tensors:
         return _llama3(facts, head_dim)
-    if any(name in facts.file.tensors for name in LONGROPE_FACTORS.values()):
+    if any(name in facts.tensors for name in LONGROPE_FACTORS.values()):
         return _longrope(facts)
     prefix = facts.prefix + "rope.scaling."
     for key in facts.file.metadata:
@@ -262,23 +272,15 @@ def _longrope(facts: _Facts) -> dict[str, Any]:
     """Both sets of divisors, and the factor that llama.cpp's converter has made of the two lengths."""
     length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
     width = facts.count("rope.dimension_count")
-    factors = {field: _vector(facts, name, width // 2).tolist() for field, name in LONGROPE_FACTORS.items()}
+    factors = {field: facts.vector(name, width // 2).tolist() for field, name in LONGROPE_FACTORS.items()}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": length, **factors}
     given = facts.value("rope.scaling.attn_factor")
     return rope if given is None else rope | {"attention_factor": facts.number("rope.scaling.attn_factor")}
 
 
-def _vector(facts: _Facts, name: str, length: int) -> np.ndarray[Any, Any]:
-    """Numbers of the file, in fp64."""
-    info = facts.file.tensors.get(name)
-    if info is None or info.type.name != "F32" or info.shape != (length,):
-        raise UnsupportedModel(f"{facts.file.path}: {name} is not F32 [{length}], half of what is rotated of a head")
-    return np.frombuffer(facts.file.bytes_of(info), np.float32).astype(np.float64)
-
-
 def _llama3(facts: _Facts, head_dim: int) -> dict[str, Any]:
     """The parameters of llama3's rotation that gave the divisors in the file: it has these alone."""
-    given = _vector(facts, ROPE_FACTORS, head_dim // 2)
+    given = facts.vector(ROPE_FACTORS, head_dim // 2)
     theta, factor = facts.number("rope.freq_base", 10_000.0), float(given.max())
     lengths = 2 * math.pi * theta ** (2 * np.arange(head_dim // 2) / head_dim)
     for exponent in range(5, 21):

@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.config import RecurrentSpec
 from headrace.models.families.base import LAYER_TYPES, Family, Names, paired_rows
-from headrace.models.gguf.header import GgufFile
+from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
@@ -66,6 +66,7 @@ class Facts(Protocol):
     """The metadata of an architecture, by the end of the key."""
 
     file: GgufFile
+    tensors: Mapping[str, TensorInfo]
 
     def value(self, name: str) -> Any: ...
 
@@ -153,18 +154,15 @@ def glm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     if facts.value("rope.dimension_sections") is not None:
         raise UnsupportedModel(f"{facts.file.path}: the rotation of GLM models with vision is not supported")
     names = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
-    return {"attention_bias": any(name in facts.file.tensors for name in names)}
+    return {"attention_bias": any(name in facts.tensors for name in names)}
 
 
 def falcon(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """7B has one KV head and one norm a layer, 40B more and two, 11B more and one. RW, with ALiBi, has no GGUF form."""
     if facts.value("tensor_data_layout") != "jploski":
         raise UnsupportedModel(f"{facts.file.path}: falcon is read in the layout of tensors called jploski alone")
-    heads = facts.count("attention.head_count")
-    kv_heads, norms = (
-        facts.count("attention.head_count_kv", heads),
-        1 + ("blk.0.attn_norm_2.weight" in facts.file.tensors),
-    )
+    kv_heads = facts.count("attention.head_count_kv", facts.count("attention.head_count"))
+    norms = 1 + ("blk.0.attn_norm_2.weight" in facts.tensors)
     return {
         "ffn_hidden_size": facts.count("feed_forward_length"),
         "num_kv_heads": kv_heads,
@@ -187,7 +185,7 @@ def qwen3_5(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "linear_num_key_heads": facts.count("ssm.group_count"),
         "linear_num_value_heads": values,
         "layer_types": _recurrent_layers(facts, layers),
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.file.tensors),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),
     }
 
 
@@ -205,7 +203,7 @@ def _recurrent_layers(facts: Facts, layers: int) -> list[str]:
 
 def _biases(facts: Facts) -> dict[str, bool]:
     names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-    return {field: name in facts.file.tensors for field, name in names.items()}
+    return {field: name in facts.tensors for field, name in names.items()}
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
