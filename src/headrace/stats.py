@@ -235,6 +235,13 @@ class StructuredStats(StatsRecord):
 
 
 @dataclass(slots=True)
+class SpeculationStats(StatsRecord):
+    drafts: int = counter("spec_decode_num_drafts", "Drafts verified.")
+    drafted: int = counter("spec_decode_num_draft_tokens", "Tokens drafted and computed.")
+    accepted: int = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were what would have been drawn.")
+
+
+@dataclass(slots=True)
 class RankStats(StatsRecord):
     """`prefills` by the strategy that several ranks computed them with."""
 
@@ -274,6 +281,7 @@ class EngineStats(StatsRecord):
     restore: RestoreStats = field(default_factory=RestoreStats)
     ranks: RankStats = field(default_factory=RankStats)
     structured: StructuredStats = field(default_factory=StructuredStats)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     tiers: dict[str, TierStats] = by("tier", TierStats)
     stream: dict[str, StreamStats] = by("rank", StreamStats)
 

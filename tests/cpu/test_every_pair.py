@@ -19,6 +19,7 @@ from headrace import LLM, SamplingParams
 from headrace.strategies import FALLBACK
 from headrace.types import CHUNK
 from tests.support.checkpoints import FolderOf
+from tests.support.drafting import answered, drafts_from
 from tests.support.feature_pairs import OUTLIVING, PROJECTED, STORED, TIERS, cases, id_of
 from tests.support.offloading import counters, flush, forced, projecting, watched
 from tests.support.pairwise import Case, every_value
@@ -83,6 +84,7 @@ def settings(case: Case, folder: Path, directory: Path, remote_url: str) -> dict
         "max_batch_tokens": 192 if not tight else 320 if case["strategy"] == "ring-q" else 1024,
         "kv_cache_dtype": case["kv"], "quantization": case["weights"],
         "enable_prefix_caching": case["prefixes"] == "shared",
+        "speculative": "ngram" if case["drafts"] == "yes" else "off", "num_speculative_tokens": 2,
         "offload_schedule": case["schedule"], "weight_offload": case["outside"] == "weights",
         **({"kv_offloading_size": SIZE} if "host" in tiers else {}),
         **({"kv_offload_path": str(directory), "kv_offload_disk_size": SIZE} if "disk" in tiers else {}),
@@ -194,6 +196,7 @@ def check_happened(llm: LLM, case: Case, loaded_before: int) -> None:
     if case["ranks"] != "1":
         assert stats.ranks.prefills.get(case["strategy"]), stats.ranks.prefills
         assert stats.ranks.prefills.keys() <= {case["strategy"], FALLBACK}
+    assert (stats.speculation.accepted > 0) == (case["drafts"] == "yes")
     assert (stats.scheduler.preemptions > 0) == (case["preempted"] == "yes")
     if "cached" in case["source"]:
         assert stats.tokens.cached >= CHUNK
@@ -226,6 +229,8 @@ def test_the_bits_of_one_rank(
     # Those beside the main prompt fill the pool of a case that is to preempt.
     asked = [0, *range(2, 1 + llm.capacity.kv_cache_tokens // CHUNK // 2)] if case["preempted"] == "yes" else [0, 1]
     prompts = [prompts_of(llm)[number] for number in asked]
+    if case["drafts"] == "yes":
+        drafts_from(llm, [answered(prompts_of(llm)[number], truth[number]) for number in asked])
     try:
         same(watched(llm, prompts, params_of(prompts)), [truth[number] for number in asked])
         check_happened(llm, case, before)

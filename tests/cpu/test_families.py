@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     TheirsOf,
     seeds_for_rounding,
 )
+from tests.support.drafting import answered, drafts_from
 from tests.support.traces import run, same
 
 LENGTHS = (300, 64, 1, 129, 37)
@@ -76,7 +77,7 @@ def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, folder_of: Fold
 
 @pytest.mark.parametrize(("kind", "backend"), SCHEDULED)
 def test_every_schedule_gives_the_same_bits(kind: str, backend: str, folder_of: FolderOf) -> None:
-    """bf16: alone, in a batch, cached, in prefill chunks, unshared."""
+    """bf16: alone, in a batch, cached, in prefill chunks, unshared, speculated."""
     prompts = [prompt(200), prompt(200)[:150] + prompt(60, seed=1), prompt(64, seed=2), prompt(5, seed=3)]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -90,3 +91,7 @@ def test_every_schedule_gives_the_same_bits(kind: str, backend: str, folder_of: 
     same(run(llm, prompts, params), truth)
     assert llm.engine.stats().tokens.cached > 0
     same(run(fresh(max_batch_tokens=96), prompts, params), truth)
+    drafting = fresh(speculative="ngram")
+    drafts_from(drafting, [answered(one, trace) for one, trace in zip(prompts, truth, strict=True)])
+    same(run(drafting, prompts, params), truth)
+    assert drafting.engine.stats().speculation.accepted > 0

@@ -14,6 +14,7 @@ from headrace.config.cache import CacheSettings
 from headrace.config.model import ModelSettings
 from headrace.config.offload import OffloadSettings
 from headrace.config.ranks import RankSettings
+from headrace.config.speculation import SpeculationSettings
 from headrace.config.streaming import StreamSettings
 from headrace.config.tiers import TIERS, TierSettings
 
@@ -79,6 +80,8 @@ FEATURES: tuple[Feature, ...] = (
             {"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
     Feature("quantised", "weights in int8 or int4", lambda given: given.of(ModelSettings).quantization != "none",
             {"quantization": "int8"}, "quantization"),
+    Feature("speculation", "speculation", lambda given: given.of(SpeculationSettings).on, {"speculative": "ngram"},
+            "speculative"),
     Feature("private", "prefix caching off", lambda given: not given.of(CacheSettings).prefix_caching,
             {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
     Feature("gpu", "a GPU", lambda given: given.of(ModelSettings).backend == "triton", {"attention_backend": "triton"},
@@ -109,8 +112,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
       for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)
       for tier in (*KINDS, "activations")),
+    *(Exclusion("speculation", way, "drafts are verified where KV lies in the pool") for way in STREAMED),
     *(Exclusion("gpu", other, "it works on the CPU only") for other in
-      ("context", "tensor", *KINDS, "activations", *STREAMED, "int8_kv", "quantised")),
+      ("context", "tensor", *KINDS, "activations", *STREAMED, "int8_kv", "quantised", "speculation")),
 )  # fmt: skip
 
 

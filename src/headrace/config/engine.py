@@ -13,6 +13,7 @@ from headrace.config.ranks import RankSettings
 from headrace.config.scheduler import SchedulerSettings
 from headrace.config.served import ServedNames
 from headrace.config.server import ServerSettings
+from headrace.config.speculation import SpeculationSettings
 from headrace.config.streaming import KVStreaming
 from headrace.config.tiers import NO_DISK
 from headrace.config.together import SETTINGS, Outside, Records
@@ -30,6 +31,7 @@ class EngineConfig:
     model: ModelSettings
     cache: CacheSettings
     scheduler: SchedulerSettings
+    speculation: SpeculationSettings
     outside: Outside
     ranks: RankSettings
     server: ServerSettings
@@ -47,7 +49,8 @@ class EngineConfig:
         made = Records(values)
         found = dict(
             model=made.of(ModelSettings), cache=made.of(CacheSettings), scheduler=made.of(SchedulerSettings),
-            outside=made.outside(), ranks=made.of(RankSettings), server=made.of(ServerSettings), flat=values,
+            speculation=made.of(SpeculationSettings), outside=made.outside(), ranks=made.of(RankSettings),
+            server=made.of(ServerSettings), flat=values,
         )  # fmt: skip
         for item in fields(self):
             object.__setattr__(self, item.name, found[item.name])

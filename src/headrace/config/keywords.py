@@ -52,6 +52,14 @@ class SettingKeywords(TypedDict, total=False):
     seed: int
     """Seed of requests that bring none."""
 
+    speculative: Literal["off", "ngram", "suffix"]
+    """Draft tokens, and verify several in a step; answers are the same to the bit. ngram: what followed the same tokens
+    earlier in prompt and answer. suffix: in earlier answers of the same tenant, too. It pays where answers repeat:
+    quotes, edits of code, structured data."""
+
+    num_speculative_tokens: int
+    """Most tokens drafted for a sequence in one step. How many pay is measured."""
+
     kv_offloading_size: str | float
     """Host memory for KV that leaves the pool, as 16 (GiB) or 500MiB; with --offload-schedule, for all of the KV."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.executor import Computed
 from headrace.engine.loader import Loaded
-from headrace.engine.output import Active, Output, prefills
+from headrace.engine.output import Active, Output, joined, prefills
 from headrace.engine.pooled import Pooled
 from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
 from headrace.engine.sampler import (
@@ -28,6 +28,8 @@ from headrace.engine.sampler import (
 )
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
+from headrace.engine.speculation.speculator import Speculator
+from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
 from headrace.logs import fields, short_id
 from headrace.progress import Prefill
@@ -67,6 +69,7 @@ class EngineCore:
         self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
+        self.speculator = _speculator(loaded)
         self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, Active] = {}
         self._outputs: dict[SequenceState, Output] = {}
@@ -143,6 +146,8 @@ class EngineCore:
     def _drop(self, sequence: SequenceState) -> None:
         if self._outputs.pop(sequence).matcher is not None:
             self.structured.drop(sequence)
+        if self.speculator is not None:
+            self.speculator.end(sequence)
         self.scheduler.remove(sequence)
 
     def step(self) -> list[Delta]:
@@ -151,6 +156,8 @@ class EngineCore:
         self.below.settle()
         if self.loaded.structured is not None:
             self.structured.release()
+        if self.speculator is not None:
+            self.speculator.propose(self.scheduler.running)
         slices = self.scheduler.schedule()
         if not slices:
             if self.has_work:
@@ -166,6 +173,8 @@ class EngineCore:
         self.cache.commit()
         ended = self._observe(computed)
         deltas = ended + self._advance(computed)
+        for part in slices:
+            self._settle(part.sequence)
         self._stats.scheduler.steps += 1
         self._stats.scheduler.step_s += time.monotonic() - began
         return deltas
@@ -183,7 +192,10 @@ class EngineCore:
         """The step's logits; those that a failed restore has spoilt are left out."""
         began = time.perf_counter()
         computed = self.loaded.executor.run(slices)
-        self.below.observe(slices, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.below.observe(slices, seconds)
+        if self.speculator is not None and all(part.decodes for part in slices):
+            self.speculator.cost.note(sum(part.length for part in slices), seconds)
         void = self.below.confirm(slices)
         if not void:
             return computed
@@ -242,11 +254,30 @@ class EngineCore:
             output.active.report = None
 
     def _advance(self, computed: Computed) -> list[Delta]:
-        """Samples the next token of each sequence and sees which are finished."""
+        """Samples the next token of each sequence, and goes on where it is what the sequence's draft says; sees which
+        are finished."""
         rows = [(self._outputs[part.sequence], row) for part, row in computed.parts if part.sequence in self._outputs]
+        firsts = {output: row for output, row in rows if output.sequence.draft}
         deltas: list[Delta] = []
-        if self.loaded.structured is not None:
-            rows, deltas = self._follow_grammars(rows)
+        while rows:
+            if self.loaded.structured is not None:
+                rows, ended = self._follow_grammars(rows)
+                deltas += ended
+            deltas += self._draw(rows, computed)
+            if self._moved:
+                self.structured.ask(self._moved)
+                self._moved = []
+            going_on = [(output, confirmed(output.sequence)) for output, _ in rows if output.sequence in self._outputs]
+            rows = [(output, firsts[output] + right) for output, right in going_on if right]
+            if self.on_logits is not None:
+                for output, row in rows:
+                    sequence = output.sequence
+                    self.on_logits(sequence, len(sequence.tokens) - 1, computed.logits[row : row + 1].clone())
+        return joined(deltas) if firsts else deltas
+
+    def _draw(self, rows: list[_Row], computed: Computed) -> list[Delta]:
+        """Samples a token of each."""
+        deltas: list[Delta] = []
         while rows:
             try:
                 inputs = [self._sample_input(output) for output, _ in rows]
@@ -262,10 +293,12 @@ class EngineCore:
                 if output.sequence in self._outputs:  # else broken off with another sequence of its request
                     deltas += self._push(output, token, now)
             break
-        if self._moved:
-            self.structured.ask(self._moved)
-            self._moved = []
         return deltas
+
+    def _settle(self, sequence: SequenceState) -> None:
+        """Ends the draft of a sequence, if it has one."""
+        if self.speculator is not None and sequence.draft and sequence.table is not None:
+            self.speculator.note(sequence, len(sequence.draft), settle(sequence, self.cache))
 
     def _follow_grammars(self, rows: list[_Row]) -> tuple[list[_Row], list[Delta]]:
         """The rows to sample from, and the deltas of sequences that are not sampled: their grammar has failed, or
@@ -342,6 +375,7 @@ class EngineCore:
         active.output_tokens += count
         self._stats.tokens.generated += count
         if delta.finish_reason is not None:
+            self._settle(sequence)
             self._finish(active, sequence, delta, now)
         if matcher is not None:
             sequence.forced = count > 1
@@ -376,4 +410,11 @@ class EngineCore:
         self.below.add_stats(stats)
         if self.loaded.structured is not None:
             stats.structured = self.structured.told()
+        if self.speculator is not None:
+            stats.speculation = self.speculator.stats
         return stats
+
+
+def _speculator(loaded: Loaded) -> Speculator | None:
+    asked = loaded.config.speculation
+    return Speculator(asked.method, asked.tokens, loaded.capacity.max_model_len) if asked.on else None

@@ -181,9 +181,9 @@ class Driver(Executor):
             strategy, bounds, ranks = choice.strategy, list(choice.bounds), list(choice.ranks)
             self._note(part, choice)
             mark_activations(table, bounds, ranks)
-        tokens = part.sequence.tokens[part.start : part.end]
         slots = table.slots[: chunks_for(part.end)].tolist()
-        return strategy, StepPart(tokens, part.start, slots, bounds, ranks, wanted_of(part), part.sequence.prompt_len)
+        wanted, prompt_len = wanted_of(part), part.sequence.prompt_len
+        return strategy, StepPart(part.tokens, part.start, slots, bounds, ranks, wanted, prompt_len)
 
     def _decode(self, part: Slice, table: ChunkTable) -> tuple[str, list[int], list[int]]:
         home = table.owner(part.start // CHUNK)

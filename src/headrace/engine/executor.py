@@ -17,8 +17,9 @@ from headrace.stats import EngineStats
 
 
 class Computed(NamedTuple):
-    """Logits of a step, fp32 [R, V], valid until the next one, and the row of each slice from which a token is drawn.
-    No such slice: no rows, of any width. greatest: of each row, where it was found with them.
+    """Logits of a step, fp32 [R, V], valid until the next one, and the row of each slice from which a token is drawn;
+    below it those of its draft. No such slice: no rows, of any width. greatest: of each row, where it was found with
+    them.
 
     reported: hidden states [n, E] of the last n rows of each slice that reports some, ready for Decoder.logits.
     """
@@ -72,11 +73,13 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class Wanted:
-    """The rows of a step that are needed behind the layers. rows: their numbers, ascending. parts: Computed.parts.
+    """The rows of a step that are needed behind the layers. rows: their numbers, ascending. count: rows from which
+    tokens are drawn, or may be. parts: Computed.parts.
     reported: slices that report, and where their rows are among `rows`. drawn: places in `rows` from which tokens are
     drawn; None: all."""
 
     rows: list[int] = field(default_factory=list)
+    count: int = 0
     parts: list[tuple[Slice, int]] = field(default_factory=list)
     reported: list[tuple[Slice, range]] = field(default_factory=list)
     drawn: list[int] | None = None
@@ -102,12 +105,14 @@ def wanted_rows(slices: Seq[Slice]) -> Wanted:
         first = len(wanted.rows)
         wanted.rows.extend(range(end - count, end))
         draws = part.samples and part.sequence.draws
-        if wanted.drawn is None and not (draws and count == 1):
+        drawn = 1 + part.drafted if draws else 0
+        if wanted.drawn is None and count > drawn:
             wanted.drawn = list(range(first))
         if draws:
-            wanted.parts.append((part, len(wanted.parts)))
+            wanted.parts.append((part, wanted.count))
+            wanted.count += drawn
             if wanted.drawn is not None:
-                wanted.drawn.append(len(wanted.rows) - 1)
+                wanted.drawn.extend(range(len(wanted.rows) - drawn, len(wanted.rows)))
         if part.sequence.reusable is not None or not draws:
             wanted.reported.append((part, range(first, first + count)))
     return wanted
@@ -117,7 +122,7 @@ def wanted_of(part: Slice) -> int:
     """Last rows of a slice that are needed behind the layers."""
     first = part.sequence.reusable
     if first is None:
-        return int(part.samples)
+        return 1 + part.drafted if part.samples else 0
     return max(part.end - max(part.start, first), int(part.samples))
 
 

@@ -111,3 +111,17 @@ def prefills(
             done = sequence.computed - step - coming
             found[request_id] = Prefill(request_id, done, cached, sequence.prompt_len, step, coming)
     return list(found.values())
+
+
+def joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """With one delta for each sequence."""
+    found: dict[tuple[str, int], Delta] = {}
+    for delta in deltas:
+        first = found.setdefault((delta.request_id, delta.index), delta)
+        if first is not delta:
+            first.text += delta.text
+            first.token_ids += delta.token_ids
+            first.logprobs = first.logprobs if delta.logprobs is None else [*(first.logprobs or []), *delta.logprobs]
+            first.finish_reason, first.stop_reason = delta.finish_reason, delta.stop_reason
+            first.metrics = delta.metrics
+    return list(found.values())

@@ -78,6 +78,9 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
     if asked is not None:
         told = "its states are kept by one rank, in memory and on disk, on the CPU"
         raise ValueError(f"{asked}: {model.architecture} has recurrent layers, and {told}; leave it out")
+    if config.speculation.on:
+        told = "whose states do not go back to before a wrong draft"
+        raise ValueError(f"speculative: {model.architecture} has recurrent layers, {told}; leave it out")
 
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:

@@ -53,7 +53,7 @@ class StepRows:
         """Tokens of the rows."""
         if self.planned.steps:
             return [part.sequence.tokens[part.start] for part in self.slices]
-        return [token for part in self.slices for token in part.sequence.tokens[part.start : part.end]]
+        return [token for part in self.slices for token in part.tokens]
 
 
 class Program(Protocol):
@@ -161,7 +161,7 @@ class CudaGraph:
 
 def batch_of(config: ModelConfig, slices: Seq[Slice], positions: Int64) -> TokenBatch:
     """The rows of the slices as a model takes them."""
-    tokens = np.concatenate([part.sequence.tokens[part.start : part.end] for part in slices])
+    tokens = np.concatenate([part.tokens for part in slices])
     lengths = None
     if config.rope_depends_on_length:
         lengths = torch.from_numpy(np.maximum(prompts_of(slices), positions + 1))

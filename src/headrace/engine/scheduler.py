@@ -13,7 +13,8 @@ With several ranks a slice of a prompt ends at a multiple of `align` tokens, or 
 so that every slice but a decoding one begins with a chunk. A prompt for which a step has less left waits.
 
 Tokens that a grammar forces (SequenceState.forced) are computed with the decoding sequences, as many at once as the
-budget leaves; with several ranks one at a time.
+budget leaves; with several ranks one at a time. Drafted tokens (SequenceState.draft) are too, behind those that are
+known; with several ranks as far as the chunk goes, whose owner computes them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from headrace.engine.below import Below, NothingBelow
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.types import CHUNK
 
 ChooseOwners = Callable[[SequenceState, int, int], Owners | None]
 
@@ -104,27 +106,29 @@ class Scheduler:
         self._slices = {}
         self._budget = self.max_batch_tokens
         decoding: list[SequenceState] = []
-        forced: list[SequenceState] = []
+        several: list[SequenceState] = []
         prefilling: list[SequenceState] = []
         for sequence in self.running:
             if sequence.remaining == 1:
                 if not sequence.held:
-                    decoding.append(sequence)
+                    (several if sequence.draft else decoding).append(sequence)
             else:
-                (forced if sequence.forced else prefilling).append(sequence)
+                (several if sequence.forced else prefilling).append(sequence)
         for sequence in decoding:
             self._decode(sequence)
-        for behind, sequence in zip(reversed(range(len(forced))), forced, strict=True):
-            kept = behind + (self.align if prefilling else 0)  # a token for each behind it, and a prompt's least
-            self._decode(sequence, self._budget - kept if self.align == 1 else 1)
+        for behind, sequence in zip(reversed(range(len(several))), several, strict=True):
+            kept = behind + (self.align if prefilling or self.waiting else 0)  # a token for each, and a prompt's least
+            self._decode(sequence, self._budget - kept)
         for sequence in prefilling:
             self._prefill(sequence)
         self._admit()
         return list(self._slices.values())
 
     def _decode(self, sequence: SequenceState, most: int = 1) -> None:
-        """Takes one token, or at most so many of those that are forced."""
+        """Takes one token, or at most so many of those that are forced or drafted."""
         table = sequence.table
+        if most <= 1:
+            sequence.draft.clear()
         if table is not None and most == 1 and self.cache.grow(table):
             self._slices[sequence] = Slice(sequence, table.length - 1, 1)
             self._budget -= 1
@@ -134,7 +138,11 @@ class Scheduler:
                 return
             table = sequence.table
         if table is not None:
-            self._take(sequence, table, max(1, min(most, sequence.remaining, self.cache.room(table))))
+            if self.align > 1:
+                most = min(most, CHUNK - table.length % CHUNK if sequence.draft else 1)
+            count = max(1, min(most, sequence.remaining + len(sequence.draft), self.cache.room(table)))
+            del sequence.draft[max(0, count - sequence.remaining) :]
+            self._take(sequence, table, count)
 
     def _prefill(self, sequence: SequenceState) -> None:
         table = sequence.table
@@ -171,7 +179,8 @@ class Scheduler:
 
     def _take(self, sequence: SequenceState, table: ChunkTable, count: int) -> None:
         start = table.length
-        extended = self.cache.extend(table, count, self.owners(sequence, start, count))
+        owners = self.owners(sequence, start, count)
+        extended = self.cache.extend(table, count, owners, drafted=len(sequence.draft))
         assert extended, "room() promised the chunks"
         self._slices[sequence] = Slice(sequence, start, count)
         self._budget -= count
@@ -213,6 +222,7 @@ class Scheduler:
         self._close(sequence, ended=False)
         sequence.preemptions += 1
         sequence.forced = False
+        sequence.draft = []
         self.preemptions += 1
         self.add(sequence)
 

@@ -18,8 +18,9 @@ class SequenceState:
     prompt that is only scored the last token is left out of `tokens`, since its row predicts nothing.
 
     held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: its
-    newest tokens were appended without sampling while it decoded; they are computed together. planned: strategies that
-    belong to a restore under way.
+    newest tokens were appended without sampling while it decoded; they are computed together. draft: tokens that may
+    follow the newest one, computed with it in the coming step and no longer. planned: strategies that belong to a
+    restore under way.
 
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
@@ -40,6 +41,7 @@ class SequenceState:
     strategy_reason: str = ""
     held: bool = False
     forced: bool = False
+    draft: list[int] = field(default_factory=list)
     planned: PlannedPrefill | None = None
 
     def __post_init__(self) -> None:
@@ -92,12 +94,25 @@ class Slice(NamedTuple):
         return self.start + self.length
 
     @property
+    def tokens(self) -> list[int]:
+        """Of these rows; drafted ones come last."""
+        sequence, drafted = self.sequence, self.drafted
+        known = sequence.tokens[self.start : self.end]
+        return known + sequence.draft[:drafted] if drafted else known
+
+    @property
+    def drafted(self) -> int:
+        """Rows of tokens that are only drafted."""
+        return max(0, self.end - len(self.sequence.tokens))
+
+    @property
     def samples(self) -> bool:
-        """Whether the slice ends at the newest token, so that the step yields the next one."""
-        return self.end == len(self.sequence.tokens)
+        """Whether the slice reaches the newest token, so that the step yields the next one."""
+        return self.end >= len(self.sequence.tokens)
 
     @property
     def decodes(self) -> bool:
         """Whether the slice is one answer token met for the first time or again, and not part of a longer stretch; or
-        tokens forced while it decoded."""
-        return self.start >= self.sequence.prompt_len and (self.length == 1 or self.sequence.forced)
+        tokens forced while it decoded; or one with its draft."""
+        sequence = self.sequence
+        return self.start >= sequence.prompt_len and (self.length == 1 or sequence.forced or bool(sequence.draft))

@@ -149,9 +149,11 @@ class KVCache:
         """Tokens by which the table can be extended without preempting anybody."""
         return -table.length % CHUNK + self.available * CHUNK
 
-    def extend(self, table: ChunkTable, count: int, owners: Owners | None = None, by_block: bool = True) -> bool:
-        """Makes room for the next `count` known tokens, which the coming step computes. False, with nothing changed,
-        when there is not enough on all ranks together.
+    def extend(
+        self, table: ChunkTable, count: int, owners: Owners | None = None, by_block: bool = True, drafted: int = 0
+    ) -> bool:
+        """Makes room for the next `count` tokens, which the coming step computes; they are known, but for the last
+        `drafted` ones (see `keep`). False, with nothing changed, when there is not enough on all ranks together.
 
         A new chunk goes to the rank of the chunk before it if both are in one block. At the first chunk of a block
         the rank is that of `owners`, else of `table.place`, else the cache's own choice. by_block=False: `owners` (or
@@ -161,8 +163,8 @@ class KVCache:
         if count > self.room(table):
             return False
         end = table.length + count
-        if end > len(table.tokens):
-            raise ValueError(f"cannot extend to {end} tokens: only {len(table.tokens)} are known")
+        if end - drafted > len(table.tokens):
+            raise ValueError(f"cannot extend to {end - drafted} tokens: only {len(table.tokens)} are known")
         asked = self._asked(table, end, owners or table.place, by_block)
         start = table.length
         while table.length < end:
@@ -170,7 +172,7 @@ class KVCache:
             if chunk == len(table.nodes):
                 table.append(self._new_node(table, chunk, asked.get(chunk)))
             table.length = min(end, (chunk + 1) * CHUNK)
-            if table.length % CHUNK == 0:
+            if table.length % CHUNK == 0 and table.length <= end - drafted:
                 self._fill(table, chunk)
         if self.states is not None and end > start:
             self.states.advance(table, start)
@@ -253,6 +255,23 @@ class KVCache:
 
     def commit(self) -> None:
         """After a step: names the private chunks that it filled, or gives them up for their twin in the tree."""
+        self._name_filled()
+        if self.states is not None:
+            self.states.commit()
+
+    def keep(self, table: ChunkTable, start: int, length: int) -> None:
+        """After the commit of a step from `start` on that computed drafted tokens: the table keeps `length` tokens,
+        all known now. Chunks of the others are given up. Nobody has seen them: what drafted tokens have filled gets its
+        name here, if they are kept."""
+        self._drop_from(table, chunks_for(length))
+        table.length = length
+        for chunk in range(start // CHUNK, length // CHUNK):
+            node = table.nodes[chunk]
+            if table.shares and node.digest is None and not node.complete:
+                self._filled.append((table, chunk))
+        self._name_filled()
+
+    def _name_filled(self) -> None:
         for table, chunk in self._filled:
             if table not in self.tables:
                 continue  # closed in the meantime
@@ -266,8 +285,6 @@ class KVCache:
                 table.replace(chunk, twin)
                 self.tree.release(own)
         self._filled.clear()
-        if self.states is not None:
-            self.states.commit()
 
     def _cuts(self, table: ChunkTable, chunk: int, twin: Node) -> bool:
         """Whether the twin, on another rank, would part the chunk from its followers in the block. (Only where a step

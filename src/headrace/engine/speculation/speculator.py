@@ -1,0 +1,96 @@
+"""Speculation without a second model: drafts for the decoding sequences of a step, and what became of them.
+
+A draft is verified as a slice of the sequence with all logits wanted (engine.core). A row's logits do not depend on its
+companions, and the sampler draws from (logits, parameters, history, seed, position) and nothing else: so tokens and log
+probabilities are those of no speculation, to the bit, and only the number of steps differs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.engine.sequence import SequenceState
+from headrace.engine.speculation.lengths import Acceptance, StepCost, allot
+from headrace.engine.speculation.ngram import NgramMatcher
+from headrace.engine.speculation.suffix import Remembered, SuffixMatcher
+from headrace.stats import SpeculationStats
+
+TENANTS = 64
+"""Tenants whose answers are remembered, those that came last."""
+
+
+class Matcher(Protocol):
+    """Finds drafts for one sequence."""
+
+    def propose(self, tokens: list[int], most: int) -> list[int]:
+        """At most so many tokens that may follow `tokens`, which have only grown since the last call."""
+
+
+@dataclass(slots=True)
+class Drafting:
+    """One sequence."""
+
+    matcher: Matcher
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+class Speculator:
+    """method: ngram or suffix. most: drafted tokens of a sequence in a step. longest: tokens of a sequence."""
+
+    def __init__(self, method: str, most: int, longest: int) -> None:
+        self.method, self.most, self.longest = method, most, longest
+        self.cost = StepCost()
+        self.stats = SpeculationStats()
+        self._of: dict[SequenceState, Drafting] = {}
+        self._remembered: OrderedDict[str | None, Remembered] = OrderedDict()
+
+    def propose(self, running: Iterable[SequenceState]) -> None:
+        """Gives the sequences that decode their drafts for the coming step."""
+        decoding = [sequence for sequence in running if sequence.remaining == 1 and not sequence.held]
+        drafting = [(sequence, self._drafting(sequence)) for sequence in decoding if sequence.n_output]
+        for sequence, mine in drafting:
+            most = min(self.most, self._left(sequence))
+            sequence.draft = mine.matcher.propose(sequence.tokens, most) if most > 0 else []
+        shares = [mine.acceptance.share for _, mine in drafting]
+        counts = allot(len(decoding), shares, [len(sequence.draft) for sequence, _ in drafting], self.cost.line())
+        for (sequence, mine), count in zip(drafting, counts, strict=True):
+            del sequence.draft[count:]
+            if not count:
+                mine.acceptance.rest()
+
+    def _left(self, sequence: SequenceState) -> int:
+        """Tokens that may come beyond the one that is drawn in any case."""
+        most, left = sequence.request.params.max_tokens, self.longest - len(sequence.tokens) - 1
+        return left if most is None else min(left, most - sequence.n_output - 1)
+
+    def _drafting(self, sequence: SequenceState) -> Drafting:
+        if sequence not in self._of:
+            self._of[sequence] = Drafting(self.matcher_of(sequence))
+        return self._of[sequence]
+
+    def matcher_of(self, sequence: SequenceState) -> Matcher:
+        """A new one."""
+        return NgramMatcher() if self.method == "ngram" else SuffixMatcher(self._tenant(sequence.request.cache_salt))
+
+    def _tenant(self, salt: str | None) -> Remembered:
+        earlier = self._remembered.setdefault(salt, Remembered())
+        self._remembered.move_to_end(salt)
+        if len(self._remembered) > TENANTS:
+            self._remembered.popitem(last=False)
+        return earlier
+
+    def note(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
+        """A draft was verified."""
+        self.stats.drafts += 1
+        self.stats.drafted += drafted
+        self.stats.accepted += accepted
+        if sequence in self._of:
+            self._of[sequence].acceptance.note(drafted, accepted)
+
+    def end(self, sequence: SequenceState) -> None:
+        """A sequence has ended; its tenant's later ones may repeat its answer."""
+        if self._of.pop(sequence, None) is not None and self.method == "suffix":
+            self._tenant(sequence.request.cache_salt).add(sequence.output)

@@ -1,0 +1,45 @@
+"""Drafts that tests choose: right ones, wrong ones, and right ones with a wrong end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace import LLM
+from tests.support.traces import Trace
+
+
+class Oracle:
+    """Knows whole sequences, prompt and answer. Of three drafts one is right, one goes wrong somewhere, and one is
+    wrong from the start or ends at once."""
+
+    def __init__(self, known: Sequence[Sequence[int]]) -> None:
+        self._known = [list(each) for each in known]
+        self._calls = 0
+
+    def propose(self, tokens: list[int], most: int) -> list[int]:
+        self._calls += 1
+        whole = next((each for each in self._known if each[: len(tokens)] == tokens), tokens)
+        draft = whole[len(tokens) : len(tokens) + most]
+        wrong = (self._calls // 3 % 4, None, 0)[self._calls % 3]
+        if wrong is not None and wrong < len(draft):
+            draft[wrong] ^= 1
+        return draft
+
+
+def answered(prompt: list[int], trace: Trace) -> list[int]:
+    """A prompt and its greedy answer."""
+    return prompt + [int(trace[position].argmax()) for position in sorted(trace)]
+
+
+def drafts_from(llm: LLM, known: Sequence[Sequence[int]]) -> None:
+    """Has the engine draft what an oracle says, as many tokens as it may."""
+    speculator: Any = llm.engine.speculator
+    speculator.matcher_of = lambda sequence: Oracle(known)
+    free_rows(llm)
+
+
+def free_rows(llm: LLM) -> None:
+    """Has every drafted token pay, whatever the clock says."""
+    speculator: Any = llm.engine.speculator
+    speculator.cost.line = lambda: (1.0, 0.0)
