@@ -5,30 +5,49 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf import GGUFWriter
-from tokenizers import Regex, pre_tokenizers
+from gguf import GGMLQuantizationType, GGUFWriter
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer, Qwen3_5Tokenizer
+from transformers.tokenization_utils_base import generate_merges
 
-from headrace.engine.gguf_tokenizer import WORDS
+from headrace.engine.gguf_words import WORDS
 from headrace.engine.tokenizer import Tokenizer
+from headrace.models.config import read_config
 from headrace.types import UnsupportedModel
 from tests.support import small_tokenizers
+from tests.support.gguf_families import write_family
 from tests.support.small_tokenizers import SPECIAL, TEMPLATE, save
 
 pytestmark = pytest.mark.cpu
 
 TEXTS = [
     "the quick brown fox", " the lazy  dog jumps", "naïve café 你好 👩‍👩‍👧", "12345 don't", "a\n\n b\t<tool>x", "",
-    "hello<|user|>world",
+    "hello<|user|>world", "a 12 345 6789 3.14", "x²y and м 999", "DON'T HTTPServer's we'Ve", "e\u0301 क्षि ที่",
+    "!!! ?\r\n //x", "  hello\u2581<|assistant|> \n the", "1234567 ½6789 `+=`",
 ]  # fmt: skip
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
-def write(path: Path, backend: Backend, kind: str, change: Callable[[GGUFWriter], object] = lambda _: None) -> Path:
+def close(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write(
+    path: Path,
+    backend: Backend,
+    kind: str,
+    change: Callable[[GGUFWriter], object] = lambda _: None,
+    architecture: str = "llama",
+) -> Path:
     """A file with the vocabulary of a tokenizer alone."""
     vocabulary = backend.get_vocab()
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
@@ -37,7 +56,7 @@ def write(path: Path, backend: Backend, kind: str, change: Callable[[GGUFWriter]
         for token in backend.get_added_tokens_decoder().values()
     }
     merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-    writer = GGUFWriter(str(path), "llama")
+    writer = GGUFWriter(str(path), architecture)
     writer.add_tokenizer_model(kind)
     writer.add_token_list(tokens)
     types = [added.get(token, BYTE if token.startswith("<0x") else NORMAL) for token in tokens]
@@ -52,33 +71,90 @@ def write(path: Path, backend: Backend, kind: str, change: Callable[[GGUFWriter]
     writer.add_eos_token_id(vocabulary["</s>"])
     writer.add_chat_template(TEMPLATE)
     change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer)
     return path
 
 
-def same_tokens(ours: Tokenizer, other: Tokenizer) -> None:
+def same_tokens(ours: Tokenizer, other: Tokenizer, chat: bool = False) -> None:
+    """chat: a template is rendered too, by two processes."""
     for text in TEXTS:
         tokens = other.encode(text)
         assert ours.encode(text) == tokens, text
         assert ours.decode(tokens) == other.decode(tokens)
         assert [ours.token_bytes(token) for token in tokens] == [other.token_bytes(token) for token in tokens]
-    messages = [{"role": "user", "content": "hello"}]
-    assert ours.apply_chat(messages) == other.apply_chat(messages)
+    assert ours.chat_template == other.chat_template
+    if chat:
+        messages = [{"role": "user", "content": "hello"}]
+        assert ours.apply_chat(messages) == other.apply_chat(messages)
     assert ours.named_tokens == other.named_tokens
     assert ours.special_tokens - {"<unk>"} == other.special_tokens
     assert ours.eos_token_id == other.eos_token_id
 
 
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+BYTES_OF_WORDS = BYTES | {"use_regex": True}
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NEMO = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(regex: str) -> list[dict[str, Any]]:
+    return [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}, BYTES]
+
+
+DIGITS = [{"type": "Digits", "individual_digits": True}, BYTES_OF_WORDS]
+FALCON = [
+    {"type": "Punctuation", "behavior": "Contiguous"}, BYTES_OF_WORDS, {"type": "Digits", "individual_digits": False},
+    split("[0-9][0-9][0-9]")[0],
+]  # fmt: skip
+PUBLISHED: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [BYTES_OF_WORDS], "phi-2": [BYTES_OF_WORDS], "olmo": [BYTES_OF_WORDS],
+    "smollm": DIGITS, "refact": DIGITS, "starcoder": DIGITS, "falcon": FALCON, "default": FALCON,
+    "llama-bpe": split(CL100K), "llama3": split(CL100K), "smaug-bpe": split(CL100K), "dbrx": split(CL100K),
+    "glm4": split(CL100K), "chatglm-bpe": split(CL100K), "gpt-4o": split(O200K), "tekken": split(NEMO),
+    "qwen2": split(CL100K.replace("{1,3}", "")), "deepseek-r1-qwen": split(CL100K.replace("{1,3}", "")),
+    "qwen35": split(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+"
+    ),
+}  # fmt: skip
+"""The pre_tokenizer of the models' own tokenizer.json, by what a GGUF file calls it."""
+NORMAL_FORM, WHOLE = ("olmo", "qwen2", "deepseek-r1-qwen", "qwen35"), ("llama-bpe", "llama3", "smaug-bpe", "tekken")
+
+
+@cache
+def trained() -> Backend:
+    """Merges across words too, so that every other way of cutting text shows in the tokens."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=alphabet, special_tokens=SPECIAL, max_token_length=8, show_progress=False
+    )
+    backend.train_from_iterator([part for text in TEXTS for part in (text, text[1:], text[:-2])] * 3, trainer)
+    backend.add_tokens([AddedToken("<tool>", special=False)])
+    return backend
+
+
 @pytest.mark.parametrize("words", WORDS)
 def test_byte_level(words: str, tmp_path: Path) -> None:
-    backend = small_tokenizers.byte_level()
-    cut = pre_tokenizers.Split(Regex(WORDS[words]), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    spec = json.loads(trained().to_str())
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PUBLISHED[words]}
+    spec["normalizer"] = {"type": "NFC"} if words in NORMAL_FORM else None
+    spec["model"]["ignore_merges"] = words in WHOLE
+    backend = Backend.from_str(json.dumps(spec))
 
     def change(writer: GGUFWriter) -> None:
         writer.add_tokenizer_pre(words)
@@ -88,17 +164,61 @@ def test_byte_level(words: str, tmp_path: Path) -> None:
     same_tokens(Tokenizer(path), Tokenizer(save(backend, tmp_path / "theirs")))
 
 
-def test_sentencepiece(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "theirs"), [("gpt-2", GPT2Tokenizer), ("qwen2", Qwen2Tokenizer), ("qwen35", Qwen3_5Tokenizer)]
+)
+def test_as_transformers_own(words: str, theirs: Any, tmp_path: Path) -> None:
+    """The classes that transformers has for families whose files name these words."""
+    backend = trained()
+    merges = [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+    own = theirs(vocab=backend.get_vocab(), merges=merges)
+    path = write(tmp_path / "m.gguf", backend, "gpt2", lambda writer: writer.add_tokenizer_pre(words))
+    ours = Tokenizer(path)
+    for text in TEXTS:
+        if "<" not in text:  # special tokens are each one's own
+            assert ours.encode(text) == own.encode(text, add_special_tokens=False), text
+
+
+def test_gemmas(tmp_path: Path) -> None:
+    """Spaces that users have defined as tokens are written as spaces, and with a score that says nothing."""
+    runs = ["\u2581" * count for count in range(2, 6)]
+    defined = [*runs, "\n\n", "<table>"]
+    pieces = [*"\u2581\nheloworda<tbe>", *defined, "he", "\u2581h", "\u2581he", "ll", "\u2581hell", "or", "wor"]
+    start = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {piece: number for number, piece in enumerate(dict.fromkeys([*start, *pieces]))}
+    scores = {piece: 0.0 if piece in defined else -float(number) for piece, number in vocab.items()}
+    own = GemmaTokenizer(vocab=vocab, merges=generate_merges(vocab, scores, skip_tokens=start))
+    own.add_tokens([AddedToken(piece, normalized=False) for piece in defined])
+    writer = GGUFWriter(str(tmp_path / "m.gguf"), "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([piece.replace("\u2581", " ") if piece in defined else piece for piece in vocab])
+    writer.add_token_scores([-1000.0 if piece in defined else score for piece, score in scores.items()])
+    kinds = dict.fromkeys(start[:5], CONTROL) | {"<unk>": UNKNOWN} | dict.fromkeys(defined, USER_DEFINED)
+    writer.add_token_types([kinds.get(piece, BYTE if piece.startswith("<0x") else NORMAL) for piece in vocab])
+    writer.add_bos_token_id(2)
+    writer.add_unk_token_id(3)
+    writer.add_add_space_prefix(False)
+    close(writer)
+    ours = Tokenizer(tmp_path / "m.gguf")
+    for text in [*TEXTS, "hello   hell", "   hello\n\n    world", "a<table> he", "      hell\u2581\u2581 wor"]:
+        tokens = own.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == [2, *tokens], text
+        assert ours.decode(tokens) == own.decode(tokens)
+
+
+def test_phi3s_special_tokens_take_spaces_in(tmp_path: Path) -> None:
     backend = small_tokenizers.byte_fallback()
-    path = write(tmp_path / "m.gguf", backend, "llama")
+    added = [AddedToken(token, normalized=False, special=True, rstrip=token != "<s>") for token in SPECIAL]
+    backend.add_special_tokens(added)
+    path = write(tmp_path / "m.gguf", backend, "llama", architecture="phi3")
     same_tokens(Tokenizer(path), Tokenizer(save(backend, tmp_path / "theirs")))
 
 
-def test_gpt2s_words_are_those_of_the_library(tmp_path: Path) -> None:
-    """The words that ByteLevel cuts by itself."""
-    backend = small_tokenizers.byte_level()
-    path = write(tmp_path / "m.gguf", backend, "gpt2", lambda writer: writer.add_tokenizer_pre("gpt-2"))
-    same_tokens(Tokenizer(path), Tokenizer(save(backend, tmp_path / "theirs", add_bos=False)))
+def test_sentencepiece(tmp_path: Path) -> None:
+    backend = small_tokenizers.byte_fallback()
+    path = write(tmp_path / "m.gguf", backend, "llama")
+    same_tokens(Tokenizer(path), Tokenizer(save(backend, tmp_path / "theirs")), chat=True)
 
 
 def test_a_tokenizer_beside_the_file_goes_first(tmp_path: Path) -> None:
@@ -121,6 +241,20 @@ def test_a_file_without_a_vocabulary(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     assert Tokenizer.load(tmp_path / "m.gguf") is None
+
+
+def test_what_ends_an_answer(tmp_path: Path) -> None:
+    """Besides the tokens that the file names: special ones whose text says so."""
+    path = tmp_path / "m.gguf"
+    describe = dict(tokens=["<eos>", "<end_of_turn>", "<|im_end|>", "a", "<|end|>"], types=[3, 3, 1, 1, 3])
+
+    def with_vocabulary(writer: GGUFWriter) -> None:
+        writer.add_token_list(describe["tokens"])
+        writer.add_token_types(describe["types"])
+        writer.add_eos_token_id(0)
+
+    write_family("granite", path, lambda _: GGMLQuantizationType.F16, with_vocabulary)
+    assert read_config(path).eos_token_ids == (0, 1, 4)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from headrace.engine.gguf_words import WORDS, Words
 from headrace.logs import shown
 from headrace.models.gguf.header import GgufFile, open_gguf, parts_of
 from headrace.types import UnsupportedModel
@@ -22,22 +23,8 @@ MAX_PIECE = 64
 """Characters of a token that is made of others at most; only files that are meant ill have longer ones."""
 SPACE = "\u2581"
 BESIDE = "put the model's tokenizer.json beside the file"
-
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-WORDS = {"gpt-2": GPT2, "smollm": rf"\p{{N}}|{GPT2}", "llama-bpe": LLAMA3, "qwen2": QWEN2, "tekken": TEKKEN}
-"""tokenizer.ggml.pre -> what is a word, as the models' own tokenizer.json has it."""
-WITH_BOS = ("llama-bpe", "tekken")
-"""Kinds that begin a text with the token for it, where the file does not say."""
+NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""Of Phi-3's special tokens, those that leave the spaces behind them alone."""
 
 
 def has_vocabulary(model: Path) -> bool:
@@ -65,12 +52,20 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.kind, self.words = self._value("model"), self._value("pre") or "default"
+        self.kind = self._value("model")
         self.tokens = file.strings("tokenizer.ggml.tokens")
+        self.types = self._numbers("token_type", 1)
+        if self.kind == "llama":
+            self._respell()
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
             raise ValueError(f"{file.path}: its vocabulary has tokens twice; {BESIDE}")
-        self.types = self._numbers("token_type", 1)
+        self.words = WORDS.get(str(self._value("pre"))) if self.kind == "gpt2" else None
+
+    def _respell(self) -> None:
+        """The converter writes spaces for the mark of them in tokens that users have defined."""
+        for number in np.flatnonzero(self.types == USER_DEFINED):
+            self.tokens[number] = self.tokens[number].replace(" ", SPACE)
 
     def _value(self, name: str) -> Any:
         return self.file.metadata.get(f"tokenizer.ggml.{name}")
@@ -107,31 +102,34 @@ class _Vocabulary:
                 f"gpt2 and llama are: {BESIDE}"
             )
         for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
-            added = [
-                AddedToken(self.tokens[i], normalized=False, special=special)
-                for i in np.flatnonzero(self.types == kind)
-            ]
+            added = [self._added(self.tokens[i], special) for i in np.flatnonzero(self.types == kind)]
             made.add_special_tokens(added) if special else made.add_tokens(added)
         self._add_ends(made)
         return made
 
+    def _added(self, token: str, special: bool) -> AddedToken:
+        """Phi-3's take the spaces behind them in; files do not say so (llama.cpp knows it by the model's name)."""
+        phi3 = self.kind == "llama" and self.file.metadata.get("general.architecture") == "phi3"
+        return AddedToken(token, normalized=False, special=special, rstrip=phi3 and token not in NOT_STRIPPED)
+
     def _byte_level(self) -> Tokenizer:
-        if self.words not in WORDS:
-            raise UnsupportedModel(
-                f"{self.file.path}: tokenizer.ggml.pre {shown(str(self.words))} is not known; "
-                f"known: {', '.join(WORDS)}: {BESIDE}"
-            )
+        words = self._known_words()
         pairs = [merge.split(" ") for merge in self.file.strings("tokenizer.ggml.merges")]
         merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
-        made = Tokenizer(models.BPE(self.ids, merges, ignore_merges=self.words in WITH_BOS))
-        if self.words == "qwen2":
+        made = Tokenizer(models.BPE(self.ids, merges, ignore_merges=words.whole))
+        if words.normal:
             made.normalizer = normalizers.NFC()
-        made.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(WORDS[self.words]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ])  # fmt: skip
+        made.pre_tokenizer = pre_tokenizers.Sequence([step() for step in words.steps])
         made.decoder = decoders.ByteLevel()
         return made
+
+    def _known_words(self) -> Words:
+        if self.words is None:
+            raise UnsupportedModel(
+                f"{self.file.path}: tokenizer.ggml.pre {shown(str(self._value('pre') or '(none)'))} is not known; "
+                f"known: {', '.join(WORDS)}: {BESIDE}"
+            )
+        return self.words
 
     def _sentencepiece(self) -> Tokenizer:
         prefix = self._value("add_space_prefix") is not False
@@ -145,8 +143,9 @@ class _Vocabulary:
         return made
 
     def _merges(self) -> list[tuple[str, str]]:
-        """All ways to make a token of two, those of the best scores first."""
-        scores, found = self._numbers("scores", 0.0), []
+        """All ways to make a token of two, those of the best scores first, as transformers' generate_merges has them.
+        Tokens that users have defined go before all others, as in sentencepiece; the converter drops their scores."""
+        scores, found = np.where(self.types == USER_DEFINED, np.inf, self._numbers("scores", 0.0)), []
         for number in np.flatnonzero((self.types != CONTROL) & (self.types != BYTE) & (self.types != UNKNOWN)):
             token = self.tokens[number]
             if len(token) > MAX_PIECE:
@@ -154,12 +153,14 @@ class _Vocabulary:
             cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
             ways = [(self.ids[left], self.ids[right]) for left, right in cuts if left in self.ids and right in self.ids]
             found += [(-float(scores[number]), way) for way in sorted(ways)]
-        return [(self.tokens[left], self.tokens[right]) for _, (left, right) in sorted(found, key=lambda each: each[0])]
+        pairs = [(score, (self.tokens[left], self.tokens[right])) for score, (left, right) in found]
+        pairs.sort(key=lambda each: (each[0], -len(each[1][0]), -len(each[1][1])))
+        return [pair for _, pair in pairs]
 
     def _add_ends(self, made: Tokenizer) -> None:
         """Tokens that a text begins and ends with, where the file asks for them."""
         begins = self._value("add_bos_token")
-        begins = self.kind == "llama" or self.words in WITH_BOS if begins is None else begins
+        begins = (self.words is None or self.words.begins) if begins is None else begins
         wanted = {"bos": begins is True, "eos": self._value("add_eos_token") is True}
         texts = {name: text for name, asked in wanted.items() if asked and (text := self._token(name)) is not None}
         if not texts:

@@ -47,6 +47,10 @@ class Net(Protocol):
     @property
     def weights(self) -> DeltaWeights: ...
 
+    @property
+    def tiled(self) -> object | None:
+        """Something where value heads go to the output in another order, as in GGUF's files of Qwen3.5."""
+
 
 Watch = Callable[[int, Tensor], object]
 """watch(layer, x [T, H]): x is what enters the layer, and is overwritten after the call."""
@@ -103,6 +107,8 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype, recurrent: Recu
         return f"not packed: {', '.join(sorted(loose)[:8])}"
     if recurrent is not None and not fits_cpp(recurrent):
         return f"recurrent layers with keys of {recurrent.key_dim}, or convolutions of {recurrent.kernel}"
+    if any(each.net is not None and each.net.tiled is not None for each in layers):
+        return "value heads in the order of a GGUF file"
     return None if dtype == torch.bfloat16 else "not in bfloat16"
 
 

@@ -18,9 +18,11 @@ from headrace.kernels.formats import Coded
 from headrace.logs import shown
 from headrace.models import quantised_layouts
 from headrace.models.families import FAMILIES
+from headrace.models.families.base import Family
 from headrace.models.files import is_gguf, weight_files
 from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_tensors
 from headrace.models.gguf.blocks import coded
+from headrace.models.gguf.families import turned
 from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
 from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
@@ -38,6 +40,9 @@ class Checkpoint(Protocol):
 
     @property
     def names(self) -> set[str]: ...
+
+    def form(self, family: Family) -> Family:
+        """The family as its tensors lie here."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -115,6 +120,9 @@ class SafetensorsCheckpoint:
     def names(self) -> set[str]:
         return set(self._where)
 
+    def form(self, family: Family) -> Family:
+        return family
+
     def shape(self, name: str) -> tuple[int, ...]:
         stored, expert = self._fused.get(name, (name, None))
         shape = tuple(self._where[name].get_slice(stored).get_shape())
@@ -183,16 +191,18 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 
 
 class GgufCheckpoint:
-    """A GGUF file, or all its parts, by the names that the family's checkpoints have."""
+    """A GGUF file, or all its parts, by the names that the family's checkpoints have; blocks behind the last layer,
+    which guess further tokens, by theirs."""
 
     def __init__(self, model: Path, config: ModelConfig) -> None:
-        self.model, self._spec = model, config.attention
+        self.model = model
         self._where: dict[str, tuple[GgufFile, TensorInfo]] = {}
         files = [open_gguf(path) for path in weight_files(model)]
         self._architecture: Architecture = architecture_of(files[0])
         for file in files:
             for info in file.tensors.values():
-                for name, each in checkpoint_tensors(self._architecture, file, info, _count_experts(config)).items():
+                tensors = checkpoint_tensors(self._architecture, file, info, _count_experts(config), config.layers)
+                for name, each in tensors.items():
                     if name in self._where:
                         raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")
                     self._where[name] = file, each
@@ -207,8 +217,13 @@ class GgufCheckpoint:
     def names(self) -> set[str]:
         return set(self._where)
 
+    def form(self, family: Family) -> Family:
+        form = turned if self._architecture.turned else self._architecture.form
+        return form(family, self.names)
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._where[name][1].shape
+        shape = self._where[name][1].shape
+        return (shape[0], 1, *shape[1:]) if name.endswith(".conv1d.weight") else shape
 
     def stored_as(self, name: str) -> str:
         return self._where[name][1].type.name
@@ -217,26 +232,17 @@ class GgufCheckpoint:
         return not self._where[name][1].type.plain
 
     def read(self, name: str) -> Tensor:
-        info, turned = self._where[name][1], self._turned(name)
-        numbers = self._bytes(name).view(PLAIN[info.type.name]).view(info.shape)
-        return numbers if turned is None else numbers[turned]
+        numbers = self._bytes(name).view(PLAIN[self.stored_as(name)]).view(self.shape(name))
+        if name.endswith(".A_log"):  # the file has -exp of it
+            return numbers.float().neg().log()
+        norm = name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight")
+        return numbers.float() - 1 if norm and self._architecture.added_one else numbers
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
-        stored, turned = self._bytes(name), self._turned(name)
-        wanted = turned if rows is None else rows if turned is None else turned[rows]
-        kind = self.stored_as(name)
-        return lambda: coded(kind, stored if wanted is None else stored[wanted])
+        stored, kind = self._bytes(name), self.stored_as(name)
+        return lambda: coded(kind, stored if rows is None else stored[rows])
 
     def _bytes(self, name: str) -> Tensor:
         """uint8 [rows, bytes of a row]."""
         file, info = self._where[name]
         return torch.from_numpy(file.bytes_of(info))
-
-    def _turned(self, name: str) -> Tensor | None:
-        """The rows of the file's queries or keys in the checkpoint's order; None where that is the file's."""
-        kind = name.split(".")[-2] if "." in name else ""
-        if not self._architecture.turned or kind not in ("q_proj", "k_proj"):
-            return None
-        heads = self._spec.heads if kind == "q_proj" else self._spec.kv_heads
-        pairs = torch.arange(heads * self._spec.head_dim).view(heads, self._spec.head_dim // 2, 2)
-        return pairs.transpose(1, 2).reshape(-1)

@@ -15,7 +15,7 @@ from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, raw_config, read_json, weight_files
 from headrace.models.quantised import scheme_of
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
-from headrace.models.stored import stored_weights
+from headrace.models.stored import has_tiled_values, stored_weights
 from headrace.types import UnsupportedModel
 
 __all__ = ["ModelConfig", "RopeSpec", "read_config"]
@@ -57,6 +57,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             tied=config.tie_word_embeddings,
             head=raw["architectures"][0] not in HEADLESS,
             bos_token_id=config.bos_token_id,
+            tiled_values=has_tiled_values(folder),
             eos_token_ids=_eos(config, folder),
             stored=stored_weights(folder, scheme),
             **facts,

@@ -57,7 +57,7 @@ def raw_config(model: Path) -> tuple[dict[str, Any], Path]:
     """The fields of config.json, or what a GGUF file says instead, and the file that says it. Raises as read_json and
     config_fields do."""
     if is_gguf(model):
-        return config_fields(open_gguf(parts_of(model)[0])), model
+        return config_fields(*map(open_gguf, parts_of(model))), model
     return read_json(model / "config.json"), model / "config.json"
 
 

@@ -25,6 +25,7 @@ class DeltaNet:
         self.mixed, self.gates = matrices["mixed.weight"], matrices["gates.weight"]
         conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
         self.weights = DeltaWeights(conv, rate, weights["delta.dt_bias"], weights["delta_norm.weight"], config.norm_eps)
+        self.tiled = config.recurrent if config.tiled_values else None
 
     def __call__(self, x: Tensor, recur: Recur | None) -> Tensor:
         """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
@@ -32,6 +33,13 @@ class DeltaNet:
             raise ValueError("this model has recurrent layers: forward needs `recur`, which keeps their states")
         gates = ops.linear(x, self.gates, wide=True)
         return recur(self.place, ops.linear(x, self.mixed), gates, self.weights)
+
+    def as_columns(self, heads: Tensor) -> Tensor:
+        """All heads of a row [T, Hv V] as the columns of `out` take them (ModelConfig.tiled_values)."""
+        if self.tiled is None:
+            return heads
+        by_key = heads.view(len(heads), self.tiled.key_heads, -1, self.tiled.value_dim)
+        return by_key.transpose(1, 2).reshape(heads.shape)
 
 
 def let_through(heads: Tensor, gates: Tensor) -> Tensor:

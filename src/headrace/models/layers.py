@@ -60,7 +60,8 @@ class Layer:
             x, first = x[rows], first[rows]
             if not len(rows):
                 return x
-        attended = self._linear("out", self.whole("heads", heads.reshape(len(x), -1)))
+        heads = self.whole("heads", heads.reshape(len(x), -1))
+        attended = self._linear("out", heads if self.net is None else self.net.as_columns(heads))
         if self.config.block == "post":
             x = self._norm("attention_norm", x + self.whole("hidden", attended))
             return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x)))

@@ -94,7 +94,8 @@ class ModelConfig:
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
     recurrent: of the layers that have a gated delta net in place of attention, which `recurrent_layers` numbers;
-    `attention.layers` counts the others alone.
+    `attention.layers` counts the others alone. tiled_values: the columns of such a layer's `out` go through all key
+    heads for their first value heads, then for their second ones, where rows of other matrices end one key head first.
     """
 
     architecture: str
@@ -134,6 +135,7 @@ class ModelConfig:
     attention_gate: bool = False
     recurrent: RecurrentSpec | None = None
     recurrent_layers: tuple[int, ...] = ()
+    tiled_values: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.models.files import is_gguf, weight_files
-from headrace.models.gguf.architectures import EMBED, HEAD
+from headrace.models.gguf.architectures import EMBED, HEAD, architecture_of
 from headrace.models.gguf.header import open_gguf, parts_of
 from headrace.models.quantised import Scheme
 from headrace.models.spec import StoredWeights
@@ -20,6 +20,11 @@ def stored_weights(model: Path, scheme: Scheme | None) -> StoredWeights | None:
     if scheme is None:
         return None
     return StoredWeights(sum(path.stat().st_size for path in weight_files(model)), (scheme.name,), scheme)
+
+
+def has_tiled_values(model: Path) -> bool:
+    """See ModelConfig.tiled_values. Raises as stored_weights."""
+    return is_gguf(model) and architecture_of(open_gguf(parts_of(model)[0])).tiled
 
 
 def _of_gguf(model: Path) -> StoredWeights | None:

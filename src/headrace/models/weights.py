@@ -15,7 +15,7 @@ from headrace.logs import shown
 from headrace.models.checkpoint import Checkpoint, open_checkpoint
 from headrace.models.config import DTYPES
 from headrace.models.families import FAMILIES
-from headrace.models.families.base import Names
+from headrace.models.families.base import Family, Names
 from headrace.models.shards import Share
 from headrace.models.sizes import LOOKED_UP
 from headrace.models.spec import ModelConfig, Slot, expected, expert_of
@@ -25,7 +25,7 @@ OnProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor, as they are in memory."""
 
 HARMLESS = re.compile(
-    r"^mtp\.|(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_freqs\.weight|"
+    r"^mtp\.|(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_(freqs|factors_long|factors_short)\.weight|"
     r"input_scale|input_zero_point|activation_scale|[kv]_scale)$"
 )
 """Layers that guess further tokens; buffers that old checkpoints carry and no forward pass reads; what
@@ -67,16 +67,16 @@ def load_weights(
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
     with open_checkpoint(folder, config) as checkpoint:
-        slots = expected(config)
-        sources = _sources(config, slots, checkpoint.names)
-        _check(folder, checkpoint, slots, sources, FAMILIES[config.architecture].unread)
+        slots, family = expected(config), checkpoint.form(FAMILIES[config.architecture])
+        sources = _sources(config, family, slots, checkpoint.names)
+        _check(folder, checkpoint, slots, sources, family.unread)
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
         to_come = {sources[name]: slot.count * dtype.itemsize for name, slot in slots.items()}
         read, total = 0, sum(to_come.values())
         for name, slot in slots.items():
             if share is None or share.holds(name):
-                rows = _rows(config, name, share)
+                rows = _rows(config, family, name, share)
                 if stored is not None and name not in LOOKED_UP and any(map(checkpoint.is_coded, sources[name])):
                     stored[name] = _stored(checkpoint, slot, sources[name], rows)
                     continue
@@ -97,9 +97,10 @@ def load_weights(
     return weights
 
 
-def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> dict[str, tuple[str, ...]]:
+def _sources(
+    config: ModelConfig, family: Family, slots: dict[str, Slot], present: set[str]
+) -> dict[str, tuple[str, ...]]:
     """Our tensor -> the checkpoint's tensors that make it, with the prefix that most of them have there."""
-    family = FAMILIES[config.architecture]
     forms = [each(config) for each in (family.names, family.other_names) if each is not None]
     candidates = [
         {name: _source(names, name, prefix) for name in slots} for names in forms for prefix in family.prefixes
@@ -254,11 +255,10 @@ def _check_finite(folder: Path, tensor: Tensor, sources: tuple[str, ...]) -> Non
     )
 
 
-def _rows(config: ModelConfig, name: str, share: Share | None) -> Tensor | None:
+def _rows(config: ModelConfig, family: Family, name: str, share: Share | None) -> Tensor | None:
     """Rows of the checkpoint's tensors that make ours, where that is not all of them in their order."""
     kept = share.rows(name) if share else None
     mine = None if kept is None else torch.cat([torch.arange(part.start, part.stop) for part in kept])
-    family = FAMILIES[config.architecture]
     order = None if family.rows is None else family.rows(config, name)
     if order is None and family.qkv_rows is not None and ".qkv." in name:
         order = family.qkv_rows(config)

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from headrace.logs import shown
+from headrace.models.gguf import families
+from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.types import UnsupportedModel
 
 EMBED, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONGROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -55,12 +58,23 @@ EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj", "down_proj"))
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """What general.architecture names. turned: rows of queries and keys lie as llama.cpp rotates them, elements 2 i and
-    2 i + 1 of a head, where the checkpoint's halves do: i and i + D / 2."""
+    2 i + 1 of a head, where the checkpoint's halves do: i and i + D / 2.
+
+    form: how other rows lie; fields: what the family's config.json says beside what all do. epsilon: its key and its
+    field. partial: a part of each head may be rotated. added_one: to weights of norms. tiled: see
+    ModelConfig.tiled_values.
+    """
 
     architecture: str
     model_type: str
     names: Mapping[str, str]
     turned: bool = False
+    form: Form = families.as_named
+    fields: Fields | None = None
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    partial: bool = False
+    added_one: bool = False
+    tiled: bool = False
 
     def modules(self, module: str) -> tuple[str, bool] | None:
         """What the checkpoint calls a module of the file, and whether that is one of each expert, with a `{}` for its
@@ -79,7 +93,34 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", EXPERT_NAMES),
     "olmoe": Architecture("OlmoeForCausalLM", "olmoe", EXPERT_NAMES),
-}
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM", "gemma2", LLAMA_NAMES | families.GEMMA_NAMES, fields=families.gemma2, added_one=True
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", "gemma3_text", LLAMA_NAMES | families.GEMMA_NAMES, fields=families.gemma3, added_one=True
+    ),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", LLAMA_NAMES | FUSED_NAMES, fields=families.phi3, partial=True),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA_NAMES, turned=True, fields=families.smollm3),
+    "granite": Architecture("GraniteForCausalLM", "granite", LLAMA_NAMES, turned=True, fields=families.granite),
+    "chatglm": Architecture(
+        "GlmForCausalLM", "glm", LLAMA_NAMES | FUSED_NAMES, form=families.glm_form, fields=families.glm, partial=True
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM", "glm4", LLAMA_NAMES | families.GLM4_NAMES, fields=families.glm, partial=True
+    ),
+    "falcon": Architecture(
+        "FalconForCausalLM", "falcon", families.FALCON_NAMES, form=families.falcon_form, fields=families.falcon,
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+    ),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM", "qwen3_next", LLAMA_NAMES | families.HYBRID_NAMES, form=families.qwen3_next_form,
+        fields=families.qwen3_next, partial=True, added_one=True,
+    ),
+    "qwen35": Architecture(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", LLAMA_NAMES | families.HYBRID_NAMES, form=families.qwen3_5_form,
+        fields=families.qwen3_5, partial=True, added_one=True, tiled=True,
+    ),
+}  # fmt: skip
 WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True)
 """A llama whose layers all have a window."""
 MIXTRAL = Architecture(
@@ -87,6 +128,13 @@ MIXTRAL = Architecture(
 )
 """A llama with experts."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+MODULE = re.compile(r"blk\.(\d+)\.")
+CONTROL = 3
+"""Type of special tokens."""
+ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+"""Those of them that end an answer, whatever else the file says: most name one of several, as in llama.cpp."""
+FILTER = ".ssm_conv1d.weight"
+"""Of a convolution: always F32."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -103,11 +151,18 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def checkpoint_tensors(
-    architecture: Architecture, file: GgufFile, info: TensorInfo, experts: int
+    architecture: Architecture, file: GgufFile, info: TensorInfo, experts: int, layers: int
 ) -> dict[str, TensorInfo]:
     """A tensor of the file by what the checkpoint calls it, one of all experts as one of each; by its own name where
-    the checkpoint has none like it. Raises ValueError for one of another number of experts than the model has."""
+    the checkpoint has none like it, behind `mtp.` in a block behind the last layer. Raises ValueError for one of
+    another number of experts than the model has."""
     module, _, kind = info.name.rpartition(".")
+    block = MODULE.match(info.name)
+    if block is not None and int(block[1]) >= layers:
+        return {f"mtp.{info.name}": info}
+    whole = architecture.modules(info.name)
+    if whole is not None:
+        return {whole[0]: info}
     found = architecture.modules(module)
     if found is None:
         return {info.name: info}
@@ -122,16 +177,17 @@ def checkpoint_tensors(
     return {f"{name.format(expert)}.{kind}": each for expert, each in enumerate(info.apart())}
 
 
-def config_fields(file: GgufFile) -> dict[str, Any]:
-    """What config.json would say. Raises UnsupportedModel for what is not read, naming it."""
-    facts = _Facts(file)
+def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
+    """What config.json would say. parts: the model's others, if it has any; the first has the metadata, and maybe no
+    tensor. Raises UnsupportedModel for what is not read, naming it."""
+    facts = _Facts(file, *parts)
     found = architecture_of(file)
     heads, hidden = facts.count("attention.head_count"), facts.count("embedding_length")
     head_dim = facts.count("attention.key_length", hidden // max(1, heads))
-    for name in ("attention.value_length", "rope.dimension_count"):
+    for name in ("attention.value_length", *(() if found.partial else ("rope.dimension_count",))):
         if facts.count(name, head_dim) != head_dim:
             raise UnsupportedModel(f"{file.path}: {name} other than the head size, {head_dim}, is not supported")
-    tensors = file.tensors
+    tensors = facts.tensors
     if EMBED not in tensors:
         raise ValueError(f"{file.path}: there is no {EMBED}; download it again")
     fields = {
@@ -140,15 +196,14 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
         "vocab_size": tensors[EMBED].shape[0],
         "hidden_size": hidden,
         "intermediate_size": facts.count("feed_forward_length"),
-        "num_hidden_layers": facts.count("block_count"),
+        "num_hidden_layers": facts.count("block_count") - facts.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": facts.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": facts.count("context_length"),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": facts.number("rope.freq_base", 10_000.0),
+        found.epsilon[1]: facts.number(found.epsilon[0]),
         "tie_word_embeddings": HEAD not in tensors,
-        "dtype": _dtype(file),
+        "dtype": _dtype(tensors),
         "bos_token_id": facts.token("bos_token_id"),
         "eos_token_id": facts.ends(),
     }
@@ -158,15 +213,23 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
         fields["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     if found is WINDOWED:
         fields["sliding_window"] = facts.count("attention.sliding_window")
-    rope = _rope(facts, head_dim)
-    return fields | _experts(facts, found) | ({"rope_scaling": rope} if rope else {})
+    rope = _rope(facts, head_dim) | {"rope_theta": facts.number("rope.freq_base", 10_000.0)}
+    if found.partial:
+        rope["partial_rotary_factor"] = facts.count("rope.dimension_count", head_dim) / max(1, head_dim)
+    fields["rope_parameters"] = rope
+    if found.model_type == "falcon":
+        del fields["head_dim"]  # its class works it out and takes none
+    fields |= _experts(facts, found)
+    return fields | (found.fields(facts, rope) if found.fields is not None else {})
 
 
 class _Facts:
     """The metadata of an architecture, by the end of the key."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: GgufFile, *parts: GgufFile) -> None:
         self.file = file
+        self._where = {name: part for part in (file, *parts) for name in part.tensors}
+        self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
         self.prefix = f"{file.metadata.get('general.architecture')}."
 
     def value(self, name: str) -> Any:
@@ -184,9 +247,18 @@ class _Facts:
             raise ValueError(f"{self.file.path}: {self.prefix}{name} is neither true nor false; download it again")
         return default if value is None else value
 
+    def vector(self, name: str, length: int) -> np.ndarray[Any, Any]:
+        """Divisors of the rotation, in fp64."""
+        info = self.tensors.get(name)
+        if info is None or info.type.name != "F32" or info.shape != (length,):
+            raise UnsupportedModel(f"{self.file.path}: {name} is not F32 [{length}], half of what is rotated of a head")
+        return np.frombuffer(self._where[name].bytes_of(info), np.float32).astype(np.float64)
+
     def _typed(self, name: str, default: Any, kind: Any) -> Any:
         value = self.value(name)
         value = default if value is None else value
+        if isinstance(value, np.ndarray) and len(each := set(value.tolist())) == 1:
+            (value,) = each  # of every layer
         if isinstance(value, np.ndarray):
             raise UnsupportedModel(f"{self.file.path}: {self.prefix}{name} differs from layer to layer: not supported")
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -199,13 +271,18 @@ class _Facts:
 
     def ends(self) -> list[int] | None:
         """Tokens that end an answer."""
-        found = [self.token(name) for name in ("eos_token_id", "eot_token_id")]
+        found = [self.token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        types, tokens = (self.file.metadata.get(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens"))
+        if isinstance(types, np.ndarray) and tokens is not None:
+            texts = self.file.strings("tokenizer.ggml.tokens")
+            found += [int(token) for token in np.flatnonzero(types[: len(texts)] == CONTROL) if texts[token] in ENDS]
         return list(dict.fromkeys(token for token in found if token is not None)) or None
 
 
-def _dtype(file: GgufFile) -> str:
+def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     """The type computed in: that of numbers where all are numbers, else bfloat16."""
-    kinds = {info.type.name for info in file.tensors.values() if len(info.shape) > 1}
+    matrices = [info for name, info in tensors.items() if len(info.shape) > 1 and not name.endswith(FILTER)]
+    kinds = {info.type.name for info in matrices}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 
@@ -253,10 +330,12 @@ IMPLIED = {
 """Others, and the value that says nothing new."""
 
 
-def _rope(facts: _Facts, head_dim: int) -> dict[str, Any] | None:
-    """rope_scaling, None where rotations are plain."""
-    if ROPE_FACTORS in facts.file.tensors:
+def _rope(facts: _Facts, head_dim: int) -> dict[str, Any]:
+    """rope_parameters but for rope_theta and the share of a head that is rotated."""
+    if ROPE_FACTORS in facts.tensors:
         return _llama3(facts, head_dim)
+    if any(name in facts.tensors for name in LONGROPE_FACTORS.values()):
+        return _longrope(facts)
     prefix = facts.prefix + "rope.scaling."
     for key in facts.file.metadata:
         name = key.removeprefix(prefix)
@@ -264,7 +343,7 @@ def _rope(facts: _Facts, head_dim: int) -> dict[str, Any] | None:
             raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
     kind = facts.value("rope.scaling.type") or "none"
     if kind == "none":
-        return None
+        return {"rope_type": "default"}
     rope = {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
     if kind == "yarn":
         length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
@@ -272,12 +351,19 @@ def _rope(facts: _Facts, head_dim: int) -> dict[str, Any] | None:
     return rope
 
 
+def _longrope(facts: _Facts) -> dict[str, Any]:
+    """Both sets of divisors, and the factor that llama.cpp's converter has made of the two lengths."""
+    length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
+    width = facts.count("rope.dimension_count")
+    factors = {field: facts.vector(name, width // 2).tolist() for field, name in LONGROPE_FACTORS.items()}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": length, **factors}
+    given = facts.value("rope.scaling.attn_factor")
+    return rope if given is None else rope | {"attention_factor": facts.number("rope.scaling.attn_factor")}
+
+
 def _llama3(facts: _Facts, head_dim: int) -> dict[str, Any]:
     """The parameters of llama3's rotation that gave the divisors in the file: it has these alone."""
-    info = facts.file.tensors[ROPE_FACTORS]
-    if info.type.name != "F32" or info.shape != (head_dim // 2,):
-        raise UnsupportedModel(f"{facts.file.path}: {ROPE_FACTORS} is not F32 of half a head's size")
-    given = np.frombuffer(facts.file.bytes_of(info), np.float32).astype(np.float64)
+    given = facts.vector(ROPE_FACTORS, head_dim // 2)
     theta, factor = facts.number("rope.freq_base", 10_000.0), float(given.max())
     lengths = 2 * math.pi * theta ** (2 * np.arange(head_dim // 2) / head_dim)
     for exponent in range(5, 21):

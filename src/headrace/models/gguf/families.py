@@ -1,0 +1,282 @@
+"""Architectures whose GGUF files differ from the checkpoint in more than names: the fields of config.json that their
+metadata give, and how rows lie that llama.cpp's converter moves. Imports no torch.
+
+Facts: llama.cpp's conversion/*.py, which writes the files, and src/models/*.cpp, which says what a missing key means.
+K: key heads of a gated delta net, R: value heads of each. llama.cpp lays value heads out as (R, K), checkpoints (K, R).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.config import RecurrentSpec
+from headrace.models.families.base import LAYER_TYPES, Family, Names, paired_rows
+from headrace.models.gguf.header import GgufFile, TensorInfo
+from headrace.models.spec import ModelConfig
+from headrace.types import UnsupportedModel
+
+MOST_LAYERS = 4096
+"""A number beyond it is refused (models.schema), and nothing is made in its size before."""
+LAYER = "model.layers.{}."
+GEMMA_NAMES = {
+    "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
+    "blk.{}.ffn_norm": LAYER + "pre_feedforward_layernorm",
+    "blk.{}.post_ffw_norm": LAYER + "post_feedforward_layernorm",
+}
+FUSED_NAMES = {"blk.{}.attn_qkv": LAYER + "self_attn.qkv_proj", "blk.{}.ffn_up": LAYER + "mlp.gate_up_proj"}
+GLM4_NAMES = FUSED_NAMES | {
+    "blk.{}.post_attention_norm": LAYER + "post_self_attn_layernorm",
+    "blk.{}.post_ffw_norm": LAYER + "post_mlp_layernorm",
+}
+BLOCK = "transformer.h.{}."
+FALCON_NAMES = {
+    "token_embd": "transformer.word_embeddings",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+    "blk.{}.attn_norm": BLOCK + "input_layernorm",
+    "blk.{}.attn_norm_2": BLOCK + "ln_attn",
+    "blk.{}.attn_qkv": BLOCK + "self_attention.query_key_value",
+    "blk.{}.attn_output": BLOCK + "self_attention.dense",
+    "blk.{}.ffn_up": BLOCK + "mlp.dense_h_to_4h",
+    "blk.{}.ffn_down": BLOCK + "mlp.dense_4h_to_h",
+}
+LINEAR = LAYER + "linear_attn."
+HYBRID_NAMES = {
+    "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
+    "blk.{}.attn_qkv": LINEAR + "in_proj_qkv",
+    "blk.{}.attn_gate": LINEAR + "in_proj_z",
+    "blk.{}.ssm_in": LINEAR + "in_proj_qkvz",
+    "blk.{}.ssm_ba": LINEAR + "in_proj_ba",
+    "blk.{}.ssm_alpha": LINEAR + "in_proj_a",
+    "blk.{}.ssm_beta": LINEAR + "in_proj_b",
+    "blk.{}.ssm_conv1d": LINEAR + "conv1d",
+    "blk.{}.ssm_a": LINEAR + "A_log",
+    "blk.{}.ssm_dt.bias": LINEAR + "dt_bias",
+    "blk.{}.ssm_norm": LINEAR + "norm",
+    "blk.{}.ssm_out": LINEAR + "out_proj",
+}
+"""The file's modules, or whole tensors that have no `weight`, and the checkpoint's."""
+
+
+class Facts(Protocol):
+    """The metadata of an architecture, by the end of the key."""
+
+    file: GgufFile
+    tensors: Mapping[str, TensorInfo]
+
+    def value(self, name: str) -> Any: ...
+
+    def count(self, name: str, default: int | None = None) -> int: ...
+
+    def number(self, name: str, default: float | None = None) -> float: ...
+
+
+Fields = Callable[[Facts, dict[str, Any]], dict[str, Any]]
+"""Fields of config.json beside those that all architectures have, or in their place; given the rotation, too."""
+Form = Callable[[Family, Set[str]], Family]
+"""A family as its tensors lie in a GGUF file that has tensors of these names (the checkpoint's)."""
+
+
+# ---- fields ----------------------------------------------------------------------------------------------------------
+
+
+def gemma2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "layer_types": _layer_types(facts, every=2),
+        "sliding_window": facts.count("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _score_divisor(facts, largest=46),
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 30.0),
+    }
+
+
+def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    window = facts.count("attention.sliding_window", 0) or None
+    cap = facts.number("final_logit_softcapping", 0.0) or None
+    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
+    return {
+        "layer_types": _layer_types(facts, every=1 if window is None else 6),
+        "sliding_window": window,
+        "query_pre_attn_scalar": _score_divisor(facts, largest=62),
+        "final_logit_softcapping": cap,
+        "rope_parameters": dict(zip(LAYER_TYPES, (rope, local), strict=True)),
+    }
+
+
+def _layer_types(facts: Facts, every: int) -> list[str]:
+    """Windows in all layers but each `every`th, if the file says nothing else: a number like that, or one by one."""
+    name, layers = "attention.sliding_window_pattern", min(facts.count("block_count"), MOST_LAYERS)
+    given = facts.value(name)
+    if isinstance(given, np.ndarray):
+        return [LAYER_TYPES[bool(windowed)] for windowed in given]
+    every = max(1, facts.count(name, every))
+    return [LAYER_TYPES[(layer + 1) % every != 0] for layer in range(layers)]
+
+
+def _score_divisor(facts: Facts, largest: int) -> float:
+    """What scores are divided by the root of. No key has it: it is the head size, but for the model of `largest` layers
+    it is the hidden size by heads."""
+    if facts.count("block_count") == largest:
+        return facts.count("embedding_length") // max(1, facts.count("attention.head_count"))
+    return facts.count("attention.key_length")
+
+
+def phi3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """0 for a window is none. What llama.cpp does not compute, windows that end within a prompt, is computed here."""
+    longest = facts.count("context_length")
+    return {
+        "sliding_window": facts.count("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": facts.count("rope.scaling.original_context_length", longest),
+    }
+
+
+def smollm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """No key says which layers have no positions: each fourth."""
+    return {"no_rope_layer_interval": 4, "use_sliding_window": False} | _biases(facts)
+
+
+def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    if facts.value("rope.scaling.finetuned") is False:
+        raise UnsupportedModel(f"{facts.file.path}: granite without positions is not supported")
+    return {
+        "attention_multiplier": facts.number("attention.scale"),
+        "embedding_multiplier": facts.number("embedding_scale"),
+        "residual_multiplier": facts.number("residual_scale"),
+        "logits_scaling": facts.number("logit_scale"),
+    } | _biases(facts)
+
+
+def glm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    if facts.value("rope.dimension_sections") is not None:
+        raise UnsupportedModel(f"{facts.file.path}: the rotation of GLM models with vision is not supported")
+    names = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
+    return {"attention_bias": any(name in facts.tensors for name in names)}
+
+
+def falcon(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """7B has one KV head and one norm a layer, 40B more and two, 11B more and one. RW, with ALiBi, has no GGUF form."""
+    if facts.value("tensor_data_layout") != "jploski":
+        raise UnsupportedModel(f"{facts.file.path}: falcon is read in the layout of tensors called jploski alone")
+    kv_heads = facts.count("attention.head_count_kv", facts.count("attention.head_count"))
+    norms = 1 + ("blk.0.attn_norm_2.weight" in facts.tensors)
+    return {
+        "ffn_hidden_size": facts.count("feed_forward_length"),
+        "num_kv_heads": kv_heads,
+        "multi_query": kv_heads == 1,
+        "new_decoder_architecture": kv_heads > 1 or norms == 2,
+        "num_ln_in_parallel_attn": norms if kv_heads > 1 or norms == 2 else None,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": False,
+    }
+
+
+def qwen3_5(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    values = facts.count("ssm.time_step_rank")
+    layers = min(facts.count("block_count") - facts.count("nextn_predict_layers", 0), MOST_LAYERS)
+    return {
+        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
+        "linear_key_head_dim": facts.count("ssm.state_size"),
+        "linear_value_head_dim": facts.count("ssm.inner_size") // max(1, values),
+        "linear_num_key_heads": facts.count("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "layer_types": _recurrent_layers(facts, layers),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),
+    }
+
+
+def qwen3_next(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return qwen3_5(facts, rope) | {"num_experts": facts.count("expert_count", 0)}
+
+
+def _recurrent_layers(facts: Facts, layers: int) -> list[str]:
+    kinds, given = ("full_attention", "linear_attention"), facts.value("attention.recurrent_layers")
+    if isinstance(given, np.ndarray):
+        return [kinds[bool(recurrent)] for recurrent in given[:layers]]
+    every = max(1, facts.count("full_attention_interval", 4))
+    return [kinds[(layer + 1) % every != 0] for layer in range(layers)]
+
+
+def _biases(facts: Facts) -> dict[str, bool]:
+    names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+    return {field: name in facts.tensors for field, name in names.items()}
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def as_named(family: Family, present: Set[str]) -> Family:
+    """Nothing but names differs."""
+    return family
+
+
+def turned(family: Family, present: Set[str]) -> Family:
+    """Rows of queries and keys lie as llama.cpp rotates them, elements 2 i and 2 i + 1 of a head."""
+    return replace(family, qkv_rows=lambda config: paired_rows(config.attention, config.attention.head_dim))
+
+
+def glm_form(family: Family, present: Set[str]) -> Family:
+    """ChatGLM's own files have q, k and v in one tensor, those made of transformers' three. Rotated neighbours stay."""
+    if "model.layers.0.self_attn.qkv_proj.weight" not in present:
+        return family
+    return _renamed(family, {"layers.{}.qkv": ("layers.{}.self_attn.qkv_proj",)})
+
+
+def falcon_form(family: Family, present: Set[str]) -> Family:
+    """All queries, then keys, then values; of two norms the first is the MLP's."""
+    family = replace(family, qkv_rows=None)
+    if "transformer.h.0.ln_attn.weight" not in present:
+        return family
+    return _renamed(family, {"layers.{}.mlp_norm": ("h.{}.input_layernorm",)})
+
+
+def qwen3_next_form(family: Family, present: Set[str]) -> Family:
+    """All queries, then keys, values and z, but for older files; b and a go by key head."""
+    if any(name.endswith(".in_proj_qkvz.weight") for name in present):
+        return family
+    rows = family.rows
+    gates = None if rows is None else lambda config, name: rows(config, name) if ".gates." in name else None
+    parts = tuple("layers.{}.linear_attn." + part for part in ("in_proj_qkv", "in_proj_z"))
+    return replace(_renamed(family, {"layers.{}.mixed": parts}), rows=gates)
+
+
+def qwen3_5_form(family: Family, present: Set[str]) -> Family:
+    """Value heads lie as (R, K); so do the columns of `out` (ModelConfig.tiled_values)."""
+    return replace(family, rows=_grouped_rows)
+
+
+def _renamed(family: Family, own: Names) -> Family:
+    def changed(names: Callable[[ModelConfig], Names] | None) -> Callable[[ModelConfig], Names] | None:
+        return None if names is None else lambda config: {**names(config), **own}
+
+    names = changed(family.names)
+    assert names is not None
+    return replace(family, names=names, other_names=changed(family.other_names))
+
+
+def _grouped_rows(config: ModelConfig, name: str) -> list[int] | None:
+    """The file's rows in the checkpoint's order, of a tensor with rows of value heads."""
+    spec = config.recurrent
+    assert spec is not None, "this family has recurrent layers"
+    kind = name.split(".", 2)[-1]
+    heads = _places(spec)
+    values = [head * spec.value_dim + row for head in heads for row in range(spec.value_dim)]
+    channels = [*range(2 * spec.keys), *(2 * spec.keys + row for row in values)]
+    orders: Mapping[str, list[int]] = {
+        "mixed.weight": [*channels, *(spec.channels + row for row in values)],
+        "conv.weight": channels,
+        "gates.weight": [*heads, *(spec.value_heads + head for head in heads)],
+        "delta.A_log": heads,
+        "delta.dt_bias": heads,
+    }
+    return orders.get(kind)
+
+
+def _places(spec: RecurrentSpec) -> list[int]:
+    """Where the file has each value head of the checkpoint."""
+    shared = spec.value_heads // spec.key_heads
+    return [turn * spec.key_heads + key for key in range(spec.key_heads) for turn in range(shared)]

@@ -1,0 +1,138 @@
+"""GGUF files of the families beside Llama's kin: logits and tokens as transformers has them, and the promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFWriter
+
+from headrace import LLM, SamplingParams
+from headrace.doctor.info import parameters
+from headrace.models.config import read_config
+from headrace.models.gguf.header import open_gguf
+from headrace.models.plain_config import plain_config
+from headrace.types import UnsupportedModel
+from tests.support.gguf_families import KINDS, write_family
+from tests.support.gguf_files import KindOf, q4_k_m, tokens_of
+from tests.support.traces import run, same
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
+
+TOLERANCE = 1e-4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+NEAR = ("gemma3_linear", "phi3", "glm", "falcon7", "falcon11", "qwen3_next_old", "qwen3_5_three_each")
+"""Kinds of whose facts others have most."""
+
+
+def kinds(matrix: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.matrix) if kind in matrix else kind for kind in KINDS]
+
+
+@torch.no_grad()
+def compare(kind: str, path: Path, kind_of: KindOf) -> None:
+    """fp32 logits at 150 positions, and 16 greedy tokens."""
+    tokens = tokens_of(150)
+    model = write_family(kind, path, kind_of)
+    assert (config := read_config(path)) == plain_config(path)
+    assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    ours = LLM(str(path), dtype="float32", kv_cache_tokens=1024)
+    expected = model(torch.tensor([tokens])).logits[0]
+    assert float((ours.logits(tokens) - expected).abs().max()) <= TOLERANCE
+    generated = model.generate(torch.tensor([tokens]), max_new_tokens=16, do_sample=False, pad_token_id=0)[0, 150:]
+    assert ours.generate([tokens], GREEDY)[0].token_ids == generated.tolist()
+
+
+@pytest.mark.parametrize("kind", kinds(NEAR))
+def test_of_mixed_types(kind: str, tmp_path: Path) -> None:
+    compare(kind, tmp_path / "m.gguf", q4_k_m)
+
+
+@pytest.mark.parametrize("kind", kinds(tuple(kind for kind in KINDS if kind != "qwen3_5")))
+def test_of_numbers(kind: str, tmp_path: Path) -> None:
+    compare(kind, tmp_path / "m.gguf", lambda _: Kind.F16)
+    assert read_config(tmp_path / "m.gguf").dtype == "float16"
+
+
+@pytest.mark.parametrize("kind", kinds(tuple(kind for kind in KINDS if kind not in ("gemma3", "qwen3_5"))))
+def test_the_promise_holds(kind: str, tmp_path: Path) -> None:
+    """Alone, in a batch, cached, in prefill chunks: the same bits of logits."""
+    path = tmp_path / "m.gguf"
+    write_family(kind, path, q4_k_m)
+    prompts = [tokens_of(100 + 31 * i, seed=i // 2) for i in range(4)]
+    sizes = dict(dtype="bfloat16", kv_cache_tokens=4096)
+    private = LLM(str(path), enable_prefix_caching=False, **sizes)
+    alone = [run(private, [prompt], GREEDY)[0] for prompt in prompts]
+    shared = LLM(str(path), max_batch_tokens=96, **sizes)
+    same(run(shared, prompts, GREEDY), alone)
+    same(run(shared, prompts, GREEDY), alone)
+    assert shared.engine.stats().tokens.cached > 64, "nothing was cached"
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    def add(writer: GGUFWriter) -> None:
+        writer.add_uint32("qwen35.block_count", 5)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor("blk.4.nextn.eh_proj.weight", np.zeros((256, 512), np.float32))
+        writer.add_tensor("blk.4.attn_norm.weight", np.zeros(256, np.float32))
+
+    write_family("qwen3_5", tmp_path / "m.gguf", lambda _: Kind.F16, add)
+    assert read_config(tmp_path / "m.gguf").layers == 4
+    assert LLM(str(tmp_path / "m.gguf"), kv_cache_tokens=640).logits(tokens_of(9)).shape == (9, 320)
+
+
+def test_windows_and_heads_layer_by_layer(tmp_path: Path) -> None:
+    """As newer converters write them: arrays."""
+
+    def change(writer: GGUFWriter) -> None:
+        writer.add_sliding_window_pattern([True, False, True, True, False, False, True])
+        writer.add_head_count_kv([2] * 7)
+
+    write_family("gemma3", tmp_path / "m.gguf", lambda _: Kind.F16, change)
+    config = read_config(tmp_path / "m.gguf")
+    assert [window is not None for window in config.attention.windows] == [True, False, True, True, False, False, True]
+    assert config.attention.kv_heads == 2
+
+
+def test_parts_of_which_the_first_has_no_tensor(tmp_path: Path) -> None:
+    split = dict(split_max_tensors=9, small_first_shard=True)
+    model = write_family("phi4_longrope", tmp_path / "m.gguf", lambda _: Kind.F16, **split)
+    first, *others = sorted(tmp_path.iterdir())
+    assert not open_gguf(first).tensors and len(others) > 1
+    tokens = tokens_of(150)
+    ours = LLM(str(first), dtype="float32", kv_cache_tokens=640).logits(tokens)
+    with torch.no_grad():
+        assert float((ours - model(torch.tensor([tokens])).logits[0]).abs().max()) <= TOLERANCE
+
+
+REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
+    "falcon in another layout": ("falcon7", lambda w: w.add_tensor_data_layout("other"), "layout of tensors"),
+    "granite without positions": ("granite", lambda w: w.add_rope_scaling_finetuned(False), "without positions"),
+    "glm with vision": ("glm4", lambda w: w.add_rope_dimension_sections([8, 8, 0, 0]), "models with vision"),
+    "one set of factors": (
+        "phi3",
+        lambda w: w.add_tensor("rope_factors_long.weight", np.ones(32, np.float32)),
+        "rope_factors_short",
+    ),
+    "heads that differ": ("granite", lambda w: w.add_head_count_kv([2, 4]), "differs from layer to layer"),
+    "a part of a head": ("smollm3", lambda w: w.add_rope_dimension_count(32), "rope.dimension_count other than"),
+    "windows of other layers": (
+        "gemma2",
+        lambda w: w.add_sliding_window_pattern([True]),
+        "num_hidden_layers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_read_is_named(case: str, tmp_path: Path) -> None:
+    kind, change, words = REFUSED[case]
+    write_family(kind, tmp_path / "m.gguf", lambda _: Kind.F16, change)
+    with pytest.raises(UnsupportedModel, match=words) as raised:
+        read_config(tmp_path / "m.gguf")
+    assert str(tmp_path) in str(raised.value)
