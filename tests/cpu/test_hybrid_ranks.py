@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.bench.prefill_testbed import open_testbed
+from headrace.config import EngineConfig
+from headrace.engine.footprint import Footprint
+from headrace.engine.group_room import GroupRoom
 from headrace.kv.table_state import Segment
-from headrace.parallel.messages import StateRun
-from headrace.parallel.states import StateHolders
+from headrace.models.config import read_config
+from headrace.parallel import group_layout
+from headrace.parallel.messages import StateMove, StateRun, StepGroup, StepPart
+from headrace.parallel.states import GroupMove, StateHolders, moves_of
 from headrace.parallel.transport import RankLost
 from headrace.types import Request
 from tests.support.checkpoints import VOCAB
@@ -22,7 +28,7 @@ from tests.support.traces import Trace, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +48,15 @@ def prompts() -> list[list[int]]:
     return mixed + [base[:130] + words(40 + i, 6 + i) for i in range(2)] + [base[:200] + words(90, 9)]
 
 
-def alone(folder: Path, params: SamplingParams = SHORT, **settings: Any) -> list[Trace]:
+def alone(folder: Path, given: list[list[int]], params: SamplingParams = SHORT, **settings: Any) -> list[Trace]:
     """On one rank, one by one, with nothing shared."""
     private = LLM(str(folder), dtype="bfloat16", kv_cache_tokens=8192, enable_prefix_caching=False, **settings)
-    return [run(private, [prompt], params)[0] for prompt in prompts()]
+    return [run(private, [prompt], params)[0] for prompt in given]
 
 
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> list[Trace]:
-    return alone(folder)
+    return alone(folder, prompts())
 
 
 def ranked(folder: Path, size: int, allowed: tuple[str, ...] = ("chain",), **settings: Any) -> RankedLLM:
@@ -58,9 +64,11 @@ def ranked(folder: Path, size: int, allowed: tuple[str, ...] = ("chain",), **set
     return over_ranks(size, allowed, model=folder, **given)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("budget", [2048, 192])
-def test_the_chain_hands_the_state_on(budget: int, size: int, folder: Path, truth: list[Trace]) -> None:
+MATRIX = [pytest.param(*each, marks=pytest.mark.matrix) for each in ((2, 192), (3, 2048))]
+
+
+@pytest.mark.parametrize(("size", "budget"), [(2, 2048), (3, 192), *MATRIX])
+def test_the_chain_hands_the_state_on(size: int, budget: int, folder: Path, truth: list[Trace]) -> None:
     """In a batch, cut, and from kept states wherever these lie."""
     llm = ranked(folder, size, max_batch_tokens=budget)
     same(watched(llm, prompts(), SHORT), truth)
@@ -75,19 +83,28 @@ def test_the_chain_hands_the_state_on(budget: int, size: int, folder: Path, trut
 
 @pytest.mark.parametrize("kind", ["next_experts", "3_5"])
 def test_families(kind: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(kind, tmp_path)
+    folder, given = make_checkpoint(kind, tmp_path), prompts()[2:6]
     llm = ranked(folder, 2, ("chain", "single"), kv_cache_dtype="int8")
-    same(watched(llm, prompts(), SHORT), alone(folder, kv_cache_dtype="int8"))
+    same(watched(llm, given, SHORT), alone(folder, given, kv_cache_dtype="int8"))
     close(llm)
 
 
-def test_preempted_and_spread(folder: Path) -> None:
-    """Pools so small that sequences are preempted, grow onto other ranks, and find no rank with room for a prompt."""
-    llm = ranked(folder, 2, tokens=576, max_batch_tokens=512, recurrent_states=5, max_model_len=576)
-    same(watched(llm, prompts(), LONG), alone(folder, LONG))
-    stats = llm.engine.stats()
-    assert stats.scheduler.preemptions > 0 and stats.ranks.prefills["single"] > 0, "never without a rank with room"
-    assert llm.engine.loaded.executor.split > 0, "never grown onto another rank"  # type: ignore[attr-defined]
+def test_preempted(folder: Path) -> None:
+    given = prompts()[2:7]
+    llm = ranked(folder, 2, tokens=512, max_batch_tokens=512, recurrent_states=4, max_model_len=512)
+    same(watched(llm, given, LONG), alone(folder, given, LONG))
+    assert llm.engine.stats().scheduler.preemptions > 0
+    close(llm)
+
+
+def test_no_rank_has_room_for_a_prompt(folder: Path) -> None:
+    """Four chunks are free on each of two ranks for a prompt of seven: each computes its own, with their only block
+    on both; so is the answer."""
+    given = [words(300, 1), words(300, 2), words(400, 3)]
+    llm = ranked(folder, 2, tokens=576, max_model_len=576)
+    same(watched(llm, given, SHORT), alone(folder, given))
+    assert llm.engine.stats().ranks.prefills == {"chain": 2, "single": 1}
+    assert llm.engine.loaded.executor.split > 0  # type: ignore[attr-defined]
     close(llm)
 
 
@@ -154,3 +171,48 @@ def test_who_has_a_state() -> None:
     assert found == [StateRun(64, -1, 3, 2, 2), StateRun(100, 3, 3, 1, 2), StateRun(170, 3, 5, 1, 1)]
     assert holders.of == [0, 0, 0, 1, 0, 1]
     assert holders.route([Segment(171, 5, 0)], 170, [170, 171], [2]) == [StateRun(171, 5, 0, 2, 1)]
+
+
+def test_each_rank_has_memory_for_all_states(folder: Path) -> None:
+    model = read_config(folder)
+    sizes = [
+        Footprint.of(EngineConfig(model=str(folder), recurrent_states=4, context_parallel_size=ranks), model)
+        for ranks in (1, 2)
+    ]
+    assert sizes[1].state_bytes() == 2 * sizes[0].state_bytes() > 0
+
+
+def part(*states: StateRun, ranks: tuple[int, ...] = (0,)) -> StepPart:
+    bounds = [*range(len(ranks)), 10]
+    return StepPart([0] * 10, 0, [0], bounds, list(ranks), states=list(states))
+
+
+def test_what_moves_within_a_group() -> None:
+    """Two sequences go on from one state, which is sent once; a chain hands on what it makes."""
+    both = [part(StateRun(10, 3, 4, 1, 0)), part(StateRun(10, 3, 5, 1, 0))]
+    assert moves_of(StepGroup("ring-q", both)) == [GroupMove(StateMove(3, 0, 1), within=False)]
+    chain = part(StateRun(4, 2, 3, 1, 0), StateRun(10, 3, 3, 0, 1), ranks=(1, 0))
+    handed = [GroupMove(StateMove(2, 0, 1), within=False), GroupMove(StateMove(3, 1, 0), within=True)]
+    assert moves_of(StepGroup("chain", [chain])) == handed
+
+
+def test_a_state_that_another_rank_leaves_is_of_an_earlier_group() -> None:
+    room = GroupRoom(None, 8)
+    room.begin(part(StateRun(10, 1, 2, 0, 0)))
+    assert room.takes(part(StateRun(10, 2, 3, 0, 0)), "single")
+    assert room.takes(part(StateRun(10, 5, 6, 1, 0)), "single")
+    assert not room.takes(part(StateRun(10, 3, 4, 1, 0)), "single")
+
+
+def test_ranks_that_would_wait_for_each_other() -> None:
+    zigzag = part(StateRun(10, -1, 0, 0, 0), ranks=(0, 1, 1, 0))
+    with pytest.raises(ValueError, match=r"cannot go through ranks \[0, 1, 1, 0\]: use chain or single"):
+        group_layout.check(StepGroup("ring-kv", [zigzag]), 2)
+
+
+def test_prefills_are_not_measured_by_strategy(folder: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="Qwen3_5ForCausalLM has recurrent layers"),
+        open_testbed(EngineConfig(model=str(folder), context_parallel_size=2, kv_cache_tokens=2048)),
+    ):
+        pass
