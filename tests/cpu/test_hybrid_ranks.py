@@ -121,9 +121,14 @@ def test_evicted_to_memory_and_restored(folder: Path, truth: list[Trace]) -> Non
 
 
 def test_restored_from_disk_by_another_number_of_ranks(folder: Path, truth: list[Trace], tmp_path: Path) -> None:
-    disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
+    """One of two states is with rank 1, and nobody goes on from it: rank 0 has to be sent it."""
+    disk, own = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}, [words(300, 50), words(300, 51)]
+    given, truth = prompts() + own, truth + alone(folder, own)
     first = ranked(folder, 2, **disk)
-    same(watched(first, prompts(), SHORT), truth)
+    same(watched(first, own, SHORT), truth[-2:])
+    states, holders = first.engine.cache.states, first.engine.loaded.executor.holders  # type: ignore[attr-defined]
+    assert states is not None and {holders.of[node.state] for node in states.nodes()} == {0, 1}
+    same(watched(first, prompts(), SHORT), truth[:-2])
     close(first)
     three = ranked(folder, 3, **disk)
     flush(three)
@@ -131,8 +136,8 @@ def test_restored_from_disk_by_another_number_of_ranks(folder: Path, truth: list
     for llm in (three, one):
         assert llm.engine.offload is not None
         llm.engine.offload.choose = forced(0.0, 0.0)
-        same(watched(llm, prompts(), SHORT), truth)
-        assert counters(llm).loaded_tokens >= 320 and counters(llm).failures == 0
+        same(watched(llm, given, SHORT), truth)
+        assert counters(llm).loaded_tokens >= 320 + 2 * 256 and counters(llm).failures == 0
     close(three)
     one.close()
 
