@@ -23,6 +23,7 @@ class Strategy:
     fused: several prompts are computed together; otherwise one after the other, so that their ranks overlap.
     offered: --prefill-strategy names it and the planner may choose it; otherwise it is a baseline for measurements.
     needs_cached: not used for a prompt without cached tokens (FALLBACK instead).
+    recurrent: computes models with recurrent layers too: rows in their order, from rank to rank.
     """
 
     name: str
@@ -34,18 +35,21 @@ class Strategy:
     fused: bool = False
     offered: bool = True
     needs_cached: bool = False
+    recurrent: bool = False
 
 
 _ENTRIES = (
     Strategy("single", "one rank all of it, with all cores of its host's ranks",
-             "planner.shards:alone", "planner.cost:single", "parallel.single:make", keeps_all=True),
+             "planner.shards:alone", "planner.cost:single", "parallel.single:make", keeps_all=True,
+             recurrent=True),
     Strategy("gather", "even blocks, all-gather of K and V",
              "planner.shards:evenly", "planner.cost:gather", "parallel.gather:Gather", fused=True),
     Strategy("gather-full", "as gather, the masked half of the rectangle computed too",
              "planner.shards:evenly", "planner.cost:gather_full", "parallel.gather:GatherFull",
              fused=True, offered=False),
     Strategy("chain", "KV-Runahead: rank i the i-th block, later ones shorter",
-             "planner.shards:searched", "planner.cost:chain", "parallel.chain:Chain", keeps_all=True),
+             "planner.shards:searched", "planner.cost:chain", "parallel.chain:Chain", keeps_all=True,
+             recurrent=True),
     Strategy("ring-kv", "ring pass-KV: two of 2N shards each, equal areas",
              "planner.shards:in_zigzag", "planner.ring_cost:ring_kv", "parallel.ring_kv:RingKV", fused=True),
     Strategy("ring-q", "ring pass-Q: as ring-kv, but keys stay",
@@ -60,6 +64,7 @@ FALLBACK = "ring-kv"
 
 OFFERED = tuple(name for name, strategy in STRATEGIES.items() if strategy.offered)
 KEEPS_ALL = tuple(name for name, strategy in STRATEGIES.items() if strategy.keeps_all)
+RECURRENT = tuple(name for name, strategy in STRATEGIES.items() if strategy.recurrent)
 
 if TYPE_CHECKING:  # a type checker reads no computed Literal
     StrategyName = str

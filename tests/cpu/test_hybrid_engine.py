@@ -181,8 +181,8 @@ def test_a_request_that_is_aborted_leaves_no_state_held(folder: Path) -> None:
     ("settings", "told"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: .* has recurrent layers"),
-        ({"context_parallel_size": 2}, "context_parallel_size: .* has recurrent layers"),
-        ({"kv_remote_url": "redis://127.0.0.1:1/0"}, "kv_remote_url: .* has recurrent layers"),
+        ({"context_parallel_size": 2, "prefill_strategy": "ring-kv"}, "prefill_strategy ring-kv: .* use auto, single"),
+        ({"context_parallel_size": 2, "prefill_strategy": "gather"}, "prefill_strategy gather: .* use auto, single"),
         (
             {"kv_offloading_size": 0.1, "kv_offload_activations": "on"},
             "kv_offload_activations: .* has recurrent layers",

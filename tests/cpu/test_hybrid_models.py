@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from headrace.kernels import cpu, dispatch
 from headrace.models.decoder import Decoder, load_decoder
@@ -34,7 +34,10 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def theirs_of(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    kind = (
+        AutoModelForImageTextToText if "vision_config" in (folder / "config.json").read_text() else AutoModelForCausalLM
+    )
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=dtype)
     return model.eval()
 
 
@@ -88,12 +91,14 @@ def test_in_torch(folder: Callable[[str], Path]) -> None:
         assert (ours(decoder, prompt(70)) - their_logits(theirs_of(folder("next")), prompt(70))).abs().max() <= 1e-4
 
 
-def test_experts_in_one_tensor(tmp_path: Path, folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("kind", ["next_experts", "3_5_experts", "3_5_experts_vision"])
+def test_experts_in_one_tensor(kind: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
     """transformers writes them so, too."""
-    build_model("next_experts").save_pretrained(tmp_path, save_original_format=False)
-    fused, apart = ({*load_file(each / "model.safetensors")} for each in (tmp_path, folder("next_experts")))
-    assert len(apart) > 2 * len(fused)
-    logits = [ours(load_decoder(each, "bfloat16"), prompt(70)) for each in (tmp_path, folder("next_experts"))]
+    forms = (tmp_path / "other", folder(kind))
+    at_once = "experts.gate_up_proj" in " ".join(load_file(forms[1] / "model.safetensors"))
+    build_model(kind).save_pretrained(forms[0], save_original_format=at_once)
+    assert {*load_file(forms[0] / "model.safetensors")} != {*load_file(forms[1] / "model.safetensors")}
+    logits = [ours(load_decoder(each, "bfloat16"), prompt(70)) for each in forms]
     assert torch.equal(*logits)
 
 

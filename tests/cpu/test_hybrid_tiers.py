@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import torch
 
 from headrace import LLM, SamplingParams
@@ -17,6 +18,7 @@ from headrace.offload.tiers.base import name_of
 from tests.support.checkpoints import VOCAB
 from tests.support.hybrid_checkpoints import make_checkpoint
 from tests.support.offloading import forced, watched
+from tests.support.redis_servers import Proxy, fake_server
 from tests.support.traces import Trace, run, same
 
 pytestmark = pytest.mark.cpu
@@ -112,6 +114,46 @@ def test_a_state_that_is_gone_is_computed_again(folder: Path, truth: list[Trace]
     same(watched(llm, prompts()[:1], SHORT), truth[:1])
     assert restored(llm) == 0 and llm.engine.stats().restore.failures == 0
     llm.close()
+
+
+def test_a_remote_tier_is_shared_and_may_vanish(folder: Path, truth: list[Trace]) -> None:
+    """What one engine stored another restores; a server that ends in mid-restore, or is gone, is a miss."""
+    with fake_server() as address:
+        proxy = Proxy(address)
+        url = f"redis://127.0.0.1:{proxy.port}/0"
+        first, second = (engine(folder, kv_remote_url=url, kv_offload_timeout_s=20.0) for _ in range(2))
+        same(watched(first, prompts(), SHORT), truth)
+        assert first.engine.offload is not None and first.engine.offload.states is not None
+        assert first.engine.offload.writeback.wait(20)
+        first.engine.offload.states.store_all(20)
+        same(watched(second, prompts(), SHORT), truth)
+        assert restored(second) >= 320 and second.engine.stats().restore.failures == 0
+        second.engine.cache.tree.clear()
+        proxy.misbehave("cut", 10_000)
+        same(watched(second, prompts(), SHORT), truth)
+        assert proxy.misbehaved.is_set(), "nothing was asked for"
+        second.engine.cache.tree.clear()
+        proxy.stop()
+        same(watched(second, prompts(), SHORT), truth)
+        first.close()
+        second.close()
+        proxy.close()
+
+
+def test_a_damaged_state_on_a_remote_server(folder: Path, truth: list[Trace]) -> None:
+    with fake_server() as (host, port):
+        llm = engine(folder, kv_remote_url=f"redis://{host}:{port}/0", kv_offload_timeout_s=20.0)
+        same(watched(llm, prompts()[:1], SHORT), truth[:1])
+        offload = llm.engine.offload
+        assert offload is not None and offload.states is not None and offload.writeback.wait(20)
+        offload.states.store_all(20)
+        llm.engine.cache.tree.clear()
+        server = redis.Redis(host, port, protocol=2)
+        (key,) = (key for key in server.scan_iter() if server.strlen(key) == offload.states.codec.blob_bytes)
+        server.setrange(key, offload.states.codec.blob_bytes - 3, b"xxx")
+        same(watched(llm, prompts()[:1], SHORT), truth[:1])
+        assert llm.engine.stats().restore.failures == 1 and restored(llm) == 0
+        llm.close()
 
 
 def test_states_as_blobs() -> None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from headrace.config import RecurrentSpec
 from headrace.kernels.gated_delta import DeltaWeights, LayerStates, Recur, gated_delta
@@ -32,6 +45,11 @@ EXPERTS = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, shared_expert_intermediate_size=96,
     mlp_only_layers=[1],
 )  # fmt: skip
+VISION = dict(
+    depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=SIZES["hidden_size"], patch_size=4,
+    num_position_embeddings=16,
+)  # fmt: skip
+MOE = {name: value for name, value in EXPERTS.items() if name != "mlp_only_layers"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
     "next_uneven": ("next", UNEVEN),
@@ -40,6 +58,30 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "3_5_tied": ("3_5", dict(tie_word_embeddings=True, attention_bias=True)),
     "3_5_ends_recurrent": ("3_5", ENDS_RECURRENT | UNEVEN),
     "3_5_yarn": ("3_5", YARN),
+    "3_5_vision": ("3_5_vision", {}),
+    "3_5_experts": ("3_5_experts", MOE),
+    "3_5_experts_vision": ("3_5_experts_vision", MOE),
+}
+
+
+def _next(**fields: Any) -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**{"num_experts": 0, **fields}))
+
+
+def _vision(**fields: Any) -> PreTrainedModel:
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=fields, vision_config=VISION))
+
+
+def _experts_vision(**fields: Any) -> PreTrainedModel:
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=fields, vision_config=VISION))
+
+
+BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
+    "next": _next,
+    "3_5": lambda **fields: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields)),
+    "3_5_experts": lambda **fields: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**fields)),
+    "3_5_vision": _vision,
+    "3_5_experts_vision": _experts_vision,
 }
 
 
@@ -47,11 +89,7 @@ def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model of a kind in fp32, in evaluation mode, whose weights are all representable in bf16."""
     family, fields = KINDS[kind]
     torch.manual_seed(seed)
-    given = {**SIZES, **fields, **overrides}
-    if family == "next":
-        model: PreTrainedModel = Qwen3NextForCausalLM(Qwen3NextConfig(**{"num_experts": 0, **given}))
-    else:
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**given))
+    model = BUILDERS[family](**{**SIZES, **fields, **overrides})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_drawn(name, parameter).bfloat16())

@@ -17,7 +17,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.driver import Driver
 from headrace.engine.sequence import Slice
 from headrace.kv.cache import KVCache
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.offload.ranked.agent import TierAgent
 from headrace.offload.ranked.peers import TierPeers
@@ -86,7 +86,9 @@ class RankedLLM(LLM):
     def forget(self) -> None:
         """What lies in the pools becomes wrong, so that whatever is read before it has come back shows."""
         for rank in self.ranks:
-            for each in (*(x for pool in rank.storage.pools for x in (pool.k, pool.v)), *(rank.storage.x or ())):
+            states = () if rank.states is None else (x for layer in rank.states.storage.layers for x in layer)
+            pools = (x for pool in rank.storage.pools for x in (pool.k, pool.v))
+            for each in (*pools, *(rank.storage.x or ()), *states):
                 each.fill_(7)
 
 
@@ -113,11 +115,13 @@ def over_ranks(
         kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
         hidden = decoder.config.hidden_size if settings.get("kv_offload_activations") == "on" else None
         storage = KVStorage(decoder.config.attention, tokens // CHUNK, kv_dtype, hidden, decoder.dtype)
-        return Rank(decoder, storage, backend, hubs.context[place].transport(context))
+        spec, count = decoder.config.recurrent, settings.get("recurrent_states", 0)
+        states = None if spec is None else StateStorage(spec, count, decoder.dtype)
+        return Rank(decoder, storage, backend, hubs.context[place].transport(context), states=states)
 
     ranks = [make(rank) for rank in range(size * tensor)]
     agents = {rank: tiers.agent_of(config_of(config, rank), each, backend) for rank, each in enumerate(ranks)}
-    cache = KVCache(size * tokens // CHUNK, loaded.cache.identity, size)
+    cache = KVCache(size * tokens // CHUNK, loaded.cache.identity, size, settings.get("recurrent_states"))
     shape = ModelShape.of(ranks[0].decoder.config)
 
     def advise(count: int, start: int, cached_on: Any, allow: tuple[str, ...]) -> Any:
@@ -128,6 +132,8 @@ def over_ranks(
     profile = Profile(MACHINE, shape, size, allowed=allowed) if size > 1 else None
     offload = tiers.open_offload(config, loaded.capacity, cache, ranks[0], peers, profile)
     driver = OwnersDriver(ranks[0], cache, workers.send, advise, allowed)
+    if offload.states is not None:
+        offload.states.home = driver
     llm.engine = EngineCore(replace(loaded, cache=cache, decoder=ranks[0].decoder, executor=driver, offload=offload))
     llm.workers, llm.hubs, llm.ranks, llm.agents = workers, hubs, ranks, agents
     return llm

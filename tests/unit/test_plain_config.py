@@ -23,7 +23,7 @@ GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
 FULL = ["full_attention"] * 3
-NEXT, QWEN3_5 = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
+NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
     dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
@@ -73,6 +73,9 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[NEXT], num_experts=16, num_hidden_layers=8, decoder_sparse_step=2, norm_topk_prob=False),
     dict(architectures=[NEXT], num_experts_per_tok=513),
     dict(architectures=[QWEN3_5], num_experts=8),
+    dict(architectures=[QWEN3_5_MOE], num_experts=16, num_local_experts=4, num_hidden_layers=8, intermediate_size=99),
+    dict(architectures=[QWEN3_5_MOE], num_experts=0),
+    dict(architectures=["Qwen3_5MoeForConditionalGeneration"], full_attention_interval=2, tie_word_embeddings=True),
     dict(architectures=[NEXT], mlp_only_layers=[0, 1], num_hidden_layers=2, full_attention_interval=2),
     dict(architectures=[QWEN3_5], full_attention_interval=2, partial_rotary_factor=0.5, num_hidden_layers=5),
     dict(architectures=[QWEN3_5], layer_types=["linear_attention"] * 3, num_hidden_layers=3),
@@ -127,6 +130,14 @@ def test_it_reads_and_refuses_what_transformers_does(given: dict[str, Any], tmp_
         assert str(refused.value) == str(error)
     else:
         assert plain_config(folder) == theirs
+
+
+def test_quantisation_stands_beside_the_text_part(tmp_path: Path) -> None:
+    given = dict(architectures=["Qwen3_5ForConditionalGeneration"], text_config=dict(model_type="qwen3_5_text"))
+    folder = written(tmp_path, given | dict(quantization_config=dict(quant_method="gptq", bits=3)))
+    for read in (read_config, plain_config):
+        with pytest.raises(UnsupportedModel, match="gptq of 3 bits"):
+            read(folder)
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"])

@@ -26,7 +26,9 @@ from headrace.config import EngineConfig
 from headrace.console import err
 from headrace.engine import ranks as engine_ranks
 from headrace.engine.driver import ending_in
+from headrace.engine.folders import model_folder
 from headrace.engine.ranks import Ranks
+from headrace.models.config import read_config
 from headrace.models.decoder import Decoder
 from headrace.parallel.messages import RankStep, StepGroup, StepPart, encode
 from headrace.parallel.rank import Hidden, Rank
@@ -65,8 +67,15 @@ def median(runs: Sequence[PrefillRun]) -> PrefillRun:
 def open_testbed(config: EngineConfig, *, netns: bool = False, progress: OnPhase = untold) -> Iterator[PrefillTestbed]:
     """A group as the settings say, with room for config.kv_cache_tokens on each rank; closed at the end.
 
-    netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise.
+    netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise, and ValueError
+    for a model with recurrent layers.
     """
+    model = read_config(model_folder(config.model.folder))
+    if model.recurrent is not None:
+        raise ValueError(
+            f"{model.architecture} has recurrent layers: its prefills are not measured by strategy; the engine plans "
+            f"by what its ranks measure at the start"
+        )
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     spaces = Namespaces(config.ranks.context) if netns else None
     if spaces is not None:

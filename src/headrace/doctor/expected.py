@@ -94,29 +94,17 @@ def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:
 
 def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:
     """The same model with fewer layers and a smaller vocabulary."""
-    least = _one_of_each_kind(facts)
+    least = facts.one_of_each_kind
     size = weight_bytes(_cut(facts, least, CHUNK), compute_type(facts, config.model.dtype))
     return _cut(facts, min(facts.layers, max(1, LAYER_BYTES // size) * least), min(facts.vocab_size, HEAD_ROWS))
 
 
-def _one_of_each_kind(facts: ModelConfig) -> int:
-    """Layers among which are some with attention and some that are recurrent, if the model has both."""
-    recurrent = [layer in facts.recurrent_layers for layer in range(facts.layers)]
-    return 1 + max(recurrent.index(kind) for kind in set(recurrent))
-
-
 def _cut(facts: ModelConfig, layers: int, vocabulary: int) -> ModelConfig:
-    recurrent = tuple(layer for layer in facts.recurrent_layers if layer < layers)
-    attending = layers - len(recurrent)
-    spec = replace(facts.attention, layers=attending, windows=facts.attention.windows[:attending])
-    states = facts.recurrent and replace(facts.recurrent, layers=len(recurrent))
-    experts = facts.experts
+    few = facts.first(layers)
+    experts = few.experts
     if experts is not None:  # a few times those that a row meets stand for all
-        experts = replace(experts, count=min(experts.count, EXPERTS * experts.chosen), layers=experts.layers[:layers])
-    return replace(
-        facts, layers=layers, vocab_size=vocabulary, attention=spec, recurrent=states, recurrent_layers=recurrent,
-        experts=experts, stored=None,
-    )  # fmt: skip
+        experts = replace(experts, count=min(experts.count, EXPERTS * experts.chosen))
+    return replace(few, vocab_size=vocabulary, experts=experts, stored=None)
 
 
 def _affordable(few: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from headrace import host
 from headrace.config import EngineConfig, config_from_env
 from headrace.engine.capacity import model_folder
-from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES, Footprint
+from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES, Footprint, ranks_here
 from headrace.host import GIB
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.files import weight_files
@@ -69,7 +69,10 @@ def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> d
     }
     wanted = config.model.max_len or facts.max_model_len
     longest = min(wanted, pool[own])
-    recurrent = {} if states is None else {"recurrent states": states, "bytes of a recurrent state": beside // states}
+    ranks = ranks_here(config)
+    recurrent = (
+        {} if states is None else {"recurrent states": states, "bytes of a recurrent state": beside // states // ranks}
+    )
     return recurrent | {
         "KV bytes per token (bf16)": f"{each['bf16']:,}",
         "KV bytes per token (int8)": f"{each['int8']:,}",

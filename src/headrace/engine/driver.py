@@ -10,6 +10,10 @@ own the new chunks, or that of the restore that it belongs to (offload.restore.r
 
 A decoding sequence is computed by the rank that owns its newest chunk: alone if that rank owns all of its chunks, by
 ring pass-Q otherwise.
+
+Of a model with recurrent layers a prompt is computed by chain or single alone: where no rank has room for all new
+chunks, each rank computes those that it owns, one after the other. Its states are with whoever computes
+(parallel.states).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -29,8 +34,9 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.logs import short_id
 from headrace.parallel import messages
-from headrace.parallel.messages import StepGroup, StepPart
-from headrace.parallel.rank import Rank
+from headrace.parallel.messages import StateMove, StepGroup, StepPart
+from headrace.parallel.rank import Hidden, Rank
+from headrace.parallel.states import StateHolders
 from headrace.planner.choice import StrategyChoice
 from headrace.planner.schedule import keeper_of
 from headrace.stats import EngineStats
@@ -41,6 +47,9 @@ log = logging.getLogger(__name__)
 
 Advise = Callable[[int, int, Sequence[float], tuple[str, ...]], StrategyChoice]
 """(new tokens, cached tokens, of these on each rank, strategies allowed) -> StrategyChoice: see planner.choice."""
+
+Places = list[tuple[int, int, int]]
+"""(position up to which, group, part) of a slice, in order."""
 
 
 @dataclass(slots=True)
@@ -61,7 +70,11 @@ class Driver(Executor):
     end: Callable[[], None] = lambda: None
     staged: int | None = None
     streams: RankedStreams | None = None
+    holders: StateHolders | None = field(init=False)
     _planned: dict[SequenceState, StrategyChoice] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.holders = None if self.cache.states is None else StateHolders(self.cache.states.total)
 
     @property
     def size(self) -> int:
@@ -76,7 +89,7 @@ class Driver(Executor):
         if Slice(sequence, start, count).decodes:
             return None
         keeper = self._keeper(table, start, count)
-        allowed = self.allowed if keeper is not None else tuple(set(self.allowed) - set(KEEPS_ALL)) or (FALLBACK,)
+        allowed = self.allowed if keeper is not None else self._without_keeper()
         cached_on = self._cached_on(table)
         wanted = sequence.planned.strategy(start) if sequence.planned else ""
         if wanted in allowed:
@@ -96,6 +109,12 @@ class Driver(Executor):
         first = max(range(self.size), key=self.cache.available_on)
         joins = joined_block(table)
         return lambda chunk: joins.get(chunk // BLOCK_CHUNKS, keeper_of(chunk // BLOCK_CHUNKS, self.size, first))
+
+    def _without_keeper(self) -> tuple[str, ...]:
+        """Strategies for a slice whose new chunks no rank has room for."""
+        if self.holders is not None:
+            return ("single",)
+        return tuple(set(self.allowed) - set(KEEPS_ALL)) or (FALLBACK,)
 
     def expected_s(self, slices: Sequence[Slice]) -> float:
         """As the planner predicted when the slices were scheduled."""
@@ -140,35 +159,52 @@ class Driver(Executor):
     def run(self, slices: Sequence[Slice]) -> Computed:
         """See Executor.run. Raises RankLost."""
         groups, places = self._groups(slices)
-        step = messages.RankStep(self.steps, groups)
-        self.steps += 1
-        self.send(messages.encode(step))
-        hidden = self.rank.run(step)
+        hidden = self._run(groups)
         rows: list[Tensor] = []
-        for index, part in enumerate(slices):
-            rows += [hidden[(*places[index], position)] for position in range(part.end - wanted_of(part), part.end)]
+        for part, found in zip(slices, places, strict=True):
+            rows += [hidden[(*_place(found, at), at)] for at in range(part.end - wanted_of(part), part.end)]
         if not rows:
             return Computed(torch.empty(0, 0), [])
         with torch.inference_mode():
             return wanted_rows(slices).computed(torch.stack(rows), self.rank.decoder.logits)
 
-    def _groups(self, slices: Sequence[Slice]) -> tuple[list[StepGroup], list[tuple[int, int]]]:
+    def _run(self, groups: list[StepGroup], moves: Sequence[StateMove] = ()) -> Hidden:
+        step = messages.RankStep(self.steps, groups, list(moves))
+        self.steps += 1
+        self.send(messages.encode(step))
+        return self.rank.run(step)
+
+    def fetch(self, slot: int) -> None:
+        """Has rank 0 hold the state in a slot, between two steps (offload.stored_states.StateHome). Raises RankLost."""
+        assert self.holders is not None, "only a model with recurrent layers has states"
+        if self.holders.of[slot] != 0:
+            self._run([], [StateMove(slot, self.holders.of[slot], 0)])
+            self.holders.of[slot] = 0
+
+    def written(self, slot: int) -> None:
+        """Rank 0 has put a state into a slot."""
+        assert self.holders is not None, "only a model with recurrent layers has states"
+        self.holders.of[slot] = 0
+
+    def _groups(self, slices: Sequence[Slice]) -> tuple[list[StepGroup], list[Places]]:
         """The groups in an order in which a chunk is written before another sequence reads it, and where each slice
-        stands: (group, part)."""
+        stands."""
         found: list[tuple[str, list[StepPart]]] = []
         kinds: list[tuple[str, bool]] = []
-        places = []
+        places: list[Places] = []
         room = GroupRoom(self.staged, self.cache.pool.per_rank)
         for part in slices:
             strategy, made = self._part(part)
             # Single tokens are computed together, whole prompts of single ranks one after the other.
             kind = (strategy, STRATEGIES[strategy].fused or (strategy == "single" and part.length == 1))
-            if not (found and kinds[-1] == kind and kind[1] and room.takes(made, strategy)):
-                room.begin(made)
-                found.append((strategy, []))
-                kinds.append(kind)
-            found[-1][1].append(made)
-            places.append((len(found) - 1, len(found[-1][1]) - 1))
+            places.append([])
+            for each in apart(made) if strategy == "single" else [made]:
+                if not (found and kinds[-1] == kind and kind[1] and room.takes(each, strategy)):
+                    room.begin(each)
+                    found.append((strategy, []))
+                    kinds.append(kind)
+                found[-1][1].append(each)
+                places[-1].append((each.end, len(found) - 1, len(found[-1][1]) - 1))
         return [StepGroup(strategy, parts) for strategy, parts in found], places
 
     def _part(self, part: Slice) -> tuple[str, StepPart]:
@@ -183,7 +219,11 @@ class Driver(Executor):
             mark_activations(table, bounds, ranks)
         slots = table.slots[: chunks_for(part.end)].tolist()
         wanted, prompt_len = wanted_of(part), part.sequence.prompt_len
-        return strategy, StepPart(part.tokens, part.start, slots, bounds, ranks, wanted, prompt_len)
+        made = StepPart(part.tokens, part.start, slots, bounds, ranks, wanted, prompt_len)
+        if self.holders is not None:
+            states = self.holders.route(table.track.segments, part.start, bounds, ranks)
+            made = msgspec.structs.replace(made, states=states)
+        return strategy, made
 
     def _decode(self, part: Slice, table: ChunkTable) -> tuple[str, list[int], list[int]]:
         home = table.owner(part.start // CHUNK)
@@ -197,6 +237,10 @@ class Driver(Executor):
         owners = {table.owner(chunk) for chunk in range(part.start // CHUNK, chunks_for(part.end))}
         if owners == {choice.ranks[-1]}:
             return choice
+        if self.holders is not None:
+            bounds, ranks = runs_of_owners(table, part)
+            reason = f"{choice.strategy} had no rank with room for all new chunks: single, by the owners in turn"
+            return replace(choice, strategy="single", bounds=bounds, ranks=ranks, reason=reason)
         other = self.advise(part.length, part.start, self._cached_on(table), (FALLBACK,))
         return replace(other, reason=f"{choice.strategy} had no room on rank {choice.ranks[-1]}: {other.reason}")
 
@@ -205,6 +249,34 @@ class Driver(Executor):
         part.sequence.strategy, part.sequence.strategy_reason = choice.strategy, choice.reason
         request = short_id(part.sequence.request.request_id)
         log.debug("%-8s  %d tokens after %d: %s", request, part.length, part.start, choice.reason)
+
+
+def _place(places: Places, position: int) -> tuple[int, int]:
+    """(group, part) of a position."""
+    return next((group, part) for end, group, part in places if position < end)
+
+
+def runs_of_owners(table: ChunkTable, part: Slice) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(bounds, ranks) of a slice each of whose new chunks is computed by its owner."""
+    bounds, ranks = [part.start], [table.owner(part.start // CHUNK)]
+    for chunk in range(part.start // CHUNK + 1, chunks_for(part.end)):
+        if table.owner(chunk) != ranks[-1]:
+            bounds.append(chunk * CHUNK)
+            ranks.append(table.owner(chunk))
+    return (*bounds, part.end), tuple(ranks)
+
+
+def apart(part: StepPart) -> list[StepPart]:
+    """Each shard of a part as one of its own."""
+    if len(part.ranks) == 1:
+        return [part]
+    made = []
+    for begin, end, rank in zip(part.bounds, part.bounds[1:], part.ranks, strict=False):
+        wanted = max(0, min(end - begin, end - (part.end - part.wanted)))
+        tokens, slots = part.tokens[begin - part.start : end - part.start], part.slots[: chunks_for(end)]
+        states = [run for run in part.states if begin < run.end <= end]
+        made.append(StepPart(tokens, begin, slots, [begin, end], [rank], wanted, part.prompt_len, states))
+    return made
 
 
 def joined_block(table: ChunkTable) -> dict[int, int]:

@@ -138,11 +138,13 @@ class Footprint:
         return max(1, min(fit, STATES_EACH * self.config.scheduler.max_sequences))
 
     def _state_size(self) -> int:
+        """On all ranks here: each has memory for all states."""
         spec = self.model.recurrent
-        return 0 if spec is None else spec.state_bytes(BYTES[compute_type(self.model, self.config.model.dtype)])
+        each = 0 if spec is None else spec.state_bytes(BYTES[compute_type(self.model, self.config.model.dtype)])
+        return each * ranks_here(self.config)
 
     def state_bytes(self) -> int:
-        """Of all recurrent states."""
+        """Of all recurrent states, on all ranks here."""
         return (self.states() or 0) * self._state_size()
 
     def kv_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Which sequences fit one group of a step where each rank stages its chunks of a group."""
+"""Which sequences fit one group of a step: where each rank stages its chunks of a group, so many, and none that goes
+on from a recurrent state which another of them leaves on another rank."""
 
 from __future__ import annotations
 
@@ -16,20 +17,24 @@ class GroupRoom:
     def __init__(self, most: int | None, slots_per_rank: int) -> None:
         self.most, self.slots_per_rank = most, slots_per_rank
         self._slots: set[int] = set()
+        self._left: set[int] = set()
 
     def begin(self, part: StepPart) -> None:
         """A group of this sequence alone, which fits whatever it is (offload.streaming.open.sizes)."""
         self._slots = set(part.slots) if self.most is not None else set()
+        self._left = {run.target for run in part.states}
 
     def takes(self, part: StepPart, strategy: str) -> bool:
         """Whether the sequence fits beside those that the group has. Then it is one of them."""
-        if self.most is None:
-            return True
-        both = self._slots | set(part.slots)
-        fits = self._largest(both, strategy) <= self.most
-        if fits:
+        if any(run.source in self._left and run.origin != run.rank for run in part.states):
+            return False
+        if self.most is not None:
+            both = self._slots | set(part.slots)
+            if self._largest(both, strategy) > self.most:
+                return False
             self._slots = both
-        return fits
+        self._left |= {run.target for run in part.states}
+        return True
 
     def _largest(self, slots: set[int], strategy: str) -> int:
         """Chunks of the rank that has most of them at a time."""

@@ -179,8 +179,10 @@ def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
 def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
     config, cache = sized.config, sized.cache(tell)
     each = config if sized.streamed is not None else config.replace(kv_cache_tokens=sized.per_rank)
+    each = each if sized.states is None else each.replace(recurrent_states=sized.states)
     group, decoder = ranks.open_ranks(each, tell)
     capacity = replace(sized.capacity, ranks=group.told)
+    driver = group.driver(cache, config)
     try:
         if config.tiers is not None:
             tell(LoadPhase("opening the tiers"))
@@ -188,7 +190,8 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
     except BaseException:
         group.close()
         raise
-    driver = group.driver(cache, config)
+    if offload is not None and offload.states is not None:
+        offload.states.home = driver
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, driver, group, offload)
 
 

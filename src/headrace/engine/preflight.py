@@ -27,6 +27,7 @@ from headrace.models.spec import ModelConfig
 from headrace.parallel.interfaces import interface_name
 from headrace.planner.machine import ModelShape
 from headrace.planner.tuned_table import TableStamp, load_table
+from headrace.strategies import RECURRENT
 from headrace.types import CHUNK
 from headrace.version import __version__
 
@@ -68,17 +69,21 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
             raise ValueError(f"recurrent_states: {model.architecture} has no recurrent layers; leave it out")
         return
     tiers = config.tiers
+    strategy = config.ranks.strategy
+    if config.ranks.context > 1 and strategy not in ("auto", *RECURRENT):
+        raise ValueError(
+            f"prefill_strategy {strategy}: {model.architecture} has recurrent layers, whose rows are computed in their "
+            f"order, from rank to rank; use auto, {' or '.join(RECURRENT)}"
+        )
     found = {
-        "context_parallel_size": config.ranks.context > 1,
         "tensor_parallel_size": config.ranks.tensor > 1,
         "attention_backend triton": config.model.backend == "triton",
         "offload_schedule": config.streaming is not None,
-        "kv_remote_url": tiers is not None and any(each.kind == "remote" for each in tiers.each),
         "kv_offload_activations": tiers is not None and tiers.activations == "on",
     }
     asked = next((name for name, on in found.items() if on), None)
     if asked is not None:
-        told = "its states are kept by one rank, in memory and on disk, on the CPU"
+        told = "its states are whole, in memory and in tiers, on the CPU"
         raise ValueError(f"{asked}: {model.architecture} has recurrent layers, and {told}; leave it out")
     if config.speculation.on:
         told = "whose states do not go back to before a wrong draft"

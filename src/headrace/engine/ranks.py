@@ -26,7 +26,7 @@ from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
 from headrace.kv.cache import KVCache
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.plain_config import plain_config
@@ -51,7 +51,7 @@ from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.profile import Profile
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
-from headrace.strategies import OFFERED
+from headrace.strategies import OFFERED, RECURRENT
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ def rank_threads(config: EngineConfig) -> RankThreads:
 
 
 def make(config: EngineConfig, group: Group) -> Rank:
-    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds, unless KV is streamed."""
+    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds, unless KV is streamed; and
+    recurrent_states, where the model has some."""
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
     rank = _make(config, group, load_share(config, group))
@@ -132,7 +133,8 @@ def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
 
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     backend = _backend(config, decoder)
-    return Rank(decoder, open_storage(config, decoder), backend, group.context, rank_threads(config))
+    storage = open_storage(config, decoder)
+    return Rank(decoder, storage, backend, group.context, rank_threads(config), open_states(config, decoder))
 
 
 def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedStore:
@@ -149,6 +151,17 @@ def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedSt
     if config.cache.prefault:
         storage.prefault()
     return storage
+
+
+def open_states(config: EngineConfig, decoder: Decoder) -> StateStorage | None:
+    """A rank's memory for recurrent states, where the model has some."""
+    spec, slots = decoder.config.recurrent, config.cache.states
+    if spec is None or slots is None:
+        return None
+    states = StateStorage(spec, slots, decoder.dtype)
+    if config.cache.prefault:
+        states.prefault()
+    return states
 
 
 def stream_sizes(
@@ -168,17 +181,18 @@ def _backend(config: EngineConfig, decoder: Decoder) -> str:
 class Ranks:
     """The driver's group. close() ends the workers; it may be called again.
 
-    told: the group, its profile and how strategies are chosen, in one line.
+    told: the group, its profile and how strategies are chosen, in one line. allowed: the strategies.
     """
 
     group: Group
     rank: Rank
     profile: Profile
     told: str
+    allowed: tuple[str, ...]
 
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
         return Driver(
-            self.rank, cache, self._workers.send, self._advise(config), allowed(config), end=self.close,
+            self.rank, cache, self._workers.send, self._advise(config), self.allowed, end=self.close,
             staged=self.rank.staged, streams=self._streams(),
         )  # fmt: skip
 
@@ -226,9 +240,12 @@ class Ranks:
         self.rank.close()
 
 
-def allowed(config: EngineConfig) -> tuple[str, ...]:
-    """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be."""
-    return OFFERED if config.ranks.strategy == "auto" else (config.ranks.strategy,)
+def allowed(config: EngineConfig, recurrent: bool = False) -> tuple[str, ...]:
+    """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be. recurrent: for a
+    model with recurrent layers, which falls back to single."""
+    if config.ranks.strategy != "auto":
+        return (config.ranks.strategy,)
+    return tuple(name for name in OFFERED if name in RECURRENT) if recurrent else OFFERED
 
 
 def open_ranks(
@@ -259,8 +276,9 @@ def open_ranks(
         log.debug("%s", told)
         planned_on = _planned_on(machine, tuned)
         _advise_at_start(config, planned_on, shape)
-        profile = Profile(planned_on, shape, config.ranks.context, tuned, allowed(config))
-        return Ranks(group, rank, profile, told), decoder
+        strategies = allowed(config, decoder.config.recurrent is not None)
+        profile = Profile(planned_on, shape, config.ranks.context, tuned, strategies)
+        return Ranks(group, rank, profile, told, strategies), decoder
     except BaseException:
         group.close()
         raise

@@ -32,6 +32,7 @@ from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
 from headrace.offload.writeback import Writeback
 from headrace.parallel.rank import Rank
+from headrace.parallel.states import RankStates
 from headrace.planner.profile import Profile
 from headrace.types import CHUNK
 from headrace.version import __version__
@@ -114,8 +115,9 @@ def open_offload(
     keep_notes(config, capacity, cache.identity)
     storer = ChunkStorer(peers, cache.pool.per_rank, opened.tiers)
     only_idle, states = _only_idle(config, opened.codec, profile), None
-    if cache.states is not None and isinstance(rank, Runner) and rank.states is not None:
-        states = StoredStates(cache.states, StateCodec(rank.states, cache.identity), opened.tiers, only_idle)
+    storage = rank.states.storage if isinstance(rank.states, RankStates) else rank.states
+    if cache.states is not None and storage is not None:
+        states = StoredStates(cache.states, StateCodec(storage, cache.identity), opened.tiers, only_idle)
     return StoredPrefixes(
         cache=cache,
         source=StoredChunks(peers, cache, opened.codec, opened.tiers),

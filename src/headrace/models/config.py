@@ -13,6 +13,7 @@ from headrace.models import schema
 from headrace.models.families import FAMILIES, HEADLESS, Family
 from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, raw_config, read_json, weight_files
+from headrace.models.quantised import FIELDS as QUANTISED_FIELDS
 from headrace.models.quantised import scheme_of
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
 from headrace.models.stored import has_tiled_values, stored_weights
@@ -23,6 +24,8 @@ __all__ = ["ModelConfig", "RopeSpec", "read_config"]
 log = logging.getLogger(__name__)
 
 REFUSED_FIELDS = ("per_layer_config",)
+OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+"""Fields that stand beside text_config."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' names of the types that weights may have."""
 
@@ -85,7 +88,7 @@ def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != family.text_type:
         raise UnsupportedModel(f"text_config is missing, or not of model_type {family.text_type!r}")
-    for name in ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", *REFUSED_FIELDS):
+    for name in (*OF_THE_WHOLE, *QUANTISED_FIELDS, *REFUSED_FIELDS):
         if raw.get(name) is not None:
             text = text | {name: raw[name]}
     log.info("%s: the text part is loaded; images are not taken", raw["architectures"][0])

@@ -138,15 +138,12 @@ class Decoder:
 
     def first(self, count: int) -> Decoder:
         """A decoder of the first layers alone, with the same weights: for measurements."""
-        part, spec, layers = copy.copy(self), self.config.attention, self.layers
-        attention = replace(spec, layers=count, windows=spec.windows[:count])
-        part.config = replace(self.config, layers=count, attention=attention)
-        if self.config.recurrent is not None:
-            raise ValueError("a model with recurrent layers is not measured by its first layers")
+        part, layers = copy.copy(self), self.layers
+        part.config = self.config.first(count)
         if isinstance(layers, block.Blocks):
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
         else:
-            part.layers = OneByOne(layers.layers[:count])
+            part.layers = type(layers)(layers.layers[:count])
         part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part

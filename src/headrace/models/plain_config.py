@@ -61,6 +61,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_key_value_heads=4,
         num_experts=0,
     ),
+    "qwen3_5_moe_text": QWEN3_NEXT
+    | dict(vocab_size=248320, num_hidden_layers=40, num_experts_per_tok=8, num_experts=256),
     "qwen3_moe": LLAMA
     | dict(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
@@ -134,7 +136,7 @@ NEVER_NULL = (
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
 """Where the class has another one."""
-PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25}
+PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
@@ -156,7 +158,7 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
     _fill_in(values, model_type)
-    if model_type != "qwen3_next":
+    if "linear_conv_kernel_dim" not in DEFAULTS[model_type]:
         _fill_in_experts(values, known, "num_experts" in DEFAULTS[model_type])
     _fill_in_rope(values, known, model_type)
     values["model_type"] = model_type

@@ -14,7 +14,7 @@ Beside them, in some models, layers.N.shared.up and .down, and layers.N.shared_g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.config import AttentionSpec, RecurrentSpec
@@ -179,6 +179,25 @@ class ModelConfig:
         if self.local_rope is None or self.attention.windows[layer] is None:
             return 0, width
         return width, self.local_rope.width(self.attention.head_dim)
+
+    def first(self, layers: int) -> ModelConfig:
+        """The model of the first layers alone."""
+        recurrent = tuple(layer for layer in self.recurrent_layers if layer < layers)
+        attending, experts = layers - len(recurrent), self.experts
+        return replace(
+            self,
+            layers=layers,
+            attention=replace(self.attention, layers=attending, windows=self.attention.windows[:attending]),
+            recurrent=self.recurrent and replace(self.recurrent, layers=len(recurrent)),
+            recurrent_layers=recurrent,
+            experts=experts and replace(experts, layers=experts.layers[:layers]),
+        )
+
+    @property
+    def one_of_each_kind(self) -> int:
+        """First layers among which are some with attention and some that are recurrent, if the model has both."""
+        recurrent = [layer in self.recurrent_layers for layer in range(self.layers)]
+        return 1 + max(recurrent.index(kind) for kind in set(recurrent))
 
     def place(self, layer: int) -> int:
         """Number of a layer among those of its kind, with attention or recurrent."""

@@ -1,7 +1,8 @@
-"""Recurrent states in the tiers of one rank: stored when they are evicted or the engine is idle, read when a restore
-of the chunks before them has come.
+"""Recurrent states in the tiers of rank 0: stored when they are evicted or the engine is idle, read when a restore of
+the chunks before them has come.
 
-All is done by the thread that computes: a state changes at no other moment.
+All is done by the thread that computes: a state changes at no other moment. A state that another rank has is fetched
+first; one that was read is with rank 0.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -25,11 +27,32 @@ from headrace.offload.writeback import IDLE_QUEUE
 log = logging.getLogger(__name__)
 
 
+class StateHome(Protocol):
+    """Who knows which rank has a state."""
+
+    def fetch(self, slot: int) -> None:
+        """Returns when this rank has the state in the slot. Raises RankLost."""
+
+    def written(self, slot: int) -> None:
+        """This rank has put a state into the slot."""
+
+
+class OnlyRank(StateHome):
+    """There is one rank."""
+
+    def fetch(self, slot: int) -> None:
+        pass
+
+    def written(self, slot: int) -> None:
+        pass
+
+
 class StoredStates:
-    """only_idle: nothing is given to disk while the engine computes (offload.writeback)."""
+    """only_idle: nothing is given to disk while the engine computes (offload.writeback). home: may be set."""
 
     def __init__(self, cache: StateCache, codec: StateCodec, tiers: Tiers, only_idle: bool) -> None:
         self.cache, self.codec, self.tiers, self.only_idle = cache, codec, tiers, only_idle
+        self.home: StateHome = OnlyRank()
         self._stored: set[bytes] = set()
         cache.leaving = self._leaving
 
@@ -51,6 +74,7 @@ class StoredStates:
         else:
             self._stored.add(digest)
         if lacking:
+            self.home.fetch(node.state)
             offer(self.tiers, lacking, name, node.tenant, self.codec.encode(node.state, digest))
 
     def store_idle(self) -> bool:
@@ -82,4 +106,5 @@ class StoredStates:
             self.tiers.drop([name])
             return f"the state behind the last chunk {error}"
         self._stored.add(digest)
+        self.home.written(slot)
         return ""

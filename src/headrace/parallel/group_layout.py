@@ -71,7 +71,8 @@ def wanted(group: StepGroup, rank: int) -> list[tuple[int, int]]:
 
 
 def check(group: StepGroup, ranks: int) -> None:
-    """Raises ValueError unless the bounds cover the new tokens in order and the slots hold them."""
+    """Raises ValueError unless the bounds cover the new tokens in order, the slots hold them, and recurrent states go
+    once through each rank: one that computes rows before and after another's would wait for it."""
     for part in group.parts:
         ordered = part.bounds == sorted(part.bounds)
         if not ordered or part.bounds[:1] != [part.start] or part.bounds[-1] != part.end:
@@ -80,6 +81,8 @@ def check(group: StepGroup, ranks: int) -> None:
             raise ValueError(f"{len(part.bounds) - 1} shards but ranks {part.ranks} (of {ranks})")
         if len(part.slots) != chunks_for(part.end):
             raise ValueError(f"{len(part.slots)} chunks cannot hold {part.end} tokens")
+        if part.states and len(set(part.ranks)) < len(part.ranks):
+            raise ValueError(f"recurrent states cannot go through ranks {part.ranks}: use chain or single")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,33 @@ import msgspec
 from headrace.strategies import StrategyName
 
 
+class StateRun(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a part up to the position `end`, which `rank` computes from the recurrent state in slot `source` (-1:
+    that of no tokens), which `origin` has, into slot `target`."""
+
+    end: int
+    source: int
+    target: int
+    rank: int
+    origin: int
+
+
+class StateMove(msgspec.Struct, frozen=True, array_like=True):
+    """The state in a slot goes from `origin` to `rank`."""
+
+    slot: int
+    origin: int
+    rank: int
+
+
 class StepPart(msgspec.Struct, frozen=True):
     """New tokens of one sequence: positions start .. start+len(tokens)-1.
 
     slots: global slots of its chunks from position 0 to the last new token, cached ones and new ones.
     bounds: absolute positions that cut the new tokens into shards, from start to the end; ranks: who computes each
     shard, one fewer. A rank may have several shards or none, and a shard may be empty.
-    wanted: of so many last tokens the hidden state is asked for. prompt_len: see TokenBatch.rope_lengths.
+    wanted: of so many last tokens the hidden state is asked for. prompt_len: see TokenBatch.rope_lengths. states: of a
+    model with recurrent layers, what covers the new tokens.
     """
 
     tokens: list[int]
@@ -29,6 +49,7 @@ class StepPart(msgspec.Struct, frozen=True):
     ranks: list[int]
     wanted: int = 1
     prompt_len: int = 0
+    states: list[StateRun] = []
 
     @property
     def end(self) -> int:
@@ -43,10 +64,12 @@ class StepGroup(msgspec.Struct, frozen=True):
 
 
 class RankStep(msgspec.Struct, frozen=True):
-    """Groups that a rank computes one after another; it does not wait for the others between them."""
+    """Groups that a rank computes one after another; it does not wait for the others between them. moves: recurrent
+    states that change hands before them."""
 
     number: int
     groups: list[StepGroup]
+    moves: list[StateMove] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,16 +13,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
+from headrace.kv.table_state import NONE, Segment
 from headrace.models.decoder import Decoder
 from headrace.parallel.messages import RankStep, StepGroup, StepPart
 from headrace.parallel.rank import Rank
+from headrace.parallel.states import StateHolders
 from headrace.parallel.transport import Tag
 from headrace.planner.choice import predict, shards_for
 from headrace.planner.machine import ComputeRates, LayerTimes, Machine, ModelShape
 from headrace.planner.partition import causal_pairs
 from headrace.planner.shards import Prefill
-from headrace.strategies import FALLBACK, OFFERED, STRATEGIES
+from headrace.strategies import FALLBACK, OFFERED, RECURRENT, STRATEGIES
 from headrace.types import CHUNK, chunks_for
 
 FLOPS = 100e9
@@ -44,12 +46,16 @@ class Probe:
     def __init__(self, rank: Rank, repeats: int | None = None) -> None:
         self.of, self.size, self.me = rank, rank.transport.size, rank.transport.rank
         whole = shape_of(rank.decoder)
-        self.rows, layers = _extent(whole, rank.decoder.config.max_model_len)
+        config = rank.decoder.config
+        self.rows, layers = _extent(whole, config.max_model_len)
+        layers = max(layers, config.one_of_each_kind)
         self.shape = msgspec.structs.replace(whole, layers=layers)
         decoder = rank.decoder.first(layers)
+        recurrent = decoder.config.recurrent
+        states = None if recurrent is None else StateStorage(recurrent, 1, decoder.dtype)
         storage = KVStorage(decoder.config.attention, chunks_for(self.rows), rank.storage.dtype)
         backend = rank.kernels.backend.capabilities.name
-        self.rank = Rank(decoder, storage, backend, rank.transport, rank.threads)
+        self.rank = Rank(decoder, storage, backend, rank.transport, rank.threads, states)
         self.rank.groups = rank.groups
         self.given, self.repeats = repeats, repeats or 3
 
@@ -65,7 +71,7 @@ class Probe:
             one_engine=None if plain.one_engine is None else self._rated(plain, plain.one_engine, alone),
         )
         exchanges = {each.strategy: self._beyond(found, each) for each in self._exchanges(found)}
-        if exchanges:  # a strategy for cached tokens has as many exchanges as the one in its place without
+        if FALLBACK in exchanges:  # a strategy for cached tokens has as many exchanges as the one in its place without
             exchanges |= {name: exchanges[FALLBACK] for name in OFFERED if STRATEGIES[name].needs_cached}
         self.of.groups = self.rank.groups
         return msgspec.structs.replace(found, exchange_s=tuple(sorted(exchanges.items())))
@@ -74,7 +80,8 @@ class Probe:
         """The prefill by each strategy that several ranks may compute by, cut as that of the whole model: with other
         blocks the ranks of a chain would not wait for each other as they do there."""
         for name in OFFERED if self.size > 1 else ():
-            if name != "single" and not STRATEGIES[name].needs_cached:
+            computes = self.rank.states is None or name in RECURRENT
+            if name != "single" and computes and not STRATEGIES[name].needs_cached:
                 cut = shards_for(name, Prefill(machine, shape_of(self.of.decoder), self.size, self.rows))
                 bounds = [int(bound) for bound in self._told(cut.bounds)]
                 yield self._group(name, bounds, cut.ranks, cut.ranks[-1] if STRATEGIES[name].keeps_all else 0)
@@ -83,7 +90,10 @@ class Probe:
         """The prefill of all rows, whose keys and values `owner` keeps."""
         slots = [owner * self.rank.storage.slots + chunk for chunk in range(chunks_for(self.rows))]
         tokens = [0] * self.rows
-        return StepGroup(strategy, [StepPart(tokens, 0, slots, list(bounds), list(ranks), 1, self.rows)])
+        states = []
+        if self.rank.states is not None:
+            states = StateHolders(1).route([Segment(self.rows, NONE, 0)], 0, bounds, ranks)
+        return StepGroup(strategy, [StepPart(tokens, 0, slots, list(bounds), list(ranks), 1, self.rows, states)])
 
     def _run(self, groups: list[StepGroup]) -> float:
         meet(self.of)

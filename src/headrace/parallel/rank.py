@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.attention.execute import KeepActivations
 from headrace.kernels.backend import Attend, backend_of
 from headrace.kernels.block import Watch
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import group_layout
 from headrace.parallel.coming import Coming, NothingComes
@@ -19,6 +19,7 @@ from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import RankStep, StepGroup
 from headrace.parallel.outside import OutsideKV, PlacedGroup, placed
+from headrace.parallel.states import RankStates
 from headrace.parallel.step_fence import StepFence
 from headrace.parallel.threads import RankThreads, one_rank_computes
 from headrace.parallel.transport import LAST, Tag, Transfer, Transport
@@ -39,7 +40,8 @@ class Rank:
     """A model, its pool or store of `storage.slots` chunks, and a place among the ranks of `transport`.
 
     threads: how many it computes with; None: as many as the caller has set. fence: whoever sends it steps says so there
-    (`sent`). tiers: may be set, with `coming`, to what takes a command for the rank's tiers and whom to answer.
+    (`sent`). tiers: may be set, with `coming`, to what takes a command for the rank's tiers and whom to answer. states:
+    memory for those of recurrent layers, if the model has some.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class Rank:
         backend: str,
         transport: Transport,
         threads: RankThreads | None = None,
+        states: StateStorage | None = None,
     ) -> None:
         self.decoder, self.storage, self.transport, self.threads = decoder, storage, transport, threads
         spec = decoder.config.attention
         self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias, decoder.sinks)
         self.workspace = Workspace(spec, storage.dtype)
+        self.states = None if states is None else RankStates(states, transport, spec.layers)
         self.counters = TokenCounters()
         self.coming: Coming = NothingComes()
         self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
@@ -101,8 +105,10 @@ class Rank:
         found: Hidden = {}
         coming: list[PendingHidden] = []
         going: list[Transfer] = []
-        first = self.groups
-        self.groups += len(step.groups)
+        if self.states is not None and step.moves:
+            self.states.move(step.moves, self.groups)
+        first = self.groups + bool(step.moves)
+        self.groups = first + len(step.groups)
         places = placed(step.groups, self.storage, self.coming, self.transport.rank, self.kernels.spec.windows)
         for index, (group, place) in enumerate(zip(step.groups, places, strict=True)):
             hidden = self._compute(place, first + index)
@@ -117,6 +123,8 @@ class Rank:
             found |= {(index, *key): row for key, row in zip(keys, rows, strict=True)}
         for work in going:
             work.drain()
+        if self.states is not None:
+            self.states.drain()
         if not isinstance(self.storage, KVStorage):
             self.storage.computed()
         return found
@@ -139,6 +147,7 @@ class Rank:
             group, number, self.transport, place.storage, self.kernels, self.workspace, self.storage.slots,
             self.counters, place.coming,
         )  # fmt: skip
+        recur = None if self.states is None else self.states.at(group, number)
         runs = group_layout.runs(group, self.transport.rank)
         none = torch.empty(0, self.decoder.config.embed_size, dtype=self.decoder.dtype)
         attend = RUNS[group.strategy](context)
@@ -149,7 +158,7 @@ class Rank:
             self._pass_on(attend)
             return none
         rows = torch.tensor(_wanted_rows(group, runs), dtype=torch.int64)
-        return self.decoder.forward(self._batch(group, runs), attend, rows, self._keep(place, runs))
+        return self.decoder.forward(self._batch(group, runs), attend, rows, self._keep(place, runs), recur)
 
     def _keep(self, place: PlacedGroup, runs: list[group_layout.RowRange]) -> Watch | None:
         """Keeps the activations of rows in chunks that are this rank's own, and its turn among the tensor ranks."""

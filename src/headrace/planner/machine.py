@@ -137,8 +137,6 @@ class _Attention(Protocol):
     """The sizes of headrace.config.AttentionSpec that count here."""
 
     @property
-    def layers(self) -> int: ...
-    @property
     def heads(self) -> int: ...
     @property
     def kv_heads(self) -> int: ...
@@ -172,7 +170,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """Of a headrace.models.spec.ModelConfig (or anything with its fields), for one of `tensor_ranks` ranks."""
         spec: _Attention = model.attention
         return cls(
-            layers=spec.layers,
+            layers=model.layers,
             hidden=model.hidden_size,
             heads=-(-spec.heads // tensor_ranks),
             kv_heads=-(-spec.kv_heads // tensor_ranks),

@@ -10,7 +10,13 @@ from headrace.models.families.granite import GRANITE
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
-from headrace.models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
+from headrace.models.families.qwen3_next import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_WITH_VISION,
+    QWEN3_5_WITH_VISION,
+    QWEN3_NEXT,
+)
 from headrace.models.families.smollm import SMOLLM3
 
 __all__ = ["FAMILIES", "HEADLESS", "Family"]
@@ -29,6 +35,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5_WITH_VISION,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_WITH_VISION,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": OLMOE,

@@ -1,10 +1,11 @@
 """Qwen3-Next and Qwen3.5 (text): gated delta nets in most layers, attention with an output gate in the others.
 
-Norms add 1 to their weights, and a part of each head is rotated. Qwen3-Next may have experts in place of MLPs.
+Norms add 1 to their weights, and a part of each head is rotated. Both may have experts in place of MLPs.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec
@@ -16,9 +17,15 @@ from headrace.types import UnsupportedModel
 KINDS = ("linear_attention", "full_attention")
 MULTIMODAL_ROPE = frozenset({"mrope_section", "mrope_interleaved"})
 """Which axis turns which pair of elements: for text all axes are the position."""
+SHARED: Names = {
+    "layers.{}.shared_gate": ("layers.{}.mlp.shared_expert_gate",),
+    "layers.{}.shared.up": ("layers.{}.mlp.shared_expert.gate_proj", "layers.{}.mlp.shared_expert.up_proj"),
+    "layers.{}.shared.down": ("layers.{}.mlp.shared_expert.down_proj",),
+}
+"""The expert that all rows meet."""
 
 
-def _facts(config: Any) -> dict[str, Any]:
+def _facts(config: Any, inner: int) -> dict[str, Any]:
     for kind in config.layer_types:
         if kind not in KINDS:
             raise UnsupportedModel(f"layer_types with {kind!r} is not supported; supported: {', '.join(KINDS)}")
@@ -28,7 +35,7 @@ def _facts(config: Any) -> dict[str, Any]:
     spec = rope(config, partial=True, ignored=MULTIMODAL_ROPE)
     full = config.num_hidden_layers - len(linear)
     return dict(
-        intermediate_size=config.intermediate_size,
+        intermediate_size=inner,
         embed_size=config.hidden_size,
         max_model_len=rope_reach(config, spec),
         attention=_attention(config, full),
@@ -49,17 +56,25 @@ def _facts(config: Any) -> dict[str, Any]:
 
 
 def _next_facts(config: Any) -> dict[str, Any]:
-    """With experts, and one beside them that all rows meet, if there are any."""
-    if not config.num_experts:
-        return _facts(config)
-    inner, shared, layers = config.moe_intermediate_size, config.shared_expert_intermediate_size, sparse_layers(config)
-    return _facts(config) | mixture(config, config.num_experts, inner, config.norm_topk_prob, layers, shared)
+    facts = _facts(config, config.intermediate_size)
+    return facts | _experts(config, config.norm_topk_prob, sparse_layers(config)) if config.num_experts else facts
 
 
 def _qwen3_5_facts(config: Any) -> dict[str, Any]:
     if getattr(config, "num_experts", None):
         raise UnsupportedModel(f"num_experts {config.num_experts} is not supported for this architecture")
-    return _facts(config)
+    return _facts(config, config.intermediate_size)
+
+
+def _qwen3_5_moe_facts(config: Any) -> dict[str, Any]:
+    everywhere = (True,) * config.num_hidden_layers
+    return _facts(config, config.moe_intermediate_size) | _experts(config, True, everywhere)
+
+
+def _experts(config: Any, normalised: bool, layers: tuple[bool, ...]) -> dict[str, Any]:
+    """With one beside them that all rows meet."""
+    inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+    return mixture(config, config.num_experts, inner, normalised, layers, shared)
 
 
 def _attention(config: Any, layers: int) -> AttentionSpec:
@@ -102,14 +117,7 @@ def _names(config: ModelConfig, mixed: tuple[str, ...], gates: tuple[str, ...]) 
 
 
 def _next_names(config: ModelConfig) -> Names:
-    shared = "layers.{}.mlp.shared_expert."
-    return {
-        **_names(config, ("in_proj_qkvz",), ("in_proj_ba",)),
-        **APART,
-        "layers.{}.shared_gate": ("layers.{}.mlp.shared_expert_gate",),
-        "layers.{}.shared.up": (shared + "gate_proj", shared + "up_proj"),
-        "layers.{}.shared.down": (shared + "down_proj",),
-    }
+    return {**_names(config, ("in_proj_qkvz",), ("in_proj_ba",)), **APART, **SHARED}
 
 
 def _next_names_together(config: ModelConfig) -> Names:
@@ -117,7 +125,11 @@ def _next_names_together(config: ModelConfig) -> Names:
 
 
 def _qwen3_5_names(config: ModelConfig) -> Names:
-    return _names(config, ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+    return {**_names(config, ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")), **APART, **SHARED}
+
+
+def _qwen3_5_names_together(config: ModelConfig) -> Names:
+    return {**_qwen3_5_names(config), **TOGETHER}
 
 
 def qkv_rows(config: ModelConfig) -> list[int]:
@@ -155,3 +167,17 @@ QWEN3_5 = Family(
     "qwen3_5_text", "transformers.models.qwen3_5.configuration_qwen3_5:Qwen3_5TextConfig", _qwen3_5_facts,
     _qwen3_5_names, PREFIXES, qkv_rows,
 )  # fmt: skip
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text", "transformers.models.qwen3_5_moe.configuration_qwen3_5_moe:Qwen3_5MoeTextConfig",
+    _qwen3_5_moe_facts, _qwen3_5_names, PREFIXES, qkv_rows, other_names=_qwen3_5_names_together,
+)  # fmt: skip
+
+
+def _with_vision(text: Family) -> Family:
+    """Of which the text part is computed, and images are refused."""
+    whole = text.model_type.removesuffix("_text")
+    prefixes, unread = ("model.language_model.",), ("model.visual.",)
+    return replace(text, model_type=whole, text_type=text.model_type, prefixes=prefixes, unread=unread)
+
+
+QWEN3_5_WITH_VISION, QWEN3_5_MOE_WITH_VISION = map(_with_vision, (QWEN3_5, QWEN3_5_MOE))
