@@ -82,6 +82,8 @@ def _obstacle(decoder: Decoder) -> str:
         return ""
     if decoder.config.recurrent is not None:
         return "some layers are recurrent"
+    if decoder.config.value_norm:
+        return "layers differ in their heads or their inputs"
     return obstacle(decoder.layers.layers, decoder.dtype) or ""
 
 
@@ -100,15 +102,16 @@ def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:
 
 
 def _one_of_each_kind(facts: ModelConfig) -> int:
-    """Layers among which are some with attention and some that are recurrent, if the model has both."""
+    """Layers among which are some with attention and some that are recurrent, and some with each shape of heads."""
+    if facts.attention.shapes:
+        return 1 + max(map(facts.attention.shapes.index, facts.attention.every_shape))
     recurrent = [layer in facts.recurrent_layers for layer in range(facts.layers)]
     return 1 + max(recurrent.index(kind) for kind in set(recurrent))
 
 
 def _cut(facts: ModelConfig, layers: int, vocabulary: int) -> ModelConfig:
     recurrent = tuple(layer for layer in facts.recurrent_layers if layer < layers)
-    attending = layers - len(recurrent)
-    spec = replace(facts.attention, layers=attending, windows=facts.attention.windows[:attending])
+    spec = facts.attention.first(layers - len(recurrent))
     states = facts.recurrent and replace(facts.recurrent, layers=len(recurrent))
     experts = facts.experts
     if experts is not None:  # a few times those that a row meets stand for all

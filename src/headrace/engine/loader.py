@@ -196,7 +196,8 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     dtype = compute_dtype(model, config.model.dtype)
     spec = model.attention
     capped = spec.score_cap is not None or spec.sinks
-    backend = dispatch.choose(config.model.backend, dtype, device_of(config), spec.head_dim, capped)
+    largest = max(dim for _, dim in spec.every_shape)
+    backend = dispatch.choose(config.model.backend, dtype, device_of(config), largest, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
@@ -205,7 +206,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     if streamed is not None:
         per_rank, max_len = streamed.store * CHUNK, streamed.longest
     else:
-        pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
+        pool_bytes = bytes_per_token + model.attention.stored * (hidden or 0) * dtype.itemsize
         per_rank, max_len = _sizes(config, model, pool_bytes)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len, streamed)
     tell(LoadPhase("tokenizer"))

@@ -22,7 +22,6 @@ __all__ = ["ModelConfig", "RopeSpec", "read_config"]
 
 log = logging.getLogger(__name__)
 
-REFUSED_FIELDS = ("per_layer_config",)
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' names of the types that weights may have."""
 
@@ -43,7 +42,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
         family = _family(raw)
         if family.text_type is not None:
             raw = _text_part(raw, family)
-        _refuse_fields(raw)
+        _refuse_fields(raw, family)
         scheme = scheme_of(raw)
         config = normalised(raw, family)
         facts = family.facts(config)
@@ -86,17 +85,17 @@ def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != family.text_type:
         raise UnsupportedModel(f"text_config is missing, or not of model_type {family.text_type!r}")
-    for name in ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", *REFUSED_FIELDS):
+    for name in ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "per_layer_config"):
         if raw.get(name) is not None:
             text = text | {name: raw[name]}
     log.info("%s: the text part is loaded; images are not taken", raw["architectures"][0])
     return text
 
 
-def _refuse_fields(raw: dict[str, Any]) -> None:
-    for name in REFUSED_FIELDS:
-        if raw.get(name):
-            raise UnsupportedModel(f"{name} is not supported")
+def _refuse_fields(raw: dict[str, Any], family: Family) -> None:
+    own = {name for fields in (raw.get("per_layer_config") or {}).values() for name in fields}
+    for name in sorted(own - set(family.layer_fields)):
+        raise UnsupportedModel(f"per_layer_config.{name} is not supported")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     for each in [rope[kind] for kind in LAYER_TYPES if rope.get(kind)] or [rope]:
         refuse_rope(each.get("rope_type", each.get("type", "default")), each)

@@ -28,6 +28,7 @@ from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.layers import HybridLayers, Layer, Matrices, OneByOne, Weights, norm
+from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share
 from headrace.models.sizes import LOOKED_UP, refuse_rounding
@@ -89,7 +90,8 @@ class Decoder:
         self.matrices |= _pack_stored(stored or {}, self.dtype, self.device, config.gated)
         self.weights = weights
         self.layers = self._layers(share, tensor)
-        self.rope = Rope(config.rope, config.attention.head_dim, config.local_rope) if config.rope else None
+        dim, local_dim = config.rotated_heads
+        self.rope = Rope(config.rope, dim, config.local_rope, local_dim) if config.rope else None
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
         if self.key_bias is not None and share is not None:
@@ -105,6 +107,8 @@ class Decoder:
         return [self.weights[f"layers.{layer}.sinks.weight"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
+        if self.config.value_norm:
+            return self._mixed_layers(share, tensor)
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if self.config.recurrent is not None:
@@ -115,15 +119,25 @@ class Decoder:
         log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
 
+    def _mixed_layers(self, share: Share | None, tensor: ShardGroup | None) -> MixedLayers:
+        log.info("layers are computed one operation at a time: they differ in their heads or their inputs")
+
+        def layer(index: int) -> MixedLayer:
+            whole = ALONE if share is None or tensor is None else Gathered(share, tensor, index)
+            return MixedLayer(self.config, self.weights, self.matrices, index, whole)
+
+        return MixedLayers([layer(index) for index in range(self.config.layers)])
+
     def first(self, count: int) -> Decoder:
         """A decoder of the first layers alone, with the same weights: for measurements."""
-        part, spec, layers = copy.copy(self), self.config.attention, self.layers
-        attention = replace(spec, layers=count, windows=spec.windows[:count])
-        part.config = replace(self.config, layers=count, attention=attention)
+        part, layers = copy.copy(self), self.layers
+        part.config = replace(self.config, layers=count, attention=self.config.attention.first(count))
         if self.config.recurrent is not None:
             raise ValueError("a model with recurrent layers is not measured by its first layers")
         if isinstance(layers, block.Blocks):
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
+        elif isinstance(layers, MixedLayers):
+            part.layers = MixedLayers(layers.mixed[:count])
         else:
             part.layers = OneByOne(layers.layers[:count])
         part.sinks = self.sinks and self.sinks[:count]
@@ -177,12 +191,22 @@ class Decoder:
         x, cos_sin = self.enter(batch)
         if isinstance(self.layers, HybridLayers):
             return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
+        if isinstance(self.layers, MixedLayers):
+            return self.leave(self.layers(x, cos_sin, attend, rows, watch, self._inputs(batch, x)))
         return self.leave(self.layers(x, cos_sin, attend, rows, watch))
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
         turns = self.rope.at(batch.positions, batch.rope_lengths).to(self.device) if self.rope else None
         return self._embed(batch), turns
+
+    def _inputs(self, batch: TokenBatch, x: Tensor) -> Tensor | None:
+        """What each layer adds of the batch's tokens, which enter as x [T, H]; None where layers add nothing."""
+        if self.config.layer_inputs is None:
+            return None
+        return layer_inputs(
+            self.config, self.config.layer_inputs, self.weights, self.matrices, batch.token_ids.to(self.device), x
+        )
 
     def leave(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""

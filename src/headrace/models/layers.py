@@ -130,6 +130,10 @@ class Layer:
         """x [T, H] -> [T, this rank's share of H]."""
         if self.experts is not None:
             return self._met_experts(x, self.experts)
+        return self._dense(x)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: the MLP that every row meets."""
         if self.config.gated:
             gate = self.config.activation
             inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
@@ -139,15 +143,18 @@ class Layer:
 
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
+        logits = ops.linear(x, self.matrices["router.weight"], wide=True)
+        met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
+        return met + self._met_by_all(x) if spec.shared else met
+
+    def _sent(self, x: Tensor, routes: experts.Routes, spec: ExpertsSpec) -> Tensor:
+        """x [T, H], each row to its experts -> [T, this rank's share of H]."""
         ups, downs = (
             [self.matrices[f"experts.{e}.{part}.weight"] for e in range(spec.count)] for part in ("up", "down")
         )
-        logits = ops.linear(x, self.matrices["router.weight"], wide=True)
-        routes = experts.route(logits, spec.chosen, spec.normalised)
         inner = experts.gated_linear(x[routes.order // spec.chosen], ups, routes.begin, self.config.activation)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin)
-        met = experts.combine(made, routes)
-        return met + self._met_by_all(x) if spec.shared else met
+        return experts.combine(made, routes)
 
     def _met_by_all(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]: what the shared expert makes of every row, times the sigmoid of its gate."""

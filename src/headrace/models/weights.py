@@ -68,7 +68,7 @@ def load_weights(
     with open_checkpoint(folder, config) as checkpoint:
         slots = expected(config)
         sources = _sources(config, slots, checkpoint.names)
-        _check(folder, checkpoint, slots, sources, FAMILIES[config.architecture].unread)
+        _check(folder, checkpoint, slots, sources, _unread(config))
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
         to_come = {sources[name]: slot.count * dtype.itemsize for name, slot in slots.items()}
@@ -118,6 +118,13 @@ def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     numbers = re.findall(r"\d+", module)
     theirs = names[module if module in names else re.sub(r"\d+", "{}", module)]
     return tuple(f"{prefix}{source.format(*numbers)}.{kind}" for source in theirs)
+
+
+def _unread(config: ModelConfig) -> tuple[str, ...]:
+    """What names of tensors that nothing is computed from begin with."""
+    family = FAMILIES[config.architecture]
+    unused = family.unused(config) if family.unused is not None else ()
+    return (*family.unread, *(prefix + name for prefix in family.prefixes for name in unused))
 
 
 def _check(

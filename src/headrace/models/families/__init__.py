@@ -4,6 +4,7 @@ from headrace.models.families.base import Family
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
+from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.granite import GRANITE
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -41,5 +42,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
     **HEADLESS,
 }
