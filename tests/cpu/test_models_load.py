@@ -55,7 +55,7 @@ def rename(folder: Path, change: Any) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel"),
-    ("llama", dict(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification"),
+    ("llama", dict(architectures=["LlamaForTokenClassification"]), "architecture LlamaForTokenClassification"),
     ("llama", dict(architectures=[]), r"architecture \(none\)"),
     ("llama", dict(model_type="mistral"), "model_type 'mistral'"),
     ("llama", dict(architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}), "remote code"),

@@ -161,7 +161,8 @@ class _Step:
         self.decoder.forward(self.batch, self.attend, recur=self.recur)
 
     def head(self) -> None:
-        self.decoder.logits(self.hidden)
+        if self.decoder.config.head:
+            self.decoder.logits(self.hidden)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -37,7 +37,7 @@ from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
-from headrace.types import CHUNK, chunks_for
+from headrace.types import CHUNK, Pooling, chunks_for
 
 if TYPE_CHECKING:
     from headrace.engine.structured.answers import StructuredAnswers
@@ -251,9 +251,16 @@ def _capacity(
         length_limit=_length_limit(config, model.max_model_len, max_len, streamed),
         embedding_size=model.embed_size,
         writes=model.head,
-        pooling=read_pooling(model_folder(config.model.folder)),
+        pooling=_pooling(config, model),
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
+
+
+def _pooling(config: EngineConfig, model: ModelConfig) -> Pooling:
+    """A classifier reads the last token's state, as transformers' classes do."""
+    if model.labels:
+        return Pooling("last", normalize=False, labels=model.labels)
+    return read_pooling(model_folder(config.model.folder))
 
 
 def _length_limit(config: EngineConfig, model_len: int, max_len: int, streamed: StreamSizes | None) -> str:

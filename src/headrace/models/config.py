@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 from headrace.logs import shown
 from headrace.models import schema
-from headrace.models.families import FAMILIES, HEADLESS, Family
+from headrace.models.families import CLASSIFIERS, FAMILIES, HEADLESS, Family
 from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, raw_config, read_json, weight_files
 from headrace.models.quantised import scheme_of
@@ -56,7 +56,8 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             layers=config.num_hidden_layers,
             dtype=_dtype(raw, folder),
             tied=config.tie_word_embeddings,
-            head=raw["architectures"][0] not in HEADLESS,
+            head=raw["architectures"][0] not in HEADLESS | CLASSIFIERS,
+            labels=_labels(raw) if raw["architectures"][0] in CLASSIFIERS else (),
             bos_token_id=config.bos_token_id,
             eos_token_ids=_eos(config, folder),
             stored=stored_weights(folder, scheme),
@@ -133,6 +134,16 @@ def _check_size(config: Any, facts: dict[str, Any]) -> None:
         raise UnsupportedModel(
             f"layer_types names {len(given)} layers, num_hidden_layers is {config.num_hidden_layers}"
         )
+
+
+def _labels(raw: dict[str, Any]) -> tuple[str, ...]:
+    """Names of a classifier's outputs, in their order; of a file that says nothing two, as transformers has it."""
+    names = raw.get("id2label")
+    if not names:
+        return tuple(f"LABEL_{label}" for label in range(raw.get("num_labels") or 2))
+    if set(names) != set(map(str, range(len(names)))):
+        raise UnsupportedModel("id2label does not name labels 0, 1, 2, ..: download the file again")
+    return tuple(names[str(label)] for label in range(len(names)))
 
 
 def _dtype(raw: dict[str, Any], folder: Path) -> CheckpointDType:

@@ -32,7 +32,7 @@ from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share
 from headrace.models.sizes import LOOKED_UP, refuse_rounding
-from headrace.models.spec import LEARNED_OFFSET, is_exact
+from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
@@ -228,13 +228,17 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> fp32 [R, V]. Raises ValueError for a model, and on a tensor rank, without a head."""
         if not self.config.head:
-            raise ValueError(f"{self.config.architecture} has no head, and so no logits; it makes embeddings")
+            raise ValueError(f"{self.config.architecture} has no head over the vocabulary, and so no logits")
         if HEAD not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
         logits = ops.linear(hidden, self.matrices[HEAD], wide=True)
         if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
             return logits
         return ops.soft_cap(logits, self.config.logit_scale, self.config.logit_cap)
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E] -> fp32 [R, labels], before any softmax, of a model with a classifier's head."""
+        return ops.linear(hidden, self.matrices[CLASSIFIER], wide=True)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         x = F.embedding(batch.token_ids.to(self.device), self.weights["embed.weight"])

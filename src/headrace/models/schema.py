@@ -31,6 +31,7 @@ Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
 Factors = Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(max_length=4096)] | None | UnsetType
 Flag = bool | None | UnsetType
 ShortText = Annotated[str, Meta(max_length=200)] | None | UnsetType
+Label = Annotated[str, Meta(max_length=200)]
 Tokens = Small | Annotated[list[Small], Meta(max_length=1024)] | None | UnsetType
 
 
@@ -79,6 +80,8 @@ class ConfigFields(msgspec.Struct):
     text_config: ConfigFields | UnsetType | None = UNSET
     auto_map: dict[str, Any] | UnsetType | None = UNSET
     is_causal: Flag = UNSET
+    num_labels: Count = UNSET
+    id2label: Annotated[dict[str, Label], Meta(max_length=4096)] | UnsetType | None = UNSET
     vocab_size: WideCount = UNSET
     hidden_size: WideCount = UNSET
     n_embed: WideCount = UNSET

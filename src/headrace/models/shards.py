@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.config import AttentionSpec
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import CLASSIFIER, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,8 +159,8 @@ class Share:
         return cut("hidden_size", self.config.hidden_size, self.size)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has any of the tensor `name`. The head stands whole on rank 0, where logits are wanted."""
-        return name != "head.weight" or self.rank == 0
+        """Whether this rank has any of the tensor `name`. Heads stand whole on rank 0, where logits are wanted."""
+        return name not in ("head.weight", CLASSIFIER) or self.rank == 0
 
     def rows(self, name: str) -> list[range] | None:
         """Rows of our tensor `name` (see models.spec) that this rank holds, in order; None: all of them.

@@ -33,6 +33,8 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope",
 LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")
 """Kinds that rotate a token by the length of its sequence too."""
 
+CLASSIFIER = "score.weight"
+"""[labels, E]."""
 LEARNED_OFFSET = 2
 """OPT's table of positions begins with two rows that no position uses."""
 
@@ -104,6 +106,7 @@ class ModelConfig:
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
     logit_cap * tanh(logit / logit_cap). head: whether there are logits; a checkpoint made for embeddings may have none.
+    labels: names of a classifier's outputs, of a checkpoint that has one in place of the head.
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
     recurrent: of the layers that have a gated delta net in place of attention, which `recurrent_layers` numbers;
@@ -148,6 +151,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     head: bool = True
+    labels: tuple[str, ...] = ()
     attention_gate: bool = False
     recurrent: RecurrentSpec | None = None
     recurrent_layers: tuple[int, ...] = ()
@@ -271,6 +275,8 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
             slots[f"layers.{index}.whole.layer_scalar"] = Slot((1,))
     if config.final_norm:
         slots |= _norm(config, "final_norm")
+    if config.labels:
+        slots |= _linear("score", (len(config.labels),), embed, False)
     return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
 
 
@@ -346,9 +352,9 @@ def expert_prefix(layer: int, expert: int) -> str:
 
 
 def is_exact(name: str) -> bool:
-    """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, or how
-    much a state forgets. They are small, and what they decide lasts."""
-    return name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
+    """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, how
+    much a state forgets, or a text's class. They are small, and what they decide lasts."""
+    return name == CLASSIFIER or name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
 
 
 def _up_and_down(config: ModelConfig, prefix: str, inner: int) -> dict[str, Slot]:

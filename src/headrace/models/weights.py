@@ -18,7 +18,7 @@ from headrace.models.families import FAMILIES
 from headrace.models.families.base import Names
 from headrace.models.shards import Share
 from headrace.models.sizes import LOOKED_UP
-from headrace.models.spec import ModelConfig, Slot, expected
+from headrace.models.spec import CLASSIFIER, ModelConfig, Slot, expected
 from headrace.types import UnsupportedModel
 
 OnProgress = Callable[[int, int], None]
@@ -114,6 +114,8 @@ def _sources(config: ModelConfig, slots: dict[str, Slot], present: set[str]) -> 
 def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     if name == "head.weight":
         return ("lm_head.weight",)
+    if name == CLASSIFIER:
+        return (CLASSIFIER,)
     module, kind = name.rsplit(".", 1)
     numbers = re.findall(r"\d+", module)
     theirs = names[module if module in names else re.sub(r"\d+", "{}", module)]

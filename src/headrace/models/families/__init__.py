@@ -13,7 +13,7 @@ from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import QWEN3_5, QWEN3_NEXT
 from headrace.models.families.smollm import SMOLLM3
 
-__all__ = ["FAMILIES", "HEADLESS", "Family"]
+__all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
 
 HEADLESS: dict[str, Family] = {
     "LlamaModel": LLAMA,
@@ -22,6 +22,13 @@ HEADLESS: dict[str, Family] = {
     "Qwen3Model": QWEN3,
 }
 """Decoders alone, as checkpoints made for embeddings have them."""
+CLASSIFIERS: dict[str, Family] = {
+    "LlamaForSequenceClassification": LLAMA,
+    "MistralForSequenceClassification": MISTRAL,
+    "Qwen2ForSequenceClassification": QWEN2,
+    "Qwen3ForSequenceClassification": QWEN3,
+}
+"""Decoders with a classifier's head, as rerankers and reward models have it."""
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
@@ -45,4 +52,5 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
     **HEADLESS,
+    **CLASSIFIERS,
 }
