@@ -55,7 +55,7 @@ def outcome(kind: type, raw: dict[str, Any]) -> tuple[str, Any]:
         config = kind.from_dict(schema.known(raw))
     except Exception as error:
         return type(error).__name__, str(error)
-    names = [*schema.ConfigFields.__struct_fields__, *(field.name for field in fields(LlamaConfig))]
+    names = [*FIELDS, *(field.name for field in fields(LlamaConfig))]
     return "config", {name: getattr(config, name, "absent") for name in names}
 
 
