@@ -108,7 +108,7 @@ def test_a_decoder_without_a_head(folder_of: FolderOf, engines: dict[str, LLM], 
     assert llm.capacity.architecture == "Qwen3Model"
     assert llm.embed(texts).tolist() == engines["last"].embed(texts).tolist()
     for refused in (lambda: llm.generate([[5]]), lambda: llm.score([5], [[6]])):
-        with pytest.raises(InvalidRequest, match="Qwen3Model, has no head"):
+        with pytest.raises(InvalidRequest, match="Qwen3Model, has no head for text"):
             refused()
 
 

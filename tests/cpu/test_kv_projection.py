@@ -70,7 +70,7 @@ def seen(decoder: Decoder, rows: Tensor | None = None) -> tuple[TokenBatch, Seen
     batch, attend = sequences(decoder)
     found = Seen(attend)
     decoder.forward(batch, found, rows, found.watch)
-    assert len(found.x) == len(found.kv) == decoder.config.layers
+    assert len(found.x) == decoder.config.attention.stored and len(found.kv) == decoder.config.layers
     return batch, found
 
 
@@ -80,7 +80,7 @@ def projects(decoder: Decoder) -> None:
     total = sum(LENGTHS)
     picks = [slice(0, total), slice(70, 80), slice(3, 4), slice(total - 1, total), slice(5, 5)]
     assert batch.rope_lengths is not None
-    for layer, (x, (k, v)) in enumerate(zip(found.x, found.kv, strict=True)):
+    for layer, (x, (k, v)) in enumerate(zip(found.x, found.kv[: len(found.x)], strict=True)):
         assert x.float().std() > 0.01 and k.isfinite().all()
         for pick in picks:
             got = decoder.project(layer, x[pick], batch.positions[pick], batch.rope_lengths[pick])

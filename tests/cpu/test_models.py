@@ -14,7 +14,7 @@ from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
-from tests.support.checkpoints import EVERY_KIND, VOCAB, FolderOf, OursOf, TheirsOf, seeds_for_rounding
+from tests.support.checkpoints import EVERY_ALIKE, EVERY_KIND, VOCAB, FolderOf, OursOf, TheirsOf, seeds_for_rounding
 from tests.support.naive_attention import (
     BatchAttend,
     NaiveAttend,
@@ -123,7 +123,7 @@ def test_a_row_has_the_same_bits_on_two_threads(kind: str, dtype: str, ours_of: 
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@all_kinds
+@pytest.mark.parametrize("kind", EVERY_ALIKE)
 def test_blocks_give_the_bits_of_single_operations(
     kind: str, threads: int, folder_of: FolderOf, ours_of: OursOf
 ) -> None:

@@ -45,13 +45,17 @@ REFUSED: list[dict[str, Any]] = [
 REFUSED += [{name: "x"} for name in LlamaConfig.__annotations__ if name != "hidden_act"]
 
 
+FIELDS = [name for name in schema.ConfigFields.__struct_fields__ if name != "per_layer_config"]
+"""Of a model whose layers are alike that is a view of the whole, which equals no other."""
+
+
 def outcome(kind: type, raw: dict[str, Any]) -> tuple[str, Any]:
     """What reading `raw` gives: the fields that ours has, or the kind and the words of the error."""
     try:
         config = kind.from_dict(schema.known(raw))
     except Exception as error:
         return type(error).__name__, str(error)
-    names = [*schema.ConfigFields.__struct_fields__, *(field.name for field in fields(LlamaConfig))]
+    names = [*FIELDS, *(field.name for field in fields(LlamaConfig))]
     return "config", {name: getattr(config, name, "absent") for name in names}
 
 

@@ -20,6 +20,7 @@ from headrace.types import UnsupportedModel
 from tests.support.checkpoints import (
     GQA,
     LLAMA3_ROPE,
+    MIXED,
     WINDOW,
     WITH_EXPERTS,
     FolderOf,
@@ -54,7 +55,7 @@ def rename(folder: Path, change: Any) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel"),
-    ("llama", dict(architectures=["LlamaForSequenceClassification"]), "architecture LlamaForSequenceClassification"),
+    ("llama", dict(architectures=["LlamaForTokenClassification"]), "architecture LlamaForTokenClassification"),
     ("llama", dict(architectures=[]), r"architecture \(none\)"),
     ("llama", dict(model_type="mistral"), "model_type 'mistral'"),
     ("llama", dict(architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "own.Config"}), "remote code"),
@@ -174,7 +175,7 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     assert same(load_decoder(folder), ours_of("opt"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WITH_EXPERTS if kind != "gpt_oss"])
+@pytest.mark.parametrize("kind", [kind for kind in WITH_EXPERTS if kind not in (*MIXED, "gpt_oss")])
 def test_experts_in_one_tensor_or_each_in_its_own(
     kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path
 ) -> None:
@@ -312,6 +313,29 @@ def test_facts(folder_of: FolderOf, tmp_path: Path) -> None:
     assert {kind: read_config(folder_of(kind)).max_model_len for kind in reach} == reach
     assert read_config(folder_of("qwen2_window")).attention.windows == (None, WINDOW, None)
     assert read_config(folder_of("mistral_window")).attention.windows == (WINDOW, WINDOW)
+
+
+def test_facts_of_gemma4(folder_of: FolderOf, tmp_path: Path) -> None:
+    small, large = (read_config(folder_of(kind)) for kind in ("gemma4_small", "gemma4_experts"))
+    layers = ["sliding_attention", "full_attention"] * 3
+    long = read_config(make_checkpoint("gemma4_small", tmp_path, num_hidden_layers=6, layer_types=layers))
+    assert long.attention.shared == (2, 3)
+    assert small.attention.shapes == ((2, 32), (2, 64)) * 2 and small.attention.shared == (0, 1)
+    assert [small.inner(layer) for layer in range(4)] == [192, 192, 384, 384]
+    assert [small.projected_heads(layer) for layer in (1, 3)] == [(4, 2, 2), (4,)]
+    assert [large.projected_heads(layer) for layer in (0, 1)] == [(4, 2, 2), (4, 1)]
+
+
+def test_what_shared_layers_do_not_read(tmp_path: Path) -> None:
+    """Published checkpoints of Gemma 4 hold projections of layers whose keys and values are another layer's."""
+    path = make_checkpoint("gemma4_small", tmp_path) / "model.safetensors"
+    tensors = load_file(path)
+    key = "model.layers.{}.self_attn.k_proj.weight"
+    save_file(tensors | {key.format(2): tensors[key.format(0)].clone()}, path, metadata={"format": "pt"})
+    load_decoder(tmp_path)
+    save_file(tensors | {key.format(7): tensors[key.format(0)].clone()}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has unexpected model\.layers\.7"):
+        load_decoder(tmp_path)
 
 
 def test_progress_is_told(folder_of: FolderOf) -> None:

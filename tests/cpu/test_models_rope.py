@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -15,6 +15,7 @@ from headrace.config import AttentionSpec
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import read_config
 from headrace.models.rope import Rope
+from headrace.models.spec import RopeSpec
 from tests.support.checkpoints import SHORT_LENGTH, FolderOf
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -48,6 +49,17 @@ def test_stretched_frequencies_have_the_bits_of_transformers(kind: str, length: 
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope.spec.kind](theirs, seq_len=given)
     assert torch.equal(rope._compute_frequencies(length)[0], frequencies)
     assert rope._compute_frequencies(length)[1] == factor
+
+
+@pytest.mark.parametrize("parameters", [{}, {"factor": 8.0}, {"partial_rotary_factor": 0.5}], ids=str)
+def test_proportional_frequencies_have_the_bits_of_transformers(parameters: dict[str, float]) -> None:
+    """Slow pairs of a head are not turned at all."""
+    given = dict(rope_type="proportional", rope_theta=1e6, partial_rotary_factor=0.25) | parameters
+    theirs = LlamaConfig(head_dim=64, rope_parameters=given)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["proportional"](theirs)
+    rope = Rope(RopeSpec("proportional", tuple(sorted(given.items())), 512), 64)
+    ours, one = rope._compute_frequencies(512)
+    assert torch.equal(ours, frequencies) and one == factor and 0 < ours.count_nonzero() < 32 and rope.width == 64
 
 
 @pytest.mark.parametrize("kind", ROPES)

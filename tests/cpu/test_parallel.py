@@ -70,7 +70,9 @@ def same(ours: list[Tensor], truth: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4", "gemma4"]
+)
 def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of: Any) -> None:
     """MHA, GQA and MQA; rotary, learned positions and ALiBi; more in the layer. Gather and chain cut inside chunks."""
     decoder: Decoder = ours_of(kind, "bfloat16")
@@ -162,7 +164,7 @@ def turns(loopback: LoopbackRanks, strategy: str, unit: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["llama_gqa", "falcon_rw"])
+@pytest.mark.parametrize("kind", ["llama_gqa", "falcon_rw", "gemma4_small"])
 def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of: Any) -> None:
     """Cached prefixes of uneven lengths, owned by whoever computed them."""
     decoder = ours_of(kind, "float32")
@@ -175,7 +177,17 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
 @pytest.mark.parametrize("dtype", [torch.int8, None])
 @pytest.mark.parametrize(
     "kind",
-    ["qwen2_window", "mistral_window", "llama_dynamic", "phi4_longrope", "smollm3", "gemma2", "gemma3", "gpt_oss"],
+    [
+        "qwen2_window",
+        "mistral_window",
+        "llama_dynamic",
+        "phi4_longrope",
+        "smollm3",
+        "gemma2",
+        "gemma3",
+        "gemma4_small",
+        "gpt_oss",
+    ],  # fmt: skip
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
     decoder = ours_of(kind, "bfloat16")

@@ -11,7 +11,7 @@ import torch
 from headrace.config import AttentionSpec
 from headrace.kv.storage import KVStorage
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.frame import DamagedBlob, section_at
+from headrace.offload.frame import DamagedBlob, check_blob, section_at
 from headrace.offload.ranked.forms import find, forms_of
 from headrace.offload.ranked.words import Place
 from headrace.offload.tiers.base import HeadShare, name_of, tokens_of
@@ -73,6 +73,37 @@ def test_a_rank_gets_its_heads_from_any_form(parts: int, form: Any, dtype: torch
         assert all(map(torch.equal, [x for pool in own.storage.pools for x in pool.tensors], truth))
         found.add(share.parts)
     assert found == {other for other in PARTS if other % parts == 0 or parts % other == 0}
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("raw", torch.bfloat16), ("int8", torch.bfloat16), ("int4", torch.bfloat16), ("raw", torch.int8)],
+)
+def test_layers_that_differ(form: Any, dtype: torch.dtype) -> None:
+    """Larger layers take several sections; the last one, which has no keys of its own, takes none."""
+    shapes = ((4, 64), (1, 128), (3, 32), (1, 128))
+    spec = AttentionSpec(4, 4, 4, 64, 1.0, (None,) * 4, shapes=shapes, shared=(1,))
+    codecs = []
+    for seed in (1, 2):
+        storage = KVStorage(spec, SLOTS, dtype)
+        generator = torch.Generator().manual_seed(seed)
+        for x in (x for pool in storage.pools for x in pool.tensors):
+            x.copy_((torch.randn(x.shape, generator=generator) * 20).abs())
+        codecs.append(ChunkCodec(storage, spec, IDENTITY, torch.bfloat16, "plain"))
+    source, target = codecs
+    assert [len(each) for each in source.sections("k")] == [3, 1, 1]
+    blob = b"".join(source.encode(1, DIGEST, "k", form))
+    check_blob(blob, name_of(DIGEST, "k"))
+    assert len(blob) == source.blob_bytes("k", form)
+    header, count = target.header(memoryview(blob), DIGEST, "k"), source.sections("k")[-1].stop
+    for layer, own in enumerate(target.sections("k")):
+        first, end = (section_at(count, header.section_bytes, section) for section in (own.start, own.stop))
+        target.load(layer, "k", form, torch.frombuffer(bytearray(blob[first:end]), dtype=torch.uint8)[None], [2])
+    for mine, theirs in zip(source.storage.pools, target.storage.pools, strict=True):
+        for x, y in zip(mine.tensors, theirs.tensors, strict=True):
+            assert (
+                torch.equal(x[1], y[2]) if form == "raw" else (x[1].float() - y[2].float()).abs().max() < 0.1 * x.max()
+            )
 
 
 def test_a_share_is_no_other() -> None:

@@ -14,7 +14,7 @@ from headrace.models.decoder import load_decoder
 from headrace.offload.copy_streams import open_copy_streams
 from headrace.offload.streaming.store import FileMemory
 from headrace.offload.weights.streamed import StreamedLayers
-from tests.support.checkpoints import EVERY_KIND_SLOWLY, FolderOf
+from tests.support.checkpoints import EVERY_STREAMED, FolderOf
 from tests.support.traces import GREEDY, Trace, prompts_of, run, same, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -108,7 +108,7 @@ def test_preempted_in_mid_request_is_the_same(form: str, size: float, llm: LLM) 
     other.close()
 
 
-@pytest.mark.parametrize("kind", EVERY_KIND_SLOWLY)
+@pytest.mark.parametrize("kind", EVERY_STREAMED)
 def test_every_family(kind: str, folder_of: FolderOf) -> None:
     """Projected K and V have the family's bias, norm and rotation; windows and ALiBi stream like all else."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_batch_tokens": 96}

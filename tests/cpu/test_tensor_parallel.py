@@ -63,6 +63,9 @@ MODELS: dict[str, Model] = {
     "neighbours rotated": ("glm4", {}),
     "soft caps": ("gemma2", {}),
     "two rotations": ("gemma3", {}),
+    "heads of two sizes": ("gemma4", {}),
+    "shared keys": ("gemma4_small", {}),
+    "experts beside": ("gemma4_experts", dict(moe_intermediate_size=128)),
 }
 """Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
 UNEVEN: dict[str, Model] = {
@@ -127,8 +130,9 @@ def check_same_bits(
     for number, (states, mine, got) in enumerate(on_ranks(size, rank)):
         for step, (one, other) in enumerate(zip(hidden, states, strict=True)):
             assert torch.equal(one, other), f"rank {number}, step {step}"
-        heads = Share(whole.config, number, size).kv_heads
-        for pool, part in zip(storage.pools, mine.pools, strict=True):
+        share = Share(whole.config, number, size)
+        for layer, (pool, part) in enumerate(zip(storage.pools, mine.pools, strict=True)):
+            heads = share.kv_heads_of(layer)
             for whole_one, own in zip(pool.tensors, part.tensors, strict=True):
                 assert torch.equal(whole_one[:, heads.start : heads.stop], own)
         assert got is None or torch.equal(got, logits)
@@ -229,8 +233,9 @@ def test_shares_make_up_every_weight(model: str, size: int, folder: Callable[[Mo
         if module in ("out", "up", "down") or name.endswith(".sinks"):
             assert held == len(tensor)
         elif module == "qkv":
-            spec = config.attention
-            copies = spec.head_dim * 2 * (max(size, spec.kv_heads) - spec.kv_heads)
+            layer = int(name.split(".")[1])
+            kv_heads, dim = config.attention.shape(layer)
+            copies = (len(config.projected_heads(layer)) - 1) * dim * (max(size, kv_heads) - kv_heads)
             assert held == len(tensor) + copies
         elif module != "head":
             assert all(torch.equal(part[name], tensor) for part in parts)

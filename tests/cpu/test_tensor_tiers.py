@@ -60,7 +60,7 @@ def test_what_tensor_ranks_stored_comes_back(size: int, tensor: int, share: floa
     close(llm)
 
 
-KINDS = ["mistral_window", "falcon_rw", "falcon7"]
+KINDS = ["mistral_window", "falcon_rw", "falcon7", "gemma4", "gemma4_small"]
 WAYS = [(1, "single"), (2, "ring-kv")]
 
 

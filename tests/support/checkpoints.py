@@ -21,6 +21,10 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -210,6 +214,24 @@ def _gemma3_with_vision(**fields: Any) -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+GEMMA4 = dict(
+    head_dim=32, global_head_dim=64, num_hidden_layers=4, sliding_window=WINDOW, vocab_size_per_layer_input=VOCAB,
+    layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=10.0,
+)  # fmt: skip
+GEMMA4_LARGE = dict(attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
+GEMMA4_SMALL = dict(hidden_size_per_layer_input=32, num_kv_shared_layers=2, use_double_wide_mlp=True)
+GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=64)
+_gemma4 = _of(Gemma4ForCausalLM, Gemma4TextConfig, **GEMMA4)
+
+
+def _gemma4_multimodal(**fields: Any) -> PreTrainedModel:
+    text = {**LLAMA_SIZES, **GQA, **GEMMA4, "pad_token_id": 0, **fields}
+    heads = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, position_embedding_size=8, **heads)
+    config = Gemma4Config(text_config=text, vision_config=vision, eos_token_id=NO_TOKEN)
+    return Gemma4ForConditionalGeneration(config)
+
+
 KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama": (_llama, {}),
     "llama_gqa": (_llama, GQA),
@@ -253,21 +275,29 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma3": (_gemma3, {}),
     "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
     "gemma3_with_vision": (_gemma3_with_vision, {}),
+    "gemma4": (_gemma4, GEMMA4_LARGE),
+    "gemma4_small": (_gemma4, GEMMA4_SMALL),
+    "gemma4_experts": (_gemma4, GEMMA4_LARGE | GEMMA4_EXPERTS),
+    "gemma4_multimodal": (_gemma4_multimodal, GEMMA4_SMALL),
 }
 """Every family and variant, as (constructor, its fields)."""
-NEAR = ("phi3", "smollm3_window", "glm", "gemma3_linear", "gemma3_with_vision")
+NEAR = ("phi3", "smollm3_window", "glm", "gemma3_linear", "gemma3_with_vision", "gemma4_multimodal")
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "glm4", "gemma3")
+LATER = (*NEAR, "smollm3", "granite", "glm4", "gemma3", "gemma4")
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 
-def _kinds(matrix: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(kind, marks=pytest.mark.matrix) if kind in matrix else kind for kind in KINDS]
+def _kinds(matrix: tuple[str, ...], without: tuple[str, ...] = ()) -> list[Any]:
+    kinds = [kind for kind in KINDS if kind not in without]
+    return [pytest.param(kind, marks=pytest.mark.matrix) if kind in matrix else kind for kind in kinds]
 
 
 EVERY_KIND, EVERY_KIND_SLOWLY = _kinds(NEAR), _kinds(LATER)
+MIXED = tuple(kind for kind in KINDS if kind.startswith("gemma4"))
+"""Kinds whose layers differ: they are computed one operation at a time, and their KV is not streamed."""
+EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss")
+WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts")
 
 
 def seeds_for_rounding(kind: str) -> range:
@@ -313,12 +343,15 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
 
 def _randomise(model: PreTrainedModel) -> None:
     """Wide weights, biases away from zero, norms away from one; all rounded to bf16."""
-    around = 0.0 if model.config.model_type.startswith("gemma") else 1.0  # Gemma's norms multiply by 1 + weight
+    around = 0.0 if model.config.model_type.startswith(("gemma2", "gemma3")) else 1.0  # they multiply by 1 + weight
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *scalars]:
             noise = torch.randn_like(parameter)
             if "norm" in name or "ln_" in name:
                 value = (name.endswith("weight") and around) + 0.3 * noise
+            elif name.endswith(("scale", "layer_scalar")):
+                value = 1 + 0.3 * noise
             elif parameter.dim() == 1:
                 value = 0.3 * noise
             elif "embed" in name:

@@ -31,8 +31,9 @@ class NaiveAttend(Attend):
         """q [T, Hq, D] are the last T rows over keys and values [N, Hkv, D]: [T, Hq, D]."""
         rows, length, spec = len(q), len(keys), self.spec
         queries = q.float().transpose(0, 1)
-        keys = keys.float().transpose(0, 1).repeat_interleave(spec.group, 0)
-        values = values.float().transpose(0, 1).repeat_interleave(spec.group, 0)
+        group = spec.heads // keys.shape[1]
+        keys = keys.float().transpose(0, 1).repeat_interleave(group, 0)
+        values = values.float().transpose(0, 1).repeat_interleave(group, 0)
         scores = queries @ keys.transpose(1, 2) * spec.scale
         if spec.score_cap is not None:
             scores = torch.tanh(scores / spec.score_cap) * spec.score_cap

@@ -24,6 +24,7 @@ GPT_OSS_ROPE = dict(
 )
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+GEMMA4 = "Gemma4ForCausalLM"
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
     dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
@@ -69,6 +70,30 @@ GIVEN: list[dict[str, Any]] = [
     ),
     dict(architectures=["Gemma3ForConditionalGeneration"], num_hidden_layers=7, eos_token_id=[1, 106], dtype="float16"),
     dict(architectures=["Gemma3ForConditionalGeneration"], text_config=dict(model_type="gemma2")),
+    dict(architectures=[GEMMA4], attention_k_eq_v=True, num_global_key_value_heads=2, hidden_size_per_layer_input=0),
+    dict(architectures=[GEMMA4], num_kv_shared_layers=10, use_double_wide_mlp=True, num_hidden_layers=20),
+    dict(architectures=[GEMMA4], num_kv_shared_layers=2, num_hidden_layers=7),
+    dict(architectures=[GEMMA4], num_kv_shared_layers=3, num_hidden_layers=3),
+    dict(architectures=[GEMMA4], enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=64),
+    dict(architectures=[GEMMA4], enable_moe_block=True, num_experts=8, top_k_experts=9, moe_intermediate_size=64),
+    dict(architectures=[GEMMA4], enable_moe_block=True, num_experts=8),
+    dict(architectures=[GEMMA4], use_bidirectional_attention="vision", final_logit_softcapping=30.0),
+    dict(architectures=[GEMMA4], use_bidirectional_attention="all"),
+    dict(architectures=[GEMMA4], global_head_dim=72),
+    dict(architectures=[GEMMA4], hidden_activation="silu"),
+    dict(architectures=[GEMMA4], layer_types=FULL, num_hidden_layers=3),
+    dict(architectures=[GEMMA4], num_hidden_layers=2, per_layer_config={"1": dict(head_dim=64, num_key_value_heads=2)}),
+    dict(architectures=[GEMMA4], num_hidden_layers=3, per_layer_config={"1": dict(head_dim=64)}),
+    dict(architectures=[GEMMA4], num_hidden_layers=2, per_layer_config={"1": dict(hidden_size=64)}),
+    dict(architectures=["Gemma3ForCausalLM"], per_layer_config={"1": dict(head_dim=64)}),
+    dict(
+        architectures=[GEMMA4],
+        rope_parameters=dict(
+            full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e6, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        ),
+    ),
+    dict(architectures=["Gemma4ForConditionalGeneration"], num_hidden_layers=7, eos_token_id=[1, 106]),
     dict(architectures=[NEXT], num_experts=0, num_hidden_layers=4),
     dict(architectures=[NEXT], num_experts=16, num_hidden_layers=8, decoder_sparse_step=2, norm_topk_prob=False),
     dict(architectures=[NEXT], num_experts_per_tok=513),

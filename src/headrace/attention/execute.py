@@ -44,35 +44,36 @@ class PlanAttention(Attend):
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.inputs = StepInputs(
             self.items, self.positions, self.row_slots, self.row_offsets, heads=spec.heads, dtype=storage.dtype,
-            shape=(storage.slots, spec.kv_heads, spec.head_dim), scale=spec.scale,
-            cap=spec.score_cap, bias=key_bias,
+            shape=(storage.slots, *spec.shape(0)), scale=spec.scale, cap=spec.score_cap, bias=key_bias,
         )  # fmt: skip
         self.masks = self.inputs.masks(self.positions)
-        self.step = self._step()
-        if self.step is not None and backend.capabilities.all_layers and isinstance(storage, KVStorage):
-            self.prepared = self.step.over(_pools(storage), spec.windows, sinks)
+        self.steps = {shape: step for shape in spec.every_shape if (step := self._step(shape)) is not None}
+        alike = len(spec.every_shape) == 1 and not spec.shared
+        if self.steps and alike and backend.capabilities.all_layers and isinstance(storage, KVStorage):
+            self.prepared = self.steps[spec.shape(0)].over(_pools(storage), spec.windows, sinks)
 
     def advance(self, plan: Plan) -> None:
         """Takes the plan of a later step of the same run (plan.PlannedStep): other positions for the same items.
 
         Items that have left a window since stay: they are masked, as for any row that sees none of them."""
         positions, offsets = torch.from_numpy(plan.positions), torch.from_numpy(plan.row_offsets)
-        if self.step is not None:
-            self.step.go_on(positions, offsets)
+        for step in self.steps.values():
+            step.go_on(positions, offsets)
         self.plan, self.positions, self.row_offsets = plan, positions, offsets
         self.masks = self.inputs.masks(positions)
 
-    def _step(self) -> PreparedStep | None:
-        """append and attend in one call, prepared once for all layers, where the backend has that."""
+    def _step(self, shape: tuple[int, int]) -> PreparedStep | None:
+        """append and attend in one call, prepared once for all layers of a shape, where the backend has that."""
         if not self.kernels.capabilities.prepared_step or self.storage.dtype == torch.int8:
             return None
-        return self.kernels.prepare(self.inputs)
+        return self.kernels.prepare(replace(self.inputs, shape=(self.storage.slots, *shape)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         pool, window = self.storage.pool(layer), self.spec.windows[layer]
         sinks = None if self.sinks is None else self.sinks[layer]
-        if self.step is not None and rows is None:
-            return self.step(pool, q, k, v, window, sinks)
+        step = self.steps.get(self.spec.shape(layer))
+        if step is not None and rows is None:
+            return step(pool, q, k, v, window, sinks)
         self.kernels.append(pool, k, v, self.row_slots, self.row_offsets)
         mask = self.masks[window] if sinks is None else replace(self.masks[window], sinks=sinks)
         if rows is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,10 @@ class AttentionSpec:
     which the model supplies as a table; see attention.plan. With `score_cap` scaled scores s become
     score_cap * tanh(s / score_cap). With `sinks` every row also sees a key without a value, whose score each
     head of each layer has learned.
+
+    With `shapes` layer l has its own number of KV heads and head size, shapes[l]; kv_heads and head_dim are then those
+    of most layers, for estimates. The last len(`shared`) layers have no keys and values of their own: each attends to
+    those of the layer that stands in `shared`.
     """
 
     layers: int
@@ -24,6 +28,8 @@ class AttentionSpec:
     alibi: bool = False
     score_cap: float | None = None
     sinks: bool = False
+    shapes: tuple[tuple[int, int], ...] = ()
+    shared: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
@@ -32,7 +38,37 @@ class AttentionSpec:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+        return sum(2 * heads * dim for heads, dim in self._stored_shapes()) * element_bytes
+
+    def vectors_per_token(self) -> int:
+        """Keys and values of one token over all layers, by head: as int8 each has a scale."""
+        return sum(2 * heads for heads, _ in self._stored_shapes())
+
+    def shape(self, layer: int) -> tuple[int, int]:
+        """(KV heads, head size) of a layer."""
+        return self.shapes[layer] if self.shapes else (self.kv_heads, self.head_dim)
+
+    @property
+    def every_shape(self) -> tuple[tuple[int, int], ...]:
+        """Each shape that layers have, once."""
+        return tuple(dict.fromkeys(map(self.shape, range(self.layers))))
+
+    @property
+    def stored(self) -> int:
+        """How many layers have keys and values of their own: the first ones."""
+        return self.layers - len(self.shared)
+
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to."""
+        return layer if layer < self.stored else self.shared[layer - self.stored]
+
+    def first(self, layers: int) -> AttentionSpec:
+        """Of the first layers alone."""
+        shared = self.shared[: max(0, layers - self.stored)]
+        return replace(self, layers=layers, windows=self.windows[:layers], shapes=self.shapes[:layers], shared=shared)
+
+    def _stored_shapes(self) -> list[tuple[int, int]]:
+        return [self.shape(layer) for layer in range(self.stored)]
 
 
 @dataclass(frozen=True, slots=True)

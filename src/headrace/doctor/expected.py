@@ -82,6 +82,8 @@ def _obstacle(decoder: Decoder) -> str:
         return ""
     if decoder.config.recurrent is not None:
         return "some layers are recurrent"
+    if decoder.config.value_norm:
+        return "layers differ in their heads or their inputs"
     return obstacle(decoder.layers.layers, decoder.dtype) or ""
 
 
@@ -146,7 +148,8 @@ class _Step:
         self.decoder.forward(self.batch, self.attend, recur=self.recur)
 
     def head(self) -> None:
-        self.decoder.logits(self.hidden)
+        if self.decoder.config.head:
+            self.decoder.logits(self.hidden)
 
 
 def _seconds(work: Callable[[], object]) -> float:

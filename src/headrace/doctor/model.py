@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace import host
-from headrace.config import EngineConfig, config_from_env
+from headrace.config import AttentionSpec, EngineConfig, config_from_env
 from headrace.engine.capacity import model_folder
 from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES, Footprint, ranks_here
 from headrace.host import GIB
@@ -47,11 +47,16 @@ def shape_of(facts: ModelConfig) -> dict[str, Any]:
     return {
         "architecture": facts.architecture,
         "type of the weights": facts.dtype,
-        "layers, query heads, KV heads, head size": f"{facts.layers}, {spec.heads}, {spec.kv_heads}, {spec.head_dim}",
+        "layers, query heads, KV heads, head size": f"{facts.layers}, {spec.heads}, {_each(0, spec)}, {_each(1, spec)}",
         **told,
         "vocabulary": f"{facts.vocab_size:,}",
         "context tokens": f"{facts.max_model_len:,}",
     }
+
+
+def _each(part: int, spec: AttentionSpec) -> str:
+    """KV heads (0) or head sizes (1) of the layers, each number once."""
+    return " or ".join(dict.fromkeys(str(shape[part]) for shape in spec.every_shape))
 
 
 def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> dict[str, Any]:
@@ -91,7 +96,7 @@ def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> d
 def kv_bytes(facts: ModelConfig) -> dict[str, int]:
     """Bytes of one token's K and V over all layers, by type; int8 with its scales."""
     spec = facts.attention
-    scales = 2 * spec.layers * spec.kv_heads * 4
+    scales = spec.vectors_per_token() * 4
     return {"fp32": spec.kv_bytes_per_token(4), "bf16": spec.kv_bytes_per_token(2),
             "int8": spec.kv_bytes_per_token(1) + scales}  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions, listed, stacked
+from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_classifies, check_dimensions, listed, stacked
 from headrace.engine.scoring import ScoreRequest, Text, at_once, plan_score
 from headrace.outputs import Score
 from headrace.types import Delta, InvalidRequest, Overloaded, SamplingParams, TokenLogprobs
@@ -90,34 +90,48 @@ class AsyncScores:
     ) -> Vectors:
         """Embeddings of a text, of texts, or of lists of token ids, fp32 [inputs, size]; as LLM.embed. Raises
         InvalidRequest, Overloaded or EngineDead; a cancelled call aborts its requests."""
-        capacity, tokenizer = self.capacity, self.tokenizer
-        check_dimensions(dimensions, capacity.embedding_size, capacity.pooling)
-        texts = listed(inputs)
-        if tokenizer is None and any(isinstance(each, str) for each in texts):
-            raise InvalidRequest("the model folder has no tokenizer: pass token ids", "input")
+        check_dimensions(dimensions, self.capacity.embedding_size, self.capacity.pooling)
+        return await _pooled(self, inputs, dimensions, cache_salt, public_prefix_tokens)
 
-        def encoded() -> list[list[int]]:
-            return [tokenizer.encode(each) if tokenizer and isinstance(each, str) else list(each) for each in texts]  # type: ignore[arg-type]
+    async def classify(
+        self: Generates, inputs: Inputs, *, cache_salt: str | None = None, public_prefix_tokens: int = 0
+    ) -> Vectors:
+        """What a classifier's head says of a text, of texts, or of lists of token ids, fp32 [inputs, labels]; as
+        LLM.classify. Raises InvalidRequest, Overloaded or EngineDead; a cancelled call aborts its requests."""
+        check_classifies(self.capacity.pooling)
+        return await _pooled(self, inputs, None, cache_salt, public_prefix_tokens)
 
-        prompts = await asyncio.to_thread(encoded)
-        for prompt in prompts:
-            capacity.check(prompt, EMBEDS, embed=True)
-        places = Places(at_once(max(map(len, prompts)), capacity.max_sequences, self.config.server))
-        sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
 
-        async def vector(prompt: list[int]) -> bytes | None:
-            found: list[bytes | None] = [None]
+async def _pooled(
+    engine: Generates, inputs: Inputs, dimensions: int | None, cache_salt: str | None, public_prefix_tokens: int
+) -> Vectors:
+    capacity, tokenizer = engine.capacity, engine.tokenizer
+    texts = listed(inputs)
+    if tokenizer is None and any(isinstance(each, str) for each in texts):
+        raise InvalidRequest("the model folder has no tokenizer: pass token ids", "input")
 
-            def take(delta: Delta) -> None:
-                found.append(delta.embedding)
+    def encoded() -> list[list[int]]:
+        return [tokenizer.encode(each) if tokenizer and isinstance(each, str) else list(each) for each in texts]  # type: ignore[arg-type]
 
-            def stream(queued: Callable[[], None]) -> AsyncGenerator[Delta, None]:
-                return self.generate(prompt, EMBEDS, **sharing, embed=True, queued=queued)
+    prompts = await asyncio.to_thread(encoded)
+    for prompt in prompts:
+        capacity.check(prompt, EMBEDS, embed=True)
+    places = Places(at_once(max(map(len, prompts)), capacity.max_sequences, engine.config.server))
+    sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
 
-            await places.run(stream, take)
-            return found[-1]
+    async def vector(prompt: list[int]) -> bytes | None:
+        found: list[bytes | None] = [None]
 
-        return stacked(await all_of(map(vector, prompts)), capacity.pooling, dimensions)
+        def take(delta: Delta) -> None:
+            found.append(delta.embedding)
+
+        def stream(queued: Callable[[], None]) -> AsyncGenerator[Delta, None]:
+            return engine.generate(prompt, EMBEDS, **sharing, embed=True, queued=queued)
+
+        await places.run(stream, take)
+        return found[-1]
+
+    return stacked(await all_of(map(vector, prompts)), capacity.pooling, dimensions)
 
 
 class Places:

@@ -67,7 +67,8 @@ class Capacity:
             self._check_embedded(prompt_token_ids)
             return params
         if not self.writes:
-            raise InvalidRequest(f"this model, {self.architecture}, has no head: it makes embeddings alone", "model")
+            made = "classifies texts" if self.pooling.labels else "makes embeddings"
+            raise InvalidRequest(f"this model, {self.architecture}, has no head for text: it {made} alone", "model")
         count = len(prompt_token_ids)
         self._check_tokens(prompt_token_ids, 0 if params.max_tokens == 0 else 1)
         params.check_vocabulary(self.vocab_size)

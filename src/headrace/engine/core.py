@@ -96,7 +96,7 @@ class EngineCore:
         seed = request.params.seed
         active = Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
         if request.embed:
-            active.report = Pooled(self.loaded.capacity.pooling)
+            active.report = Pooled(self.loaded.capacity.pooling, self._head.classify)
         elif request.params.prompt_logprobs is not None:
             active.report = PromptLogprobs(request, self._head)
         for index in range(request.params.n):

@@ -30,7 +30,9 @@ def finished(raw: bytes, pooling: Pooling, dimensions: int | None = None) -> Vec
 
 
 def check_dimensions(dimensions: int | None, size: int, pooling: Pooling) -> None:
-    """Raises InvalidRequest unless the embedding, of `size` numbers, may be cut to so many."""
+    """Raises InvalidRequest unless the embedding, of `size` numbers, may be cut to so many; for a classifier always."""
+    if pooling.labels:
+        raise InvalidRequest("this model has a classifier's head and makes no embeddings: classify, or rerank", "model")
     if dimensions is None or dimensions == size:
         return
     if type(dimensions) is not int or not 1 <= dimensions < size:
@@ -41,6 +43,13 @@ def check_dimensions(dimensions: int | None, size: int, pooling: Pooling) -> Non
     if pooling.sizes and dimensions not in pooling.sizes:
         told = ", ".join(map(str, pooling.sizes))
         raise InvalidRequest(f"the model's embeddings can be cut to {told}; got {dimensions}", "dimensions")
+
+
+def check_classifies(pooling: Pooling) -> None:
+    """Raises InvalidRequest unless the model has a classifier's head."""
+    if not pooling.labels:
+        told = "this model has no classifier's head; score, or embed"
+        raise InvalidRequest(told, "model")
 
 
 Inputs = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]

@@ -45,7 +45,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
     if config.ranks.count > 1:
         return config.tiers.activations == "on"
     spec = model.attention
-    smaller = model.hidden_size * element_bytes < 2 * spec.kv_heads * spec.head_dim * kv_element_bytes
+    smaller = model.hidden_size * element_bytes * spec.stored < spec.kv_bytes_per_token(kv_element_bytes)
     return smaller or config.tiers.activations == "on"
 
 
@@ -126,7 +126,7 @@ class Footprint:
         kv_dtype = kv_dtype or config.cache.dtype
         kv_element = 1 if kv_dtype == "int8" else BYTES[compute]
         kept = keeps_activations(config, self.model, BYTES[compute], kv_element)
-        activations = spec.layers * self.model.hidden_size * BYTES[compute] if kept else 0
+        activations = spec.stored * self.model.hidden_size * BYTES[compute] if kept else 0
         return kv_bytes_per_token(spec, compute, kv_dtype) + activations
 
     def states(self) -> int | None:

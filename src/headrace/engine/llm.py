@@ -19,7 +19,7 @@ from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import preflight
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
-from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_dimensions, listed, stacked
+from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_classifies, check_dimensions, listed, stacked
 from headrace.engine.loader import Loaded, load
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
@@ -173,17 +173,28 @@ class LLM(metaclass=PublicNames):
         Pooled and normalised as the checkpoint says. dimensions: fewer numbers, of checkpoints that allow it. The other
         keywords are those of generate. Raises InvalidRequest.
         """
+        check_dimensions(dimensions, self.capacity.embedding_size, self.capacity.pooling)
+        return self._pooled(inputs, dimensions, cache_salt, public_prefix_tokens)
+
+    def classify(self, inputs: Inputs, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> Vectors:
+        """What a classifier's head says of a text, of texts, or of lists of token ids: fp32 [inputs, labels].
+
+        Before any softmax or sigmoid; `capacity.pooling.labels` names the labels. The keywords are those of generate.
+        Raises InvalidRequest, also for a model without such a head.
+        """
+        check_classifies(self.capacity.pooling)
+        return self._pooled(inputs, None, cache_salt, public_prefix_tokens)
+
+    def _pooled(self, inputs: Inputs, dimensions: int | None, salt: str | None, public: int) -> Vectors:
         self._must_be_open()
-        pooling = self.capacity.pooling
-        check_dimensions(dimensions, self.capacity.embedding_size, pooling)
         requests = []
         for each in listed(inputs):
             tokens = self._tokens(each)
             self.capacity.check(tokens, EMBEDS, embed=True)
-            requests.append(self._checked_request(tokens, EMBEDS, cache_salt, public_prefix_tokens, embed=True))
+            requests.append(self._checked_request(tokens, EMBEDS, salt, public, embed=True))
         for request in requests:
             self.engine.add(request)
-        return stacked([answer.embedding for answer in self._answered(requests)], pooling, dimensions)
+        return stacked([answer.embedding for answer in self._answered(requests)], self.capacity.pooling, dimensions)
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""

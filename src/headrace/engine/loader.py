@@ -39,7 +39,7 @@ from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.weights.read_rate import read_rate
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
-from headrace.types import CHUNK, chunks_for
+from headrace.types import CHUNK, Pooling, chunks_for
 
 if TYPE_CHECKING:
     from headrace.engine.structured.answers import StructuredAnswers
@@ -202,7 +202,8 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     dtype = compute_dtype(model, config.model.dtype)
     spec = model.attention
     capped = spec.score_cap is not None or spec.sinks
-    backend = dispatch.choose(config.model.backend, dtype, device_of(config), spec.head_dim, capped)
+    largest = max(dim for _, dim in spec.every_shape)
+    backend = dispatch.choose(config.model.backend, dtype, device_of(config), largest, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
@@ -211,7 +212,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     if streamed is not None:
         per_rank, max_len = streamed.store * CHUNK, streamed.longest
     else:
-        pool_bytes = bytes_per_token + model.attention.layers * (hidden or 0) * dtype.itemsize
+        pool_bytes = bytes_per_token + model.attention.stored * (hidden or 0) * dtype.itemsize
         per_rank, max_len = _sizes(config, model, pool_bytes)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len, streamed)
     tell(LoadPhase("tokenizer"))
@@ -256,7 +257,7 @@ def _capacity(
         length_limit=_length_limit(config, model.max_model_len, max_len, streamed),
         embedding_size=model.embed_size,
         writes=model.head,
-        pooling=read_pooling(model_folder(config.model.folder)),
+        pooling=_pooling(config, model),
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
 
@@ -275,6 +276,13 @@ def _experts(config: EngineConfig, model: ModelConfig) -> str:
         ) from None
     log.info("%s", told)
     return told
+
+
+def _pooling(config: EngineConfig, model: ModelConfig) -> Pooling:
+    """A classifier reads the last token's state, as transformers' classes do."""
+    if model.labels:
+        return Pooling("last", normalize=False, labels=model.labels)
+    return read_pooling(model_folder(config.model.folder))
 
 
 def _length_limit(config: EngineConfig, model_len: int, max_len: int, streamed: StreamSizes | None) -> str:

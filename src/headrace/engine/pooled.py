@@ -5,6 +5,8 @@ Sums are taken in float64, token by token in their order, so that slices and bat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,10 +17,12 @@ from headrace.types import Delta, Pooling
 
 
 class Pooled:
-    """What is pooled of one prompt, as slices of it are computed."""
+    """What is pooled of one prompt, as slices of it are computed. classify: from hidden states [n, E] to what a
+    classifier's head makes of them [n, labels], if the model has one."""
 
-    def __init__(self, pooling: Pooling) -> None:
+    def __init__(self, pooling: Pooling, classify: Callable[[Tensor], Tensor]) -> None:
         self._kind = pooling.kind
+        self._classify = classify if pooling.labels else None
         self._count = 0
         self._sum: npt.NDArray[np.float64] = np.zeros(0)
 
@@ -32,6 +36,8 @@ class Pooled:
 
     def note(self, part: Slice, hidden: Tensor) -> None:
         """Takes in the hidden states [n, E] of the last n rows of a slice."""
+        if self._classify is not None:
+            hidden = self._classify(hidden)
         rows = hidden.to(device="cpu", dtype=torch.float64).numpy()
         if self._kind != "mean" or part.start == 0:  # from the beginning, maybe again after a preemption
             self._count, self._sum = 0, np.zeros(rows.shape[1])

@@ -90,10 +90,22 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"speculative: {model.architecture} has recurrent layers, {told}; leave it out")
 
 
+def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what a model whose layers differ in their heads, or share keys and values, does not do."""
+    if not model.value_norm:
+        return
+    why = f"{model.architecture} has layers that differ in their heads or share keys and values"
+    if config.streaming is not None:
+        raise ValueError(f"offload_schedule: {why}, and streamed decoding stages layers that are alike; leave it out")
+    if config.model.backend == "triton":
+        raise ValueError(f"attention_backend 'triton': {why}, which run on the CPU; use 'auto'")
+
+
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
     longer than the model's, or than the KV cache holds, a GPU for experts."""
     refuse_for_hybrids(config, model)
+    refuse_for_mixed(config, model)
     refuse_rounding(model, config.model.quantization)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)

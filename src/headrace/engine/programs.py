@@ -73,7 +73,8 @@ class Eager:
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
         attention, plan = self.attention.at(step.planned), step.planned.plan
-        attend = WaitingAttend(attention, step.coming, step.awaited) if step.awaited else attention
+        spec = self.decoder.config.attention
+        attend = WaitingAttend(attention, step.coming, step.awaited, spec) if step.awaited else attention
         keep = None
         if self.storage.keeps_activations:
             keep = KeepActivations(plan.row_slots, plan.row_offsets, self.storage)

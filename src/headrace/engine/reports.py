@@ -37,6 +37,11 @@ class Head:
         """hidden [n, E] -> fp32 [n, V], on the CPU."""
         return self._decoder.logits(hidden).cpu()
 
+    @torch.inference_mode()
+    def classify(self, hidden: Tensor) -> Tensor:
+        """hidden [n, E] -> fp32 [n, labels], on the CPU."""
+        return self._decoder.classify(hidden).cpu()
+
     @property
     def rows(self) -> int:
         """Rows whose logits are computed at a time."""

@@ -56,7 +56,7 @@ def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Deco
     """The tiers of this process, and what moves chunks between them and its pool. Raises ValueError."""
     assert config.tiers is not None
     spec = decoder.config.attention
-    layout = backend_of(backend).layout(decoder.dtype, spec.head_dim)
+    layout = backend_of(backend).layout(decoder.dtype, spec.shape(0)[1])
     codec, other = (ChunkCodec(storage, spec, identity, decoder.dtype, layout) for _ in range(2))
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
     project = Projector(decoder, storage, backend_of(backend))
@@ -91,8 +91,8 @@ def head_share(decoder: Decoder) -> HeadShare:
     """The KV heads that a decoder computes. More tensor ranks than heads hold, and store, copies of them."""
     if decoder.share is None:
         return HeadShare()
-    mine, heads = decoder.share.kv_heads, decoder.share.config.attention.kv_heads
-    return HeadShare(mine.start // len(mine), heads // len(mine))
+    parts = max(min(decoder.share.size, heads) for heads, _ in decoder.share.config.attention.every_shape)
+    return HeadShare(decoder.share.rank * parts // decoder.share.size, parts)
 
 
 def open_offload(

@@ -37,9 +37,9 @@ class LayerPools(Protocol):
 class KVStorage(LayerPools):
     """Memory for `slots` chunks of a model. Untouched slots cost no physical memory.
 
-    dtype: bfloat16, float32, or int8, which has scales. pools: one for each layer. With `hidden`,
-    the model's hidden size H, activations are kept as well: x, [slots, 64, H] per layer in x_dtype, the type computed
-    in. Otherwise x is None. device: of keys and values; the CPU, if it is not given.
+    dtype: bfloat16, float32, or int8, which has scales. pools: one for each layer that has keys and values of its own.
+    With `hidden`, the model's hidden size H, activations are kept as well: x, [slots, 64, H] per layer in x_dtype, the
+    type computed in. Otherwise x is None. device: of keys and values; the CPU, if it is not given.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class KVStorage(LayerPools):
         new: Allocate = zeros
         if device is not None and device.type != "cpu":
             new = partial(_zeros_on, device)
-        self.pools = [Pool.make(slots, spec.kv_heads, spec.head_dim, dtype, new) for _ in range(spec.layers)]
+        self.pools = [Pool.make(slots, *spec.shape(layer), dtype, new) for layer in range(spec.stored)]
+        self._source = spec.source
         self.x: list[Tensor] | None = None
         if hidden is not None:
-            self.x = [zeros((slots, CHUNK, hidden), _computed(x_dtype)) for _ in range(spec.layers)]
+            self.x = [zeros((slots, CHUNK, hidden), _computed(x_dtype)) for _ in range(spec.stored)]
 
     def pool(self, layer: int) -> Pool:
-        return self.pools[layer]
+        return self.pools[self._source(layer)]
 
     def split(self, parts: int) -> KVStorage:
         """The same memory with `parts` slots for each, of as many heads less: slot s has the first heads of its K and V
@@ -88,8 +89,8 @@ class KVStorage(LayerPools):
         spec: AttentionSpec, dtype: torch.dtype, hidden: int | None = None, x_dtype: torch.dtype | None = None
     ) -> int:
         """Bytes of one token over all layers: K and V, scales included, and activations if kept."""
-        scales = 2 * spec.layers * spec.kv_heads * 4 if dtype == torch.int8 else 0
-        activations = 0 if hidden is None else spec.layers * hidden * _computed(x_dtype).itemsize
+        scales = spec.vectors_per_token() * 4 if dtype == torch.int8 else 0
+        activations = 0 if hidden is None else spec.stored * hidden * _computed(x_dtype).itemsize
         return spec.kv_bytes_per_token(dtype.itemsize) + scales + activations
 
 

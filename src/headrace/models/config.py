@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 
 from headrace.logs import shown
 from headrace.models import schema
-from headrace.models.families import FAMILIES, HEADLESS, Family
+from headrace.models.families import CLASSIFIERS, FAMILIES, HEADLESS, Family
 from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, raw_config, read_json, weight_files
 from headrace.models.quantised import FIELDS as QUANTISED_FIELDS
@@ -23,8 +23,7 @@ __all__ = ["ModelConfig", "RopeSpec", "read_config"]
 
 log = logging.getLogger(__name__)
 
-REFUSED_FIELDS = ("per_layer_config",)
-OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "per_layer_config")
 """Fields that stand beside text_config."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' names of the types that weights may have."""
@@ -46,7 +45,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
         family = _family(raw)
         if family.text_type is not None:
             raw = _text_part(raw, family)
-        _refuse_fields(raw)
+        _refuse_fields(raw, family)
         scheme = scheme_of(raw)
         config = normalised(raw, family)
         facts = family.facts(config)
@@ -58,7 +57,8 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             layers=config.num_hidden_layers,
             dtype=_dtype(raw, folder),
             tied=config.tie_word_embeddings,
-            head=raw["architectures"][0] not in HEADLESS,
+            head=raw["architectures"][0] not in HEADLESS | CLASSIFIERS,
+            labels=_labels(raw) if raw["architectures"][0] in CLASSIFIERS else (),
             bos_token_id=config.bos_token_id,
             tiled_values=has_tiled_values(folder),
             eos_token_ids=_eos(config, folder),
@@ -88,17 +88,17 @@ def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != family.text_type:
         raise UnsupportedModel(f"text_config is missing, or not of model_type {family.text_type!r}")
-    for name in (*OF_THE_WHOLE, *QUANTISED_FIELDS, *REFUSED_FIELDS):
+    for name in (*OF_THE_WHOLE, *QUANTISED_FIELDS):
         if raw.get(name) is not None:
             text = text | {name: raw[name]}
     log.info("%s: the text part is loaded; images are not taken", raw["architectures"][0])
     return text
 
 
-def _refuse_fields(raw: dict[str, Any]) -> None:
-    for name in REFUSED_FIELDS:
-        if raw.get(name):
-            raise UnsupportedModel(f"{name} is not supported")
+def _refuse_fields(raw: dict[str, Any], family: Family) -> None:
+    own = {name for fields in (raw.get("per_layer_config") or {}).values() for name in fields}
+    for name in sorted(own - set(family.layer_fields)):
+        raise UnsupportedModel(f"per_layer_config.{name} is not supported")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     for each in [rope[kind] for kind in LAYER_TYPES if rope.get(kind)] or [rope]:
         refuse_rope(each.get("rope_type", each.get("type", "default")), each)
@@ -136,6 +136,16 @@ def _check_size(config: Any, facts: dict[str, Any]) -> None:
         raise UnsupportedModel(
             f"layer_types names {len(given)} layers, num_hidden_layers is {config.num_hidden_layers}"
         )
+
+
+def _labels(raw: dict[str, Any]) -> tuple[str, ...]:
+    """Names of a classifier's outputs, in their order; of a file that says nothing two, as transformers has it."""
+    names = raw.get("id2label")
+    if not names:
+        return tuple(f"LABEL_{label}" for label in range(raw.get("num_labels") or 2))
+    if set(names) != set(map(str, range(len(names)))):
+        raise UnsupportedModel("id2label does not name labels 0, 1, 2, ..: download the file again")
+    return tuple(names[str(label)] for label in range(len(names)))
 
 
 def _dtype(raw: dict[str, Any], folder: Path) -> CheckpointDType:

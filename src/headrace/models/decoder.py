@@ -30,10 +30,11 @@ from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.layers import Layer, Matrices, OneByOne, Weights, norm
+from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import LOOKED_UP, refuse_rounding
-from headrace.models.spec import LEARNED_OFFSET, expert_of, is_exact
+from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, expert_of, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
 from headrace.stats import ExpertStats
@@ -109,7 +110,8 @@ class Decoder:
         self.outside = outside
         self.weights = weights if outside is None else weights | outside.settle()
         self.layers = self._layers(share, tensor)
-        self.rope = Rope(config.rope, config.attention.head_dim, config.local_rope) if config.rope else None
+        dim, local_dim = config.rotated_heads
+        self.rope = Rope(config.rope, dim, config.local_rope, local_dim) if config.rope else None
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)
         self.key_bias = alibi_bias(config.attention, config.max_model_len) if config.positions == "alibi" else None
         if self.key_bias is not None and share is not None:
@@ -125,6 +127,8 @@ class Decoder:
         return [self.weights[f"layers.{layer}.attention.sinks"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
+        if self.config.value_norm:
+            return self._mixed_layers(share, tensor)
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if share is not None:
@@ -136,12 +140,23 @@ class Decoder:
         log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
 
+    def _mixed_layers(self, share: Share | None, tensor: ShardGroup | None) -> MixedLayers:
+        log.info("layers are computed one operation at a time: they differ in their heads or their inputs")
+
+        def layer(index: int) -> MixedLayer:
+            whole = ALONE if share is None or tensor is None else Gathered(share, tensor, index)
+            return MixedLayer(self.config, self.weights, self.matrices, index, whole)
+
+        return MixedLayers([layer(index) for index in range(self.config.layers)])
+
     def first(self, count: int) -> Decoder:
         """A decoder of the first layers alone, with the same weights: for measurements."""
         part, layers = copy.copy(self), self.layers
         part.config = self.config.first(count)
         if isinstance(layers, block.Blocks):
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
+        elif isinstance(layers, MixedLayers):
+            part.layers = MixedLayers(layers.mixed[:count])
         else:
             part.layers = type(layers)(layers.layers[:count])
         part.sinks = self.sinks and self.sinks[:count]
@@ -204,12 +219,22 @@ class Decoder:
         recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
+        if isinstance(self.layers, MixedLayers):
+            return self.leave(self.layers(x, cos_sin, attend, rows, watch, inputs=self._inputs(batch, x)))
         return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
         turns = self.rope.at(batch.positions, batch.rope_lengths).to(self.device) if self.rope else None
         return self._embed(batch), turns
+
+    def _inputs(self, batch: TokenBatch, x: Tensor) -> Tensor | None:
+        """What each layer adds of the batch's tokens, which enter as x [T, H]; None where layers add nothing."""
+        if self.config.layer_inputs is None:
+            return None
+        return layer_inputs(
+            self.config, self.config.layer_inputs, self.weights, self.matrices, batch.token_ids.to(self.device), x
+        )
 
     def leave(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""
@@ -231,13 +256,17 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> fp32 [R, V]. Raises ValueError for a model, and on a tensor rank, without a head."""
         if not self.config.head:
-            raise ValueError(f"{self.config.architecture} has no head, and so no logits; it makes embeddings")
+            raise ValueError(f"{self.config.architecture} has no head over the vocabulary, and so no logits")
         if HEAD not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
         logits = ops.linear(hidden, self.matrices[HEAD], wide=True)
         if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
             return logits
         return ops.soft_cap(logits, self.config.logit_scale, self.config.logit_cap)
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """hidden [R, E] -> fp32 [R, labels], before any softmax, of a model with a classifier's head."""
+        return ops.linear(hidden, self.matrices[CLASSIFIER], wide=True)
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         x = F.embedding(batch.token_ids.to(self.device), self.weights["embed.weight"])
@@ -314,8 +343,10 @@ class _StoredPacking:
     def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
         matrices: Matrices = {}
         done, total = 0, sum(self._size(matrix) for matrix in stored.values())
+        # What lies in the file is not packed again: where experts are codes, their formats may differ in a layer.
+        apart = self.outside is not None and any(each.coded for name, each in stored.items() if expert_of(name))
         for name, matrix in stored.items():
-            matrices[name] = self._one(name, matrix)
+            matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
             done += self._size(matrix)
             if packed is not None:
                 packed(done, total)
@@ -326,14 +357,14 @@ class _StoredPacking:
     def _size(self, matrix: StoredMatrix) -> int:
         return math.prod(matrix.shape) * self.dtype.itemsize
 
-    def _one(self, name: str, matrix: StoredMatrix) -> ops.Weight:
+    def _one(self, name: str, matrix: StoredMatrix, gated: bool) -> ops.Weight:
         if self.device.type != "cpu":
             return matrix.numbers(self.dtype).to(self.device)
         parts = matrix.read()
-        if self.outside is None or expert_of(name) is None:
-            return self._weight(name, parts, self.gated and name.endswith(".up.weight"))
-        weight = self._weight(name, parts, gated=False)  # whatever the formats of a layer's others
-        return weight if weight is parts[0] else self.outside.place(name, weight)  # else the checkpoint's own: mapped
+        weight = self._weight(name, parts, gated and name.endswith(".up.weight"))
+        if self.outside is None or expert_of(name) is None or weight is parts[0]:
+            return weight  # in memory, or the checkpoint's own, which is mapped
+        return self.outside.place(name, weight)
 
     def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
         if len(parts) == 1 and isinstance(parts[0], Tensor):

@@ -127,6 +127,10 @@ class Layer:
         """x [T, H] -> [T, this rank's share of H]."""
         if self.experts is not None:
             return self._met_experts(x, self.experts)
+        return self._dense(x)
+
+    def _dense(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: the MLP that every row meets."""
         if self.config.gated:
             gate = self.config.activation
             inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
@@ -136,16 +140,19 @@ class Layer:
 
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
-        (ups, up_biases), (downs, down_biases) = self._of_experts("up", spec), self._of_experts("down", spec)
         logits = ops.linear(x, self.matrices["router.weight"], self.weights.get("router.bias"), wide=True)
-        routes = experts.route(logits, spec.chosen, spec.normalised)
+        met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
+        return met + self._met_by_all(x) if spec.shared else met
+
+    def _sent(self, x: Tensor, routes: experts.Routes, spec: ExpertsSpec) -> Tensor:
+        """x [T, H], each row to its experts -> [T, this rank's share of H]."""
+        (ups, up_biases), (downs, down_biases) = self._of_experts("up", spec), self._of_experts("down", spec)
         if experts.OUTSIDE in self.weights:
             experts.fetch(self.weights[experts.OUTSIDE], routes.begin)
         chosen = x[routes.order // spec.chosen]
         inner = experts.gated_linear(chosen, ups, routes.begin, self.config.activation, up_biases)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)
-        met = experts.combine(made, routes)
-        return met + self._met_by_all(x) if spec.shared else met
+        return experts.combine(made, routes)
 
     def _of_experts(self, part: str, spec: ExpertsSpec) -> tuple[list[ops.Weight], list[Tensor] | None]:
         """Matrices of that name, and their biases if they have any."""

@@ -41,6 +41,19 @@ GEMMA: dict[str, Any] = COMMON | dict(
     query_pre_attn_scalar=256, sliding_window=4096, layer_types=None, final_logit_softcapping=30.0,
     attn_logit_softcapping=50.0, use_bidirectional_attention=None,
 )  # fmt: skip
+GEMMA4: dict[str, Any] = COMMON | dict(
+    vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=131072,
+    rms_norm_eps=1e-6, eos_token_id=1, bos_token_id=2, tie_word_embeddings=True, attention_bias=False,
+    sliding_window=512, layer_types=None, final_logit_softcapping=None, use_bidirectional_attention=None,
+    vocab_size_per_layer_input=262144, hidden_size_per_layer_input=256, attention_k_eq_v=False, num_kv_shared_layers=0,
+    enable_moe_block=False, use_double_wide_mlp=False, num_experts=None, top_k_experts=None,
+    moe_intermediate_size=None, global_head_dim=512, num_global_key_value_heads=None,
+)  # fmt: skip
+GEMMA4_ROPES = {
+    "full_attention": dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0),
+    "sliding_attention": dict(rope_type="default", rope_theta=10_000.0),
+}
 QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
     num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
@@ -125,6 +138,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         vocab_size=262208, max_position_embeddings=131072, final_logit_softcapping=None, attn_logit_softcapping=None,
         use_bidirectional_attention=False,
     ),
+    "gemma4_text": GEMMA4,
 }  # fmt: skip
 """By model_type: the fields that transformers' class has, with what it puts where config.json says nothing."""
 
@@ -154,7 +168,8 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     known = schema.known(raw)
     model_type = family.fields_of
     values = DEFAULTS[model_type] | known
-    null = next((name for name in NEVER_NULL if name in values and values[name] is None), None)
+    never_null = [name for name in NEVER_NULL if DEFAULTS[model_type].get(name) is not None]
+    null = next((name for name in never_null if values[name] is None), None)
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
     _fill_in(values, model_type)
@@ -190,6 +205,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if "full_attention_interval" in values and values["layer_types"] is None:
         interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
         values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
+    if model_type == "gemma4_text":
+        _fill_in_gemma4(values)
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
         values["word_embed_proj_dim"] = values["hidden_size"]
     if model_type == "falcon":
@@ -230,8 +247,23 @@ def _fill_in_smollm3(values: dict[str, Any]) -> None:
         values["layer_types"] = [KINDS[windows and not turned[layer]] for layer in layers]
 
 
+def _fill_in_gemma4(values: dict[str, Any]) -> None:
+    values["layer_types"] = [*values["layer_types"][:-1], KINDS[0]]
+    own = values.get("per_layer_config")
+    if own is None:
+        heads = values["num_global_key_value_heads"] if values["attention_k_eq_v"] else None
+        found = dict(head_dim=values["global_head_dim"]) | ({} if heads is None else dict(num_key_value_heads=heads))
+        own = {str(layer): found for layer, kind in enumerate(values["layer_types"]) if kind == KINDS[0]}
+    every = {name: values[name] for name in ("head_dim", "num_key_value_heads")}
+    layers = range(values["num_hidden_layers"])
+    values["per_layer_config"] = {layer: SimpleNamespace(**every | own.get(str(layer), {})) for layer in layers}
+
+
 def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """All that is said of the rotation, in one place."""
+    if model_type == "gemma4_text":
+        values["rope_parameters"] = given.get("rope_parameters") or GEMMA4_ROPES
+        return None
     if model_type == "gemma3_text":
         return _fill_in_two_ropes(values, given)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})

@@ -1,7 +1,8 @@
 """Rotary positions: cos and sin by absolute position. T: rows, N: elements that are rotated, of all kinds together.
 
-The frequencies are transformers' own (ROPE_INIT_FUNCTIONS). Tables are filled in blocks of fixed shape, each always
-computed whole: the cosine of one position then has the same bits whenever and for whomever it is computed.
+The frequencies are transformers' own (ROPE_INIT_FUNCTIONS), but for the two simplest kinds. Tables are filled in blocks
+of fixed shape, each always computed whole: the cosine of one position then has the same bits whenever and for whomever
+it is computed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.models.spec import LENGTH_DEPENDENT, RopeSpec
+from headrace.models.spec import LENGTH_DEPENDENT, RopeKind, RopeSpec
 
 BLOCK = 64
 """Positions in a block of the table."""
+OWN: tuple[RopeKind, ...] = ("default", "proportional")
+"""Kinds that are computed here, and need no configuration."""
 CACHED_BLOCKS = 1024
 """Blocks kept for dynamic NTK, whose table differs by sequence length."""
 
@@ -29,13 +32,15 @@ class Rope:
     has two sets of frequencies, one for lengths beyond the model's own.
     """
 
-    def __init__(self, spec: RopeSpec, head_dim: int, local: RopeSpec | None = None) -> None:
+    def __init__(
+        self, spec: RopeSpec, head_dim: int, local: RopeSpec | None = None, local_dim: int | None = None
+    ) -> None:
         self.spec = spec
         self.head_dim = head_dim
         self.by_length = spec.kind in LENGTH_DEPENDENT
-        self.local = None if local is None else Rope(local, head_dim)
-        self.width = spec.width(head_dim) + (0 if local is None else local.width(head_dim))
-        self._carrier = None if spec.kind == "default" else _carrier(spec, head_dim)
+        self.local = None if local is None else Rope(local, local_dim or head_dim)
+        self.width: int = spec.width(head_dim) + (0 if self.local is None else self.local.width)
+        self._carrier = None if spec.kind in OWN else _carrier(spec, head_dim)
         self._table = torch.empty(0, self.width)
         self._frequencies = lru_cache(CACHED_BLOCKS)(self._compute_frequencies)
         self._block = lru_cache(CACHED_BLOCKS)(self._compute_block)
@@ -80,9 +85,13 @@ class Rope:
 
     def _compute_frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angle per position, one for two elements that are rotated, and the factor on cos and sin."""
-        if self.spec.kind == "default":
-            theta, width = dict(self.spec.parameters)["rope_theta"], self.spec.width(self.head_dim)
-            return 1.0 / (theta ** (torch.arange(0, width, 2).float() / width)), 1.0
+        parameters, width = dict(self.spec.parameters), self.spec.width(self.head_dim)
+        if self.spec.kind in OWN:
+            inverse = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width))
+            if self.spec.kind == "proportional":
+                inverse[int(parameters.get("partial_rotary_factor", 1.0) * width // 2) :] = 0.0
+                inverse /= parameters.get("factor", 1.0)
+            return inverse, 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         # transformers passes the length as a tensor once it exceeds the model's own: the arithmetic is then fp32

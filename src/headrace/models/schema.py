@@ -31,6 +31,7 @@ Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
 Factors = Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(max_length=4096)] | None | UnsetType
 Flag = bool | None | UnsetType
 ShortText = Annotated[str, Meta(max_length=200)] | None | UnsetType
+Label = Annotated[str, Meta(max_length=200)]
 Tokens = Small | Annotated[list[Small], Meta(max_length=1024)] | None | UnsetType
 
 
@@ -59,6 +60,16 @@ class RopeFields(msgspec.Struct):
     mrope_interleaved: Flag = UNSET
 
 
+class LayerFields(msgspec.Struct):
+    """What one layer has of its own. Others are refused by name."""
+
+    head_dim: Count = UNSET
+    num_key_value_heads: Count = UNSET
+
+
+LayerNumber = Annotated[str, Meta(pattern="^[0-9]{1,4}$")]
+
+
 class ConfigFields(msgspec.Struct):
     """config.json, of all families together."""
 
@@ -69,6 +80,8 @@ class ConfigFields(msgspec.Struct):
     text_config: ConfigFields | UnsetType | None = UNSET
     auto_map: dict[str, Any] | UnsetType | None = UNSET
     is_causal: Flag = UNSET
+    num_labels: Count = UNSET
+    id2label: Annotated[dict[str, Label], Meta(max_length=4096)] | UnsetType | None = UNSET
     vocab_size: WideCount = UNSET
     hidden_size: WideCount = UNSET
     n_embed: WideCount = UNSET
@@ -126,7 +139,17 @@ class ConfigFields(msgspec.Struct):
     query_pre_attn_scalar: Factor = UNSET
     attn_logit_softcapping: Factor = UNSET
     final_logit_softcapping: Factor = UNSET
-    use_bidirectional_attention: Flag = UNSET
+    use_bidirectional_attention: bool | Annotated[str, Meta(max_length=200)] | UnsetType | None = UNSET
+    per_layer_config: dict[LayerNumber, LayerFields] | UnsetType | None = UNSET
+    global_head_dim: Count = UNSET
+    num_global_key_value_heads: Count = UNSET
+    attention_k_eq_v: Flag = UNSET
+    num_kv_shared_layers: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
+    use_double_wide_mlp: Flag = UNSET
+    hidden_size_per_layer_input: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
+    vocab_size_per_layer_input: WideCount = UNSET
+    enable_moe_block: Flag = UNSET
+    top_k_experts: Count = UNSET
     rope_local_base_freq: Theta = UNSET
     sliding_window_pattern: Count = UNSET
     full_attention_interval: Count = UNSET

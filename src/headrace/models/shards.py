@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.config import AttentionSpec
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import CLASSIFIER, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,17 +56,19 @@ def shard(config: ModelConfig, rank: int, size: int) -> AttentionSpec:
     if not 0 <= rank < size:
         raise ValueError(f"tensor rank {rank} does not exist in a group of {size}")
     spec = config.attention
-    if spec.heads % size or max(spec.kv_heads, size) % min(spec.kv_heads, size):
+    if not _fits(spec, size):
         fitting = [str(n) for n in range(1, spec.heads + 1) if _fits(spec, n)]
         raise ValueError(
-            f"tensor_parallel_size {size} does not divide {spec.heads} query heads and {spec.kv_heads} KV heads; "
+            f"tensor_parallel_size {size} does not divide {spec.heads} query heads and "
+            f"{' or '.join(str(kv) for kv, _ in spec.every_shape)} KV heads; "
             f"this model can use {', '.join(fitting)}"
         )
-    return replace(spec, heads=spec.heads // size, kv_heads=max(1, spec.kv_heads // size))
+    shapes = tuple((max(1, heads // size), dim) for heads, dim in spec.shapes)
+    return replace(spec, heads=spec.heads // size, kv_heads=max(1, spec.kv_heads // size), shapes=shapes)
 
 
 def _fits(spec: AttentionSpec, size: int) -> bool:
-    return spec.heads % size == 0 and max(spec.kv_heads, size) % min(spec.kv_heads, size) == 0
+    return spec.heads % size == 0 and all(max(kv, size) % min(kv, size) == 0 for kv, _ in spec.every_shape)
 
 
 def cut(name: str, total: int, size: int) -> list[range]:
@@ -124,16 +126,20 @@ class Share:
 
     @property
     def kv_heads(self) -> range:
-        """KV heads of this rank: those that its query heads attend."""
-        first = self.rank * self.config.attention.kv_heads // self.size
-        return range(first, first + self.attention.kv_heads)
+        """KV heads of this rank in the first layer: those that its query heads attend."""
+        return self.kv_heads_of(0)
 
-    def widths(self, width: Width) -> list[int]:
+    def kv_heads_of(self, layer: int) -> range:
+        """The same in any layer."""
+        first = self.rank * self.config.attention.shape(layer)[0] // self.size
+        return range(first, first + self.attention.shape(layer)[0])
+
+    def widths(self, width: Width, layer: int = 0) -> list[int]:
         """How many columns each rank has of what is gathered."""
         if width in ("heads", "queries", "keys"):
-            heads = self.attention.kv_heads if width == "keys" else self.attention.heads
-            return [heads * self.attention.head_dim] * self.size
-        return [len(columns) for columns in self._cut(width)]
+            kv_heads, dim = self.attention.shape(layer)
+            return [(kv_heads if width == "keys" else self.attention.heads) * dim] * self.size
+        return [len(columns) for columns in self._cut(width, layer)]
 
     def each_once(self, keys: Tensor) -> Tensor:
         """Gathered keys [T, ranks x own] -> [T, Hkv D]: without the copies that more ranks than KV heads hold."""
@@ -145,37 +151,39 @@ class Share:
         heads, dim = self.kv_heads if width == "keys" else self.heads, self.attention.head_dim
         return range(heads.start * dim, heads.stop * dim)
 
-    def _cut(self, width: Width) -> list[range]:
+    def _cut(self, width: Width, layer: int = 0) -> list[range]:
         if width == "inner":
-            return cut("intermediate_size", self.config.intermediate_size, self.size)
+            return cut("intermediate_size", self.config.inner(layer), self.size)
         if width == "expert_inner" and self.config.experts is not None:
             return cut("an expert's width", self.config.experts.inner, self.size)
         return cut("hidden_size", self.config.hidden_size, self.size)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has any of the tensor `name`. The head stands whole on rank 0, where logits are wanted."""
-        return name != "head.weight" or self.rank == 0
+        """Whether this rank has any of the tensor `name`. Heads stand whole on rank 0, where logits are wanted."""
+        return name not in ("head.weight", CLASSIFIER) or self.rank == 0
 
     def rows(self, name: str) -> list[range] | None:
         """Rows of our tensor `name` (see models.spec) that this rank holds, in order; None: all of them.
 
         Embeddings, norms and the projections around the layers are small or cheap, and whole on every rank.
         """
+        first, number, *_ = name.split(".")
         *_, module, kind = name.split(".")
+        layer = int(number) if first == "layers" else 0
         if module == "qkv":
-            return self._qkv_rows()
+            return self._qkv_rows(layer)
         if kind == "sinks":
             return [self.heads]
         if module == "up":
-            parts = self._cut("expert_inner" if ".experts." in name else "inner")
+            parts = self._cut("expert_inner" if ".experts." in name else "inner", layer)
             mine, inner = parts[self.rank], parts[-1].stop
             return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]
         return [self._cut("hidden")[self.rank]] if module in ("out", "down") else None
 
-    def _qkv_rows(self) -> list[range]:
-        spec, dim = self.config.attention, self.config.attention.head_dim
-        starts = (0, spec.heads, spec.heads + spec.kv_heads)
-        parts = zip(starts, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+    def _qkv_rows(self, layer: int) -> list[range]:
+        counts, dim = self.config.projected_heads(layer), self.config.attention.shape(layer)[1]
+        starts = accumulate((0, *counts[:-1]))
+        parts = zip(starts, (self.heads, *(self.kv_heads_of(layer),) * (len(counts) - 1)), strict=True)
         return [range((start + heads.start) * dim, (start + heads.stop) * dim) for start, heads in parts]
 
 
@@ -194,9 +202,9 @@ class Whole:
 class Gathered(Whole):
     """The same of one of several tensor ranks: all call with the same widths in the same order."""
 
-    def __init__(self, share: Share, tensor: ShardGroup) -> None:
+    def __init__(self, share: Share, tensor: ShardGroup, layer: int = 0) -> None:
         self.share, self.tensor = share, tensor
-        self.widths: dict[Width, list[int]] = {width: share.widths(width) for width in share.gathered}
+        self.widths: dict[Width, list[int]] = {width: share.widths(width, layer) for width in share.gathered}
 
     def __call__(self, width: Width, x: Tensor) -> Tensor:
         every = self.tensor.gather(x, self.widths[width])

@@ -9,7 +9,7 @@ from headrace.models.spec import ModelConfig, Slot, expected, expert_of, is_exac
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
 SCALE_BYTES = 4
-LOOKED_UP = ("embed.weight", "positions.weight")
+LOOKED_UP = ("embed.weight", "positions.weight", "layer_embed.weight")
 """Tables of rows: looked up, not multiplied by."""
 
 
@@ -22,7 +22,7 @@ def compute_type(config: ModelConfig, dtype: str) -> str:
 def kv_bytes_per_token(spec: AttentionSpec, compute: str, kv_dtype: KVDType) -> int:
     """Bytes of one token's K and V over all layers, scales included."""
     if kv_dtype == "int8":
-        return spec.kv_bytes_per_token(1) + 2 * spec.layers * spec.kv_heads * SCALE_BYTES
+        return spec.kv_bytes_per_token(1) + spec.vectors_per_token() * SCALE_BYTES
     return spec.kv_bytes_per_token(BYTES[compute])
 
 

@@ -10,6 +10,8 @@ up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer 
 and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
 Beside them, in some models, layers.N.shared.up and .down, and layers.N.shared_gate [1, H].
+Inputs of each layer (LayerInputs): layer_embed [V, L P], layer_inputs [L P, H], layers.N.input_gate [P, H] and
+layers.N.input_out [H, P]; L: layers, P: their width.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ sandwich: x + norm(f(norm(x))), each norm with weights of its own."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"]
 """swiglu_oai, of gated MLPs alone, takes both halves: see kernels.ops.swiglu_oai_mul."""
 Positions = Literal["rope", "learned", "alibi"]
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")
 """Kinds that rotate a token by the length of its sequence too."""
 
+CLASSIFIER = "score.weight"
+"""[labels, E]."""
 LEARNED_OFFSET = 2
 """OPT's table of positions begins with two rows that no position uses."""
 
@@ -49,7 +53,9 @@ class RopeSpec:
     original_length: int
 
     def width(self, head_dim: int) -> int:
-        """How many elements of a head are rotated, the first ones."""
+        """How many elements of a head are rotated, the first ones. proportional: all, the slow ones by nothing."""
+        if self.kind == "proportional":
+            return head_dim
         return int(head_dim * dict(self.parameters).get("partial_rotary_factor", 1.0))
 
 
@@ -70,7 +76,8 @@ class ExpertsSpec:
     The router's softmax is taken over all experts, in fp32; then the greatest are chosen, the first of equal ones.
     normalised: their shares are divided by their sum. layers: which layers have experts; the others have a dense MLP.
     shared: width of an MLP that every row meets beside them, times the sigmoid of its gate; 0: none. kernels.block does
-    not know it: hybrid models alone have one.
+    not know it: hybrid models alone have one. beside: every row meets the layer's dense MLP too; what either makes is
+    normed and added, the router's input is normed and scaled, and shares are multiplied by a scale of each expert.
     """
 
     count: int
@@ -79,6 +86,16 @@ class ExpertsSpec:
     normalised: bool
     layers: tuple[bool, ...]
     shared: int = 0
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What each layer adds of a token beside its residual stream (per-layer embeddings): `width` numbers, from a table
+    of `vocab_size` tokens and from what enters the first layer. The layer gates them by its own stream."""
+
+    width: int
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +108,16 @@ class ModelConfig:
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
     logit_cap * tanh(logit / logit_cap). head: whether there are logits; a checkpoint made for embeddings may have none.
+    labels: names of a classifier's outputs, of a checkpoint that has one in place of the head.
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
     recurrent: of the layers that have a gated delta net in place of attention, which `recurrent_layers` numbers;
     `attention.layers` counts the others alone. tiled_values: the columns of such a layer's `out` go through all key
     heads for their first value heads, then for their second ones, where rows of other matrices end one key head first.
+
+    value_norm: values are normed, without weights. keys_as_values: in layers without a window values are the keys
+    before their norm. shared_inner: MLP width of layers without keys and values of their own (AttentionSpec.shared); 0:
+    as of the others. layer_scale: what leaves a layer is multiplied by a number of its own.
     """
 
     architecture: str
@@ -132,10 +154,16 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     head: bool = True
+    labels: tuple[str, ...] = ()
     attention_gate: bool = False
     recurrent: RecurrentSpec | None = None
     recurrent_layers: tuple[int, ...] = ()
     tiled_values: bool = False
+    value_norm: bool = False
+    keys_as_values: bool = False
+    shared_inner: int = 0
+    layer_scale: bool = False
+    layer_inputs: LayerInputs | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None
@@ -147,13 +175,27 @@ class ModelConfig:
     @property
     def has_dense_mlp(self) -> bool:
         """Whether any layer has."""
-        return self.experts is None or not all(self.experts.layers)
+        return self.experts is None or self.experts.beside or not all(self.experts.layers)
+
+    def inner(self, layer: int) -> int:
+        """Width of a layer's dense MLP."""
+        shares = layer >= self.attention.stored and self.recurrent is None
+        return self.shared_inner or self.intermediate_size if shares else self.intermediate_size
+
+    def projected_heads(self, layer: int) -> tuple[int, ...]:
+        """Heads of the parts of a layer's qkv: queries, keys and values, as far as it has them."""
+        spec = self.attention
+        if layer >= spec.stored and self.recurrent is None:
+            return (spec.heads,)
+        alike = self.keys_as_values and spec.windows[layer] is None
+        return (spec.heads, *(spec.shape(layer)[0],) * (1 if alike else 2))
 
     @property
     def mlp_width(self) -> int:
         """Columns of MLPs that a row meets in a layer: those of its experts, the mean over layers that differ."""
-        if self.experts is None:
-            return self.intermediate_size
+        if self.experts is None or self.experts.beside:
+            met = 0 if self.experts is None else self.experts.chosen * self.experts.inner
+            return met + sum(map(self.inner, range(self.layers))) // self.layers
         sparse, met = sum(self.experts.layers), self.experts.chosen * self.experts.inner + self.experts.shared
         return (sparse * met + (self.layers - sparse) * self.intermediate_size) // self.layers
 
@@ -175,10 +217,18 @@ class ModelConfig:
         """
         if self.rope is None or layer in self.no_rope_layers:
             return 0, 0
-        width = self.rope.width(self.attention.head_dim)
+        dim, local_dim = self.rotated_heads
+        width = self.rope.width(dim)
         if self.local_rope is None or self.attention.windows[layer] is None:
             return 0, width
-        return width, self.local_rope.width(self.attention.head_dim)
+        return width, self.local_rope.width(local_dim)
+
+    @property
+    def rotated_heads(self) -> tuple[int, int]:
+        """Head sizes that `rope` and `local_rope` turn."""
+        spec = self.attention
+        windowed = {spec.windows[layer] is not None: dim for layer, (_, dim) in enumerate(spec.shapes)}
+        return windowed.get(False, spec.head_dim), windowed.get(True, spec.head_dim)
 
     def first(self, layers: int) -> ModelConfig:
         """The model of the first layers alone."""
@@ -187,7 +237,7 @@ class ModelConfig:
         return replace(
             self,
             layers=layers,
-            attention=replace(self.attention, layers=attending, windows=self.attention.windows[:attending]),
+            attention=self.attention.first(attending),
             recurrent=self.recurrent and replace(self.recurrent, layers=len(recurrent)),
             recurrent_layers=recurrent,
             experts=experts and replace(experts, layers=experts.layers[:layers]),
@@ -195,7 +245,10 @@ class ModelConfig:
 
     @property
     def one_of_each_kind(self) -> int:
-        """First layers among which are some with attention and some that are recurrent, if the model has both."""
+        """First layers among which are some with attention and some that are recurrent, and some with each shape of
+        heads, if the model has them."""
+        if self.attention.shapes:
+            return 1 + max(map(self.attention.shapes.index, self.attention.every_shape))
         recurrent = [layer in self.recurrent_layers for layer in range(self.layers)]
         return 1 + max(recurrent.index(kind) for kind in set(recurrent))
 
@@ -236,29 +289,54 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots["positions.weight"] = Slot((config.max_model_len + LEARNED_OFFSET,), hidden)
     if embed != hidden:
         slots |= _linear("project_in", (hidden,), embed, False) | _linear("project_out", (embed,), hidden, False)
+    if config.layer_inputs is not None:
+        slots |= _layer_inputs(config, config.layer_inputs)
     for index in range(config.layers):
         layer = _recurrent_layer if index in config.recurrent_layers else _attention_layer
-        slots |= _norm(config, f"layers.{index}.attention_norm") | layer(config, f"layers.{index}.")
+        slots |= _norm(config, f"layers.{index}.attention_norm") | layer(config, index)
         slots |= _mlp(config, index)
+        if config.layer_inputs is not None:
+            slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
+        if config.layer_scale:
+            slots[f"layers.{index}.whole.layer_scalar"] = Slot((1,))
     if config.final_norm:
         slots |= _norm(config, "final_norm")
+    if config.labels:
+        slots |= _linear("score", (len(config.labels),), embed, False)
     return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
 
 
-def _attention_layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
-    hidden, spec = config.hidden_size, config.attention
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    slots = _linear(prefix + "qkv", (q * (1 + config.attention_gate), kv, kv), hidden, config.qkv_bias)
+def _layer_inputs(config: ModelConfig, spec: LayerInputs) -> dict[str, Slot]:
+    every = config.layers * spec.width
+    return {
+        "layer_embed.weight": Slot((spec.vocab_size,), every),
+        "layer_inputs.weight": Slot((every,), config.hidden_size),
+        "layer_inputs_norm.weight": Slot((spec.width,)),
+    }
+
+
+def _gated_inputs(config: ModelConfig, prefix: str, width: int) -> dict[str, Slot]:
+    gate = _linear(prefix + "input_gate", (width,), config.hidden_size, False)
+    out = _linear(prefix + "input_out", (config.hidden_size,), width, False)
+    return gate | out | _norm(config, prefix + "input_norm")
+
+
+def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    prefix, hidden, spec = f"layers.{layer}.", config.hidden_size, config.attention
+    dim = spec.shape(layer)[1] if config.recurrent is None else spec.head_dim
+    q, *kv = (heads * dim for heads in config.projected_heads(layer))
+    slots = _linear(prefix + "qkv", (q * (1 + config.attention_gate), *kv), hidden, config.qkv_bias)
     if config.qk_norm:
-        widths = (q, kv) if config.qk_norm_whole else (spec.head_dim, spec.head_dim)
-        slots |= {prefix + f"{name}.weight": Slot((n,)) for name, n in zip(("q_norm", "k_norm"), widths, strict=True)}
+        names = ("q_norm", "k_norm") if kv else ("q_norm",)
+        widths = (q, *kv[:1]) if config.qk_norm_whole else (dim,) * len(names)
+        slots |= {prefix + f"{name}.weight": Slot((n,)) for name, n in zip(names, widths, strict=True)}
     if spec.sinks:
         slots[prefix + "attention.sinks"] = Slot((spec.heads,))
     return slots | _linear(prefix + "out", (hidden,), q, config.out_bias)
 
 
-def _recurrent_layer(config: ModelConfig, prefix: str) -> dict[str, Slot]:
-    spec, hidden = config.recurrent, config.hidden_size
+def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    prefix, spec, hidden = f"layers.{layer}.", config.recurrent, config.hidden_size
     assert spec is not None, "there are recurrent layers"
     return {
         prefix + "mixed.weight": Slot((spec.channels, spec.values), hidden),
@@ -276,11 +354,18 @@ def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
     slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm else {}
     if config.block == "sandwich":
         slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
+    if spec is None or spec.beside:
+        slots |= _up_and_down(config, prefix, config.inner(layer))
     if spec is None:
-        return slots | _up_and_down(config, prefix, config.intermediate_size)
+        return slots
     slots |= _linear(prefix + "router", (spec.count,), config.hidden_size, config.mlp_bias)
     for expert in range(spec.count):
         slots |= _up_and_down(config, expert_prefix(layer, expert), spec.inner)
+    if spec.beside:
+        slots[prefix + "routing.scale"] = Slot((config.hidden_size,))
+        slots[prefix + "routing.per_expert_scale"] = Slot((spec.count,))
+        for name in ("dense_out_norm", "experts_norm", "experts_out_norm"):
+            slots |= _norm(config, prefix + name)
     if spec.shared:
         slots |= _linear(prefix + "shared_gate", (1,), config.hidden_size, False)
         slots |= _up_and_down(config, prefix + "shared.", spec.shared)
@@ -299,9 +384,9 @@ def expert_of(name: str) -> tuple[int, int] | None:
 
 
 def is_exact(name: str) -> bool:
-    """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, or how
-    much a state forgets. They are small, and what they decide lasts."""
-    return name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
+    """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, how
+    much a state forgets, or a text's class. They are small, and what they decide lasts."""
+    return name == CLASSIFIER or name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
 
 
 def _up_and_down(config: ModelConfig, prefix: str, inner: int) -> dict[str, Slot]:

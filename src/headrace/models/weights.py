@@ -18,7 +18,7 @@ from headrace.models.families import FAMILIES
 from headrace.models.families.base import Family, Names
 from headrace.models.shards import Share
 from headrace.models.sizes import LOOKED_UP
-from headrace.models.spec import ModelConfig, Slot, expected, expert_of
+from headrace.models.spec import CLASSIFIER, ModelConfig, Slot, expected, expert_of
 from headrace.types import UnsupportedModel
 
 OnProgress = Callable[[int, int], None]
@@ -38,10 +38,11 @@ AT_ONCE = 4096
 @dataclass(slots=True)
 class StoredMatrix:
     """A matrix whose outputs, one part after another, lie in a file as codes under scales or as numbers, and are read
-    when they are wanted: `read` gives the parts."""
+    when they are wanted: `read` gives the parts. coded: some part is codes."""
 
     shape: tuple[int, ...]
     read: Callable[[], list[Tensor | Coded]]
+    coded: bool
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The matrix multiplied out."""
@@ -69,7 +70,7 @@ def load_weights(
     with open_checkpoint(folder, config) as checkpoint:
         slots, family = expected(config), checkpoint.form(FAMILIES[config.architecture])
         sources = _sources(config, family, slots, checkpoint.names)
-        _check(folder, checkpoint, slots, sources, family.unread)
+        _check(folder, checkpoint, slots, sources, _unread(config, family))
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
         to_come = {sources[name]: slot.count * dtype.itemsize for name, slot in slots.items()}
@@ -119,10 +120,18 @@ def _sources(
 def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     if name == "head.weight":
         return ("lm_head.weight",)
+    if name == CLASSIFIER:
+        return (CLASSIFIER,)
     module, kind = name.rsplit(".", 1)
     numbers = re.findall(r"\d+", module)
     theirs = names[module if module in names else re.sub(r"\d+", "{}", module)]
     return tuple(f"{prefix}{source.format(*numbers)}.{kind}" for source in theirs)
+
+
+def _unread(config: ModelConfig, family: Family) -> tuple[str, ...]:
+    """What names of tensors that nothing is computed from begin with."""
+    unused = family.unused(config) if family.unused is not None else ()
+    return (*family.unread, *(prefix + name for prefix in family.prefixes for name in unused))
 
 
 def _check(
@@ -198,7 +207,7 @@ def _stored(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], rows: 
     """The sources one after another, or of all their rows the ones numbered `rows`, in that order."""
     readers = [_part(checkpoint, source, own) for source, own in _runs(checkpoint, sources, rows)]
     shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
-    return StoredMatrix(shape, lambda: [reader() for reader in readers])
+    return StoredMatrix(shape, lambda: [reader() for reader in readers], coded=True)
 
 
 def _numbers_later(
@@ -214,7 +223,7 @@ def _numbers_later(
         _check_finite(checkpoint.model, whole, sources)
         return [whole]
 
-    return StoredMatrix(slot.shape(sum(slot.parts) if rows is None else len(rows)), read)
+    return StoredMatrix(slot.shape(sum(slot.parts) if rows is None else len(rows)), read, coded=False)
 
 
 def _runs(checkpoint: Checkpoint, sources: tuple[str, ...], rows: Tensor | None) -> list[tuple[str, Tensor | None]]:

@@ -1,9 +1,13 @@
 """Chunks of the pool as blobs of a tier, and back, a layer at a time.
 
 kind "k": keys and values. kind "x": activations, the residual stream as it enters each layer.
+A layer is one section, or where layers differ in size as many as its keys and values are times the smallest layer's;
+sections have one size, and the last ones of a layer are filled up with zeros.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -36,7 +40,7 @@ class ChunkCodec:
     ) -> None:
         self.storage, self.spec, self.identity, self.dtype = storage, spec, identity, dtype
         self.layout, self.heads = layout, heads
-        self.header_bytes = frame.header_bytes(spec.layers)
+        self.header_bytes = frame.header_bytes(self.sections("k")[-1].stop)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -44,34 +48,54 @@ class ChunkCodec:
         return self.storage.keeps_activations
 
     def section_bytes(self, kind: BlobKind, form: BlobFormat) -> int:
-        """Bytes of one layer's section."""
-        if kind == "k":
-            return chunk_formats.kv_bytes(self.spec.kv_heads, self.spec.head_dim, self.storage.dtype, form)
-        return chunk_formats.x_bytes(self.activations(0).shape[-1], self.dtype, form)
+        """Bytes of one section."""
+        if kind == "x":
+            return chunk_formats.x_bytes(self.activations(0).shape[-1], self.dtype, form)
+        parts = zip(self.sections(kind), range(self.layers), strict=True)
+        return max(-(-self._kv_bytes(layer, form) // (len(own) * frame.ALIGN)) * frame.ALIGN for own, layer in parts)
+
+    def _kv_bytes(self, layer: int, form: BlobFormat) -> int:
+        """Bytes of a layer's keys and values before they are filled up."""
+        return chunk_formats.kv_bytes(*self.spec.shape(layer), self.storage.dtype, form)
+
+    @property
+    def layers(self) -> int:
+        """How many are stored."""
+        return self.spec.stored
+
+    def sections(self, kind: BlobKind) -> list[range]:
+        """The sections of each layer of a blob."""
+        sizes = [heads * dim if kind == "k" else 1 for heads, dim in map(self.spec.shape, range(self.layers))]
+        ends = [0, *accumulate(round(size / min(sizes)) for size in sizes)]
+        return [range(*pair) for pair in pairwise(ends)]
 
     def blob_bytes(self, kind: BlobKind, form: BlobFormat) -> int:
-        return self.header_bytes + self.spec.layers * self.section_bytes(kind, form)
+        count = self.sections(kind)[-1].stop
+        return frame.section_at(count, self.section_bytes(kind, form), count)
 
     @torch.inference_mode()
     def encode(self, slot: int, digest: bytes, kind: BlobKind, form: BlobFormat) -> BlobParts:
         """The blob of the chunk in a slot; as "raw" where its numbers cannot be rounded so."""
-        size, layers = self.section_bytes(kind, form), self.spec.layers
-        if len(self._scratch) < layers * size:
-            self._scratch = torch.empty(layers * size, dtype=torch.uint8)
-        rows = self._scratch[: layers * size].view(layers, size)
-        if not all(self._store(rows[layer], layer, slot, kind, form) for layer in range(layers)):
-            return self.encode(slot, digest, kind, "raw")
-        payload = memoryview(rows.numpy().data).cast("B")
-        sums = [frame.checksum(payload[layer * size : (layer + 1) * size]) for layer in range(layers)]
-        layout = frame.BlobLayout(self.identity, layers, size, kind, form)
+        size, sections = self.section_bytes(kind, form), self.sections(kind)
+        count = sections[-1].stop
+        if len(self._scratch) < count * size:
+            self._scratch = torch.empty(count * size, dtype=torch.uint8)
+        data = self._scratch[: count * size]
+        for layer, own in enumerate(sections):
+            if not self._store(data[own.start * size : own.stop * size], layer, slot, kind, form):
+                return self.encode(slot, digest, kind, "raw")
+        payload = memoryview(data.numpy().data).cast("B")
+        sums = [frame.checksum(payload[section * size : (section + 1) * size]) for section in range(count)]
+        layout = frame.BlobLayout(self.identity, count, size, kind, form)
         return frame.make_header(layout, digest, sums), payload
 
     def _store(self, section: Tensor, layer: int, slot: int, kind: BlobKind, form: BlobFormat) -> bool:
         where = torch.tensor([slot], dtype=torch.int32)
         if kind == "x":
             return chunk_formats.store_x_many(section[None], self.activations(layer), where, form)[0]
-        pool = self.storage.pool(layer)
-        return chunk_formats.store_kv_many(section[None], pool, where, form, self.dtype, self.layout)[0]
+        pool, own = self.storage.pool(layer), self._kv_bytes(layer, form)
+        section[own:] = 0
+        return chunk_formats.store_kv_many(section[None, :own], pool, where, form, self.dtype, self.layout)[0]
 
     def activations(self, layer: int) -> Tensor:
         """The pool [slots, 64, H] of a layer."""
@@ -81,18 +105,21 @@ class ChunkCodec:
     def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
         """Raises frame.DamagedBlob for a blob that is not this chunk's, or not as this pool needs it."""
         header = frame.read_header(data, digest, kind, self.identity)
-        if header.layers != self.spec.layers or header.section_bytes != self.section_bytes(kind, header.format):
-            raise frame.DamagedBlob(f"{header.layers} layers of {header.section_bytes} bytes do not fit the pool")
+        count = self.sections(kind)[-1].stop
+        if header.layers != count or header.section_bytes != self.section_bytes(kind, header.format):
+            raise frame.DamagedBlob(f"{header.layers} sections of {header.section_bytes} bytes do not fit the pool")
         return header
 
     @torch.inference_mode()
     def load(self, layer: int, kind: BlobKind, form: BlobFormat, sections: Tensor, slots: list[int]) -> None:
-        """Puts checked sections of a layer, uint8 [n, section bytes], into n slots."""
+        """Puts the checked sections of a layer, uint8 [n, bytes of all of them], into n slots."""
         where = torch.tensor(slots, dtype=torch.int32)
         if kind == "x":
             chunk_formats.load_x_many(sections, self.activations(layer), where, form)
         else:
             if self.heads is not None:
-                spec, kept = self.spec, self.storage.dtype
-                sections = chunk_formats.some_heads(sections, self.heads, spec.kv_heads, spec.head_dim, kept, form)
+                shape, kept = self.spec.shape(layer), self.storage.dtype
+                sections = chunk_formats.some_heads(sections, self.heads, *shape, kept, form)
+            else:
+                sections = sections[:, : self._kv_bytes(layer, form)]
             chunk_formats.load_kv_many(sections, self.storage.pool(layer), where, form, self.dtype, self.layout)

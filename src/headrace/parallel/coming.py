@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from headrace.arrival import Arrival
+from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend
 
 
@@ -42,11 +43,11 @@ NOTHING = NothingComes()
 class WaitingAttend(Attend):
     """Attention over a pool, some of whose chunks, in these slots, are still on their way."""
 
-    def __init__(self, attend: Attend, coming: Coming, slots: Sequence[int]) -> None:
-        self.attend, self.coming, self.slots = attend, coming, slots
+    def __init__(self, attend: Attend, coming: Coming, slots: Sequence[int], spec: AttentionSpec) -> None:
+        self.attend, self.coming, self.slots, self.spec = attend, coming, slots, spec
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        for each in self.coming.pending(self.slots, layer):
+        for each in self.coming.pending(self.slots, self.spec.source(layer)):
             each.wait()
         return self.attend(layer, q, k, v, rows)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from headrace.arrival import Arrival
 from headrace.kv.storage import LayerPools
 from headrace.parallel.coming import Coming
 from headrace.parallel.merging import Kernels
@@ -41,8 +43,12 @@ class GroupContext:
     def wait_for_own(self, layer: int) -> None:
         """Until this layer of the group's chunks that this rank owns can be read from its pool."""
         if self.coming:
-            for part in self.coming.pending(self.own_slots(), layer):
+            for part in self.pending(self.own_slots(), layer):
                 part.wait()
+
+    def pending(self, slots: list[int], layer: int) -> Sequence[Arrival]:
+        """What must come before this layer can read its keys and values in these slots of the rank's pool."""
+        return self.coming.pending(slots, self.kernels.spec.source(layer))
 
     def own_slots(self) -> list[int]:
         """Slots of this rank's pool that the group's sequences have."""

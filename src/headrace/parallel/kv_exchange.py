@@ -120,7 +120,7 @@ class KVExchange(Attend):
         for piece, slots in self._cached_here():
             at = np.arange(piece.begin, piece.end, dtype=np.int32)
             pool = self.context.storage.pool(layer)
-            parts = self.context.coming.pending(slots.tolist(), layer)
+            parts = self.context.pending(slots.tolist(), layer)
             if not parts:
                 copy_chunks(pool, slots, buffer.pool, at)
                 continue

@@ -110,8 +110,8 @@ def _products(rank: Rank, matrices: Sequence[ops.Weight]) -> Callable[[], object
 def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     spec, kernels = rank.kernels.spec, rank.kernels
     chunks = keys // CHUNK
-    buffer = LayerBuffer(spec, chunks, rank.storage.dtype)
-    q = torch.ones(rows, spec.heads, spec.head_dim, dtype=rank.decoder.dtype)
+    buffer = LayerBuffer(spec.shape(0), chunks, rank.storage.dtype)
+    q = torch.ones(rows, spec.heads, spec.shape(0)[1], dtype=rank.decoder.dtype)
     items = torch.tensor([[chunk, chunk * CHUNK, 0, rows] for chunk in range(chunks)], dtype=torch.int32)
     positions = torch.full((rows,), keys - 1, dtype=torch.int64)
     bias = kernels.bias
@@ -125,7 +125,7 @@ def _attention(rank: Rank, rows: int, seconds: Callable[[Callable[[], object]], 
     spec = rank.kernels.spec
     window = spec.windows[0]
     keys = KEYS if window is None else min(KEYS, max(CHUNK, window // CHUNK * CHUNK))
-    return 4 * spec.heads * spec.head_dim * rows * keys / seconds(_attend_once(rank, rows, keys))
+    return 4 * spec.heads * spec.shape(0)[1] * rows * keys / seconds(_attend_once(rank, rows, keys))
 
 
 def _link(rank: Rank) -> tuple[float, float]:

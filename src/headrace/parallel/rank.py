@@ -177,9 +177,9 @@ class Rank:
     def _pass_on(self, attend: Attend) -> None:
         """A rank without rows takes part in the exchange."""
         spec = self.kernels.spec
-        q = torch.empty(0, spec.heads, spec.head_dim, dtype=self.decoder.dtype)
-        kv = torch.empty(0, spec.kv_heads, spec.head_dim, dtype=self.decoder.dtype)
         for layer in range(spec.layers):
+            kv_heads, dim = spec.shape(layer)
+            q, kv = (torch.empty(0, heads, dim, dtype=self.decoder.dtype) for heads in (spec.heads, kv_heads))
             attend(layer, q, kv, kv)
 
     def _batch(self, group: StepGroup, runs: list[group_layout.RowRange]) -> TokenBatch:

@@ -30,8 +30,8 @@ def make(context: GroupContext) -> Attend | None:
     plan, kernels = planning.build(spans), context.kernels
     attend = PlanAttention(plan, context.storage, kernels.spec, kernels.backend, kernels.bias, kernels.sinks)
     own = context.own_slots() if context.coming else []
-    waits = any(context.coming.pending(own, layer) for layer in range(context.layers))
-    return WaitingAttend(attend, context.coming, own) if waits else attend
+    waits = any(context.pending(own, layer) for layer in range(context.layers))
+    return WaitingAttend(attend, context.coming, own, kernels.spec) if waits else attend
 
 
 def shares(context: GroupContext) -> bool:

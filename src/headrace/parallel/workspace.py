@@ -17,10 +17,10 @@ DEPTH = 3
 
 
 class LayerBuffer:
-    """K, V (and scales) of C chunks; `works` are the transfers that use it."""
+    """K, V (and scales) of C chunks, shape: (Hk, D); `works` are the transfers that use it."""
 
-    def __init__(self, spec: AttentionSpec, chunks: int, dtype: torch.dtype) -> None:
-        self.pool = Pool.make(chunks, spec.kv_heads, spec.head_dim, dtype, zeros)
+    def __init__(self, shape: tuple[int, int], chunks: int, dtype: torch.dtype) -> None:
+        self.pool = Pool.make(chunks, *shape, dtype, zeros)
         self.works: list[Transfer] = []
 
     def drain(self) -> None:
@@ -31,23 +31,26 @@ class LayerBuffer:
 
 
 class Workspace:
-    """DEPTH buffers, as large as the largest group so far; layer l has buffer l % DEPTH."""
+    """DEPTH buffers for each shape of layers, as large as the largest group so far; layer l has buffer l % DEPTH of its
+    shape."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
         self.spec, self.dtype = spec, dtype
         self.chunks = 0
-        self.buffers: list[LayerBuffer] = []
+        self.buffers: dict[tuple[int, int], list[LayerBuffer]] = {}
 
     def reserve(self, chunks: int) -> None:
         """Makes room for `chunks` chunks a layer; what is under way is finished first if it must move."""
         if chunks > self.chunks:
             self.drain()
             self.chunks = chunks
-            self.buffers = [LayerBuffer(self.spec, chunks, self.dtype) for _ in range(DEPTH)]
+            shapes = self.spec.every_shape
+            self.buffers = {each: [LayerBuffer(each, chunks, self.dtype) for _ in range(DEPTH)] for each in shapes}
 
     def at(self, layer: int) -> LayerBuffer:
-        return self.buffers[layer % DEPTH]
+        return self.buffers[self.spec.shape(layer)][layer % DEPTH]
 
     def drain(self) -> None:
-        for buffer in self.buffers:
-            buffer.drain()
+        for buffers in self.buffers.values():
+            for buffer in buffers:
+                buffer.drain()

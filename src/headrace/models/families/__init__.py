@@ -4,6 +4,7 @@ from headrace.models.families.base import Family
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
+from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE
@@ -19,7 +20,7 @@ from headrace.models.families.qwen3_next import (
 )
 from headrace.models.families.smollm import SMOLLM3
 
-__all__ = ["FAMILIES", "HEADLESS", "Family"]
+__all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
 
 HEADLESS: dict[str, Family] = {
     "LlamaModel": LLAMA,
@@ -28,6 +29,13 @@ HEADLESS: dict[str, Family] = {
     "Qwen3Model": QWEN3,
 }
 """Decoders alone, as checkpoints made for embeddings have them."""
+CLASSIFIERS: dict[str, Family] = {
+    "LlamaForSequenceClassification": LLAMA,
+    "MistralForSequenceClassification": MISTRAL,
+    "Qwen2ForSequenceClassification": QWEN2,
+    "Qwen3ForSequenceClassification": QWEN3,
+}
+"""Decoders with a classifier's head, as rerankers and reward models have it."""
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
@@ -52,5 +60,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
     **HEADLESS,
+    **CLASSIFIERS,
 }

@@ -26,6 +26,8 @@ class Family:
     lists those of our tensor of a name; None: as they are. `text_type`, of models with other parts: the model_type of
     text_config, which is what is computed; tensors whose names begin with `unread` belong to the other parts.
     fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
+    layer_fields: what per_layer_config may set. unused: tensors that checkpoints have and the model does not read, as
+    they are called behind the prefix.
     """
 
     model_type: str
@@ -39,6 +41,8 @@ class Family:
     unread: tuple[str, ...] = ()
     other_names: Callable[[ModelConfig], Names] | None = None
     fused_by_inputs: bool = False
+    layer_fields: tuple[str, ...] = ()
+    unused: Callable[[ModelConfig], frozenset[str]] | None = None
 
     @property
     def fields_of(self) -> str:
@@ -72,10 +76,15 @@ ROPE_KEYS: dict[RopeKind, set[str]] = {
         "mscale_all_dim", "truncate",
     },
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
+    "proportional": {"factor"},
 }  # fmt: skip
 IGNORED_ROPE_KEYS = {"type", "finetuned"}
 """Left over from older forms of config.json."""
-NEEDED_ROPE_KEYS: dict[str, tuple[str, ...]] = {"default": (), "longrope": ("short_factor", "long_factor")}
+NEEDED_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
+}
 """Of other kinds: factor."""
 
 
@@ -84,10 +93,12 @@ def rope(
     partial: bool = False,
     parameters: Mapping[str, Any] | None = None,
     ignored: Set[str] = frozenset(),
+    head_dim: int | None = None,
 ) -> RopeSpec:
     """The rotation that the configuration asks for. Refuses parameters that it does not use, but for those `ignored`.
 
-    partial: whether a part of each head may be rotated; parameters: those of the layers that are meant, if not of all.
+    partial: whether a part of each head may be rotated; parameters: those of the layers that are meant, if not of all;
+    head_dim: theirs, if not the model's.
     """
     given = (config.rope_parameters if parameters is None else parameters).items()
     left_out = IGNORED_ROPE_KEYS | ignored
@@ -100,8 +111,9 @@ def rope(
     unknown = sorted(set(values) - ROPE_KEYS[kind] - {"rope_type", "rope_theta"})
     if unknown:
         raise UnsupportedModel(f"rope_parameters.{unknown[0]} is not supported with rope_type {kind!r}")
-    width = int(head_dim_of(config) * share)
-    if not 2 <= width <= head_dim_of(config) or (share != 1.0 and width % 2):
+    dim = head_dim or head_dim_of(config)
+    width = int(dim * share)
+    if not 2 <= width <= dim or (share != 1.0 and width % 2):
         raise UnsupportedModel(f"partial_rotary_factor {share} rotates {width} elements of a head; use an even number")
     if share != 1.0:
         values["partial_rotary_factor"] = share

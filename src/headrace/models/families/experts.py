@@ -18,10 +18,16 @@ MOST_EXPERTS = 1 << 17
 
 
 def mixture(
-    config: Any, count: int, inner: int, normalised: bool, layers: tuple[bool, ...], shared: int = 0
+    config: Any,
+    count: int,
+    inner: int,
+    normalised: bool,
+    layers: tuple[bool, ...],
+    shared: int = 0,
+    chosen: int | None = None,
 ) -> dict[str, Any]:
     """The experts, if any layer has them. Refuses more chosen ones than there are, and more than any model has."""
-    chosen = config.num_experts_per_tok
+    chosen = config.num_experts_per_tok if chosen is None else chosen
     if count * sum(layers) > MOST_EXPERTS:
         raise UnsupportedModel(f"{count} experts in {sum(layers)} layers are not supported; {MOST_EXPERTS} in all are")
     if not 1 <= chosen <= count:

@@ -37,7 +37,12 @@ class StoredForm:
 
 
 def forms_of(codec: ChunkCodec, mine: HeadShare) -> list[StoredForm]:
-    """All forms that the rank which has the heads `mine` can read; the first is its own. codec: of its pool."""
+    """All forms that the rank which has the heads `mine` can read; the first is its own. codec: of its pool.
+
+    Layers that differ in their heads are shared out each in its own way: of such a model a rank reads its own form.
+    """
+    if codec.spec.shapes:
+        return [StoredForm(codec, (mine,))]
     total = codec.spec.kv_heads * mine.parts
     others = [parts for parts in range(1, total + 1) if total % parts == 0 and parts != mine.parts]
     readable = [parts for parts in others if parts % mine.parts == 0 or mine.parts % parts == 0]

@@ -173,4 +173,6 @@ class _Forward:
         self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count)
 
     def __call__(self) -> None:
-        self.decoder.logits(self.decoder.forward(self.batch, self.attend, self.last, recur=self.recur))
+        hidden = self.decoder.forward(self.batch, self.attend, self.last, recur=self.recur)
+        if self.decoder.config.head:
+            self.decoder.logits(hidden)

@@ -126,7 +126,7 @@ class StoredChunks:
             suffix=suffix,
             kv_bytes=self.codec.blob_bytes("k", form),
             x_bytes=self.codec.blob_bytes("x", form) if any(has_x) else None,
-            layers=self.codec.spec.layers,
+            layers=self.codec.layers,
             tiers=tuple(self._tiers.kind(each.kv) for each in found),
             ranks=tuple(each.rank for each in found) if self.peers.ranks > 1 else (),
             has_x=() if all(has_x) else has_x,

@@ -108,12 +108,13 @@ class RestoreTransfer:
 
         self._submit(stream, begin, len(self.chunks) * self.codec.header_bytes, "k", -1)
         kinds: tuple[BlobKind, ...] = ("x", "k")
-        for layer in range(self.codec.spec.layers):
+        for layer in range(self.codec.layers):
             self.layers.append([])
             for kind in kinds:
                 there: Ticket | None = None
                 if some := [w for w in self.chunks if w.kind == kind]:
-                    size = sum(self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
+                    each = len(self.codec.sections(kind)[layer])
+                    size = sum(each * self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
                     there = self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
                 if kind == "x" and self.projected:
                     self.layers[layer].append(Projection(self, layer, there))
@@ -195,7 +196,7 @@ class RestoreTransfer:
         for form, alike in groupby(known, lambda pair: pair[1].format):
             left = [w for w, _ in alike]
             size = self.codec.section_bytes(kind, form)
-            most = max(1, PIECE_BYTES // size)
+            most = max(1, PIECE_BYTES // (size * len(self.codec.sections(kind)[layer])))
             for first in range(0, len(left), most):
                 if self.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
                     return
@@ -203,18 +204,22 @@ class RestoreTransfer:
     def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
         """Whether all of it came."""
         piece = [w for w in piece if w.chunk < self.end]
-        if len(self._staging) < len(piece) * size:
-            self._staging = torch.empty(len(piece) * size, dtype=torch.uint8)
-        data = self._staging[: len(piece) * size].view(len(piece), size)
+        sections = self.codec.sections(kind)
+        own, count = sections[layer], sections[-1].stop
+        each = len(own) * size
+        if len(self._staging) < len(piece) * each:
+            self._staging = torch.empty(len(piece) * each, dtype=torch.uint8)
+        data = self._staging[: len(piece) * each].view(len(piece), each)
         views = [memoryview(row.numpy()) for row in data]
-        offset = frame.section_at(self.codec.spec.layers, size, layer)
+        offset = frame.section_at(count, size, own.start)
         whole = 0
         for wanted, view, there in zip(piece, views, self._read(piece, offset, views), strict=True):
             try:
                 if not there:
                     raise frame.DamagedBlob("is gone")
                 assert wanted.header is not None
-                wanted.header.check(layer, view)
+                for place, section in enumerate(own):
+                    wanted.header.check(section, view[place * size : (place + 1) * size])
             except frame.DamagedBlob as error:
                 self._lost(wanted, str(error))
                 break

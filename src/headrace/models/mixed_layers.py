@@ -1,0 +1,133 @@
+"""The layers of Gemma 4: they differ in their heads, may share keys and values, and have inputs of their own.
+
+T: rows (tokens) of a step, of all sequences together. H: hidden size, Hq, Hkv: query and KV heads, D: head size, both
+the layer's own (AttentionSpec.shapes). L: layers, P: width of a layer's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.kernels import block, experts, ops
+from headrace.kernels.backend import Attend
+from headrace.kernels.gated_delta import Recur
+from headrace.models.layers import Layer, Matrices, OneByOne, Weights
+from headrace.models.shards import ALONE, Whole
+from headrace.models.spec import ExpertsSpec, LayerInputs, ModelConfig
+
+Made = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values [T, Hkv, D] of a step by the layer that made them, of layers whose others attend to them too."""
+
+
+class MixedLayer(Layer):
+    """One layer. It is called by `run`.
+
+    A layer without keys and values of its own hands those of another to `attend` again, which then stores them once
+    more where they are: so ranks exchange them for it as for any layer, and no strategy knows of the difference.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
+    ) -> None:
+        super().__init__(config, weights, matrices, index, whole)
+        self.kv_heads, self.dim = config.attention.shape(index)
+        self.projected = sum(config.projected_heads(index))
+        self.source = config.attention.source(index)
+        self.lends = index in config.attention.shared
+        self.plain = torch.ones(self.dim, dtype=self.weights["q_norm.weight"].dtype)
+
+    def run(
+        self, x: Tensor, cos_sin: Tensor | None, attend: Attend, made: Made, inputs: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone. inputs [T, P]: the layer's own; made: see Made."""
+        heads = self._attended(self._norm("attention_norm", x), cos_sin, attend, made, rows)
+        if rows is not None:
+            x, inputs = x[rows], None if inputs is None else inputs[rows]
+            if not len(rows):
+                return x
+        x = x + self._added("attention_out_norm", self._linear("out", self.whole("heads", heads.reshape(len(x), -1))))
+        x = x + self._norm("mlp_out_norm", self._fed(x))
+        if inputs is not None:
+            gated = ops.gelu(self._linear("input_gate", x), "tanh") * inputs
+            x = x + self._norm("input_norm", self._linear("input_out", gated))
+        return x * self.weights["whole.layer_scalar"]
+
+    def _attended(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, made: Made, rows: Tensor | None) -> Tensor:
+        """x [T, H] -> attended heads [T or n, Hq, D]."""
+        queries = self.config.attention.heads
+        heads = self._linear("qkv", x).view(len(x), self.projected, self.dim)
+        q = self._turned("q_norm", heads[:, :queries], cos_sin)
+        own = self._keys_and_values(heads[:, queries:], cos_sin) if self.source == self.index else made[self.source]
+        if self.lends:
+            made[self.index] = own
+        return attend(self.index, q, *own) if rows is None else attend(self.index, q, *own, rows)
+
+    def _keys_and_values(self, heads: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """heads [T, Hkv or 2 Hkv, D], projected keys and values or keys that are both -> k, v [T, Hkv, D]."""
+        k, v = heads[:, : self.kv_heads], heads[:, -self.kv_heads :]
+        return self._turned("k_norm", k, cos_sin), ops.rms_norm(v, self.plain, self.config.norm_eps)
+
+    def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
+        heads = self._linear("qkv", self._norm("attention_norm", x)).view(len(x), self.projected, self.dim)
+        return self._keys_and_values(heads[:, self.config.attention.heads :], cos_sin)
+
+    def _fed(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]: what its MLP makes of it, and its experts beside that."""
+        dense = self.whole("hidden", self._dense(self._norm("mlp_norm", x)))
+        if self.experts is None:
+            return dense
+        met = self._sent(self._norm("experts_norm", x), self._routes(x, self.experts), self.experts)
+        return self._norm("dense_out_norm", dense) + self._norm("experts_out_norm", self.whole("hidden", met))
+
+    def _routes(self, x: Tensor, spec: ExpertsSpec) -> experts.Routes:
+        scaled = ops.rms_norm(x, self.weights["routing.scale"], self.config.norm_eps) * self.config.hidden_size**-0.5
+        routes = experts.route(ops.linear(scaled, self.matrices["router.weight"], wide=True), spec.chosen, True)
+        scales = self.weights["routing.per_expert_scale"].float()
+        return replace(routes, share=routes.share * scales[routes.expert.long()])
+
+
+class MixedLayers(OneByOne):
+    """The layers of a model, one operation at a time."""
+
+    def __init__(self, layers: Sequence[MixedLayer]) -> None:
+        super().__init__(list(layers))
+        self.mixed = layers
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+        recur: Recur | None = None,
+        inputs: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, H] -> [T, H], or [n, H] of `rows` alone. inputs [T, L, P]: of each layer, if the model has some.
+
+        watch is told of layers that have keys and values of their own.
+        """
+        made: Made = {}
+        for layer in self.mixed:
+            if watch is not None and layer.source == layer.index:
+                watch(layer.index, x)
+            own = None if inputs is None else inputs[:, layer.index]
+            x = layer.run(x, cos_sin, attend, made, own, rows if layer is self.mixed[-1] else None)
+        return x
+
+
+def layer_inputs(
+    config: ModelConfig, spec: LayerInputs, weights: Weights, matrices: Matrices, tokens: Tensor, x: Tensor
+) -> Tensor:
+    """What each layer adds of these tokens [T], which enter the first layer as x [T, H]: [T, L, P]."""
+    shape = (len(x), config.layers, spec.width)
+    own = F.embedding(tokens, weights["layer_embed.weight"]) * torch.tensor(spec.width**0.5, dtype=x.dtype)
+    projected = ops.linear(x, matrices["layer_inputs.weight"]) * config.hidden_size**-0.5
+    normed = ops.rms_norm(projected.view(shape), weights["layer_inputs_norm.weight"], config.norm_eps)
+    return (normed + own.view(shape)) * 2.0**-0.5

@@ -1,0 +1,97 @@
+"""Gemma 4: heads of published sizes on every instruction set, rounded weights, a pool too small, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace import LLM, SamplingParams
+from headrace.engine.footprint import Footprint
+from headrace.kernels import cpu
+from headrace.models.config import read_config
+from headrace.models.decoder import load_decoder
+from tests.support.checkpoints import VOCAB, FolderOf, make_checkpoint
+from tests.support.naive_attention import prompt_logits
+from tests.support.traces import run, same
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def prompts() -> list[list[int]]:
+    tokens = torch.randint(0, VOCAB, (400,), generator=torch.Generator().manual_seed(1)).tolist()
+    return [tokens[:200], tokens[:150] + tokens[300:360], tokens[200:264], tokens[5:10]]
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), **{"dtype": "bfloat16", "kv_cache_tokens": 8192, **settings})
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 256 and 512, as published models have."""
+    sizes = dict(
+        head_dim=256, global_head_dim=512, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
+    return make_checkpoint("gemma4", tmp_path_factory.mktemp("wide"), **sizes)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="there are no kernels")
+def test_heads_of_published_sizes(isa: str, wide: Path) -> None:
+    """In bf16: cut and whole the same bits, and as near to the truth as transformers."""
+    tokens, model = prompts()[0], AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    with torch.no_grad():
+        truth = model(torch.tensor([tokens])).logits[0]
+        rounded = model.bfloat16()(torch.tensor([tokens])).logits[0].float()
+    logits = engine(wide).logits(tokens)
+    assert torch.equal(engine(wide, max_batch_tokens=64).logits(tokens), logits)
+    assert (logits - truth).norm() <= 1.5 * (rounded - truth).norm()
+    exact = prompt_logits(load_decoder(wide, "float32"), tokens)
+    assert (exact - truth).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(quantization="int8"), dict(quantization="w8a8"), dict(kv_cache_dtype="int8")]
+)
+@pytest.mark.parametrize("kind", ["gemma4_small", "gemma4_experts"])
+def test_rounded(kind: str, settings: dict[str, Any], folder_of: FolderOf) -> None:
+    """Weights, rows, or keys and values: alone, in a batch, cached and in slices the same bits."""
+    alone = engine(folder_of(kind), enable_prefix_caching=False, **settings)
+    truth = [run(alone, [one], PARAMS)[0] for one in prompts()]
+    llm = engine(folder_of(kind), max_batch_tokens=96, **settings)
+    same(run(llm, prompts(), PARAMS), truth)
+    same(run(llm, prompts(), PARAMS), truth)
+    assert llm.engine.stats().tokens.cached > 0
+
+
+def test_a_pool_too_small(folder_of: FolderOf) -> None:
+    """Sequences are preempted and computed again."""
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    folder, some = folder_of("gemma4_small"), prompts()[:3]
+    truth = run(engine(folder), some, long)
+    llm = engine(folder, kv_cache_tokens=384, max_model_len=384)
+    same(run(llm, some, long), truth)
+    assert llm.engine.stats().scheduler.preemptions > 0
+
+
+def test_memory_is_that_of_the_layers_that_store(folder_of: FolderOf) -> None:
+    """Of four layers two have keys and values: 2 heads of 32, and 2 of 64."""
+    llm = engine(folder_of("gemma4_small"))
+    each = 2 * (2 * 32 + 2 * 64) * 2
+    assert llm.capacity.kv_bytes_per_token == each
+    assert Footprint.of(llm.config, read_config(folder_of("gemma4_small"))).per_token() == each
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (dict(offload_schedule="row", kv_offloading_size=0.1), "offload_schedule: .* differ in their heads"),
+        (dict(attention_backend="triton"), "triton"),
+    ],
+)
+def test_what_is_not_built_is_refused(settings: dict[str, Any], told: str, folder_of: FolderOf) -> None:
+    with pytest.raises(ValueError, match=told):
+        LLM(str(folder_of("gemma4_small")), **settings)
