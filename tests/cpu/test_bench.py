@@ -116,15 +116,15 @@ def test_prediction_follows_bytes_then_operations() -> None:
 
 def test_figures_of_a_run() -> None:
     times = [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
-    assert figures(times, 0.5, overall=False) == {"ttft_s": 1.5, "decode_tok_s": 1.5, "wall_s": 4.5}
+    assert figures(times, 0.5, overall=False) == {"ttft_s": 1.5, "decode_tok_s": 1.5, "prime_s": 0.5, "wall_s": 4.5}
     assert figures(times, 0.0, overall=True)["decode_tok_s"] == 1.5
     assert figures([[1.0]], 0.0, overall=False)["decode_tok_s"] is None
 
 
 def test_workloads_are_seeded_and_new_in_each_repetition() -> None:
     assert [w.name for w in chosen(["W1_512", "W4"])] == ["W1_512", "W4"]
-    with pytest.raises(ValueError, match="W5"):
-        chosen(["W6"])
+    with pytest.raises(ValueError, match="W6"):
+        chosen(["W7"])
     for workload in WORKLOADS:
         first, again, other = workload.draw(0, 32), workload.draw(0, 32), workload.draw(1, 32)
         assert first == again and first.prompts != other.prompts
@@ -132,6 +132,9 @@ def test_workloads_are_seeded_and_new_in_each_repetition() -> None:
         assert len(first.prompts) == len(first.max_tokens)
     tree = chosen(["W4"])[0].make(random.Random(0), 1).prompts
     assert len(tree) == 32 and tree[0][:4096] == tree[7][:4096] != tree[8][:4096]
+    (turn,) = chosen(["W6"])
+    first, second = turn.draw(0, 1).prime, turn.draw(0, 1).prompts[0]
+    assert len(first) == 8192 and second[:8192] == first and len(second) == 8256
     assert tree[0][:1024] == tree[31][:1024] and np.ptp([len(p) for p in tree]) == 0
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from headrace.bench import engine as bench_engine
@@ -19,8 +20,11 @@ from headrace.bench import peers
 from headrace.bench.contender_process import ContenderFailed, ContenderProcess
 from headrace.bench.neighbours import Neighbours
 from headrace.bench.peers import ENGINES, Contender
+from headrace.bench.shapes import CheckpointShape, weight_bytes, write_checkpoint
+from headrace.bench.worker import step_bytes
 from headrace.bench.workloads import chosen
 from headrace.cli.main import app
+from headrace.models.decoder import load_decoder
 
 pytestmark = pytest.mark.cpu
 
@@ -78,6 +82,80 @@ def test_headrace_beside_its_peers() -> None:
     assert peers.ahead_goal(peer | {"precision": "Q8_0"}) is None and peers.ahead_goal(peer | {"model": "S2"}) is None
     (column,) = [each for each in bench.columns() if each.head == "Headrace"]
     assert column.kept(peer | {"headrace_ahead": 1.5}) is False and column.kept(peer | {"headrace_ahead": 2.8}) is True
+
+
+def test_each_engine_is_held_against_ours_in_the_same_weights() -> None:
+    """llama.cpp's Q8_0 against ours from the same file; against bf16 where that did not run."""
+    bench = bench_engine.EngineBench(engines=("headrace", "headrace-gguf-q8", "llama.cpp-q8", "llama.cpp-q4km"))
+    plain = {"model": "S1", "workload": "W2_512", "engine": "headrace", "precision": "bf16", "decode_tok_s": 60.0}
+    assert bench._ahead(plain) is None
+    assert bench._ahead(plain | {"engine": "headrace-gguf-q8", "decode_tok_s": 90.0}) is None
+    q8 = plain | {"engine": "llama.cpp-q8", "precision": "Q8_0", "decode_tok_s": 50.0}
+    assert bench._ahead(q8) == 1.8 and bench._ahead(q8 | {"engine": "llama.cpp-q4km"}) == 1.2
+    assert peers.ahead_goal(q8) == 1.3 and peers.ahead_goal(q8 | {"engine": "mistral.rs-gguf-q8"}) == 1.1
+    assert peers.ahead_goal(q8 | {"engine": "mistral.rs-q8"}) is None, "not from the same file"
+    assert peers.ahead_goal(q8 | {"engine": "openvino-genai-default"}) == 1.1
+    assert peers.ahead_goal(q8 | {"model": "S4"}) == 1.2 and peers.ahead_goal(plain | {"model": "S4"}) is None
+
+
+def test_decoding_is_held_against_reading_its_weights() -> None:
+    bench = bench_engine.EngineBench(workloads=("W2", "W6"))
+    case = {"model": "S4", "workload": "W2_512", "engine": "headrace", "decode_tok_s": 100.0, "prime_s": None}
+    found = bench_engine._shares(case | {"step_bytes": 200_000_000}, 25.0)
+    assert found == {"step_bytes": 200_000_000, "read_gbps": 25.0, "of_read": 0.8}
+    assert bench_engine._shares(dict(case), 25.0) == {}, "a peer does not say what it reads"
+    turn = case | {"model": "S5", "workload": "W6_8192", "ttft_s": 0.5, "prime_s": 10.0}
+    turn |= bench_engine._shares(dict(turn), 25.0)
+    columns = {column.head: column for column in bench.columns()}
+    assert columns["weights"].kept(case | found) is True and columns["turn"].kept(turn) is True
+    assert columns["weights"].kept(case | {"of_read": 0.79}) is False
+    assert columns["turn"].kept(turn | {"of_first_turn": 0.11}) is False
+    assert columns["turn"].kept(turn | {"engine": "vllm-cpu", "of_first_turn": 1.0}) is None, "its own matter"
+
+
+def test_a_row_meets_its_experts_alone(tmp_path: Path) -> None:
+    """Of 64 experts of which 16 are met, a quarter of the bytes counts."""
+    sizes = dict(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64, vocab=256)
+    decoder = load_decoder(write_checkpoint(CheckpointShape(**sizes, experts=64, chosen=16), tmp_path), "bfloat16")
+    attention, experts = 64 * (2 * 64 + 2 * 32), 3 * 64 * 64
+    assert step_bytes(decoder) == 2 * (attention + 64 * 64 + 16 * experts + 256 * 64)
+
+
+def test_a_hybrid_shape_is_a_qwen35(tmp_path: Path) -> None:
+    """transformers finds every tensor that it wants, and none that it does not know; ours reads it."""
+    shape = CheckpointShape(
+        hidden=64, layers=4, heads=2, kv_heads=1, head_dim=32, mlp=64, vocab=256, delta_heads=2, delta_dim=16
+    )
+    folder = write_checkpoint(shape, tmp_path)
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert type(model).__name__ == "Qwen3_5ForCausalLM" and shape.recurrent_layers == [0, 1, 2]
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert weight_bytes(shape) == 2 * matrices
+    assert load_decoder(folder).config.recurrent_layers == (0, 1, 2)
+
+
+def test_gguf_files_are_written_once_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By llama.cpp's environment, beside the checkpoint, anew where the checkpoint is newer."""
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path / "peers")
+    monkeypatch.setattr(peers, "SCRIPTS", tmp_path)
+    checkpoint = tmp_path / "S9"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    engine = Contender("ours", "Q8_0", None, {"dtype": "bfloat16"}, gguf="q8_0")
+    with pytest.raises(ContenderFailed, match=r"llama.cpp writes S9-q8_0.gguf, and is not installed"):
+        ContenderProcess(engine, checkpoint)
+    (tmp_path / "peers" / "llama" / "bin").mkdir(parents=True)
+    (tmp_path / "peers" / "llama" / "bin" / "python").symlink_to(sys.executable)
+    script = tmp_path / "gguf_checkpoint.py"
+    script.write_text("import sys, pathlib; pathlib.Path(sys.argv[2]).write_text(sys.argv[3])")
+    path = tmp_path / "S9-q8_0.gguf"
+    assert engine.given(checkpoint) == {"dtype": "bfloat16", "gguf": str(path)} and path.read_text() == "q8_0"
+    script.write_text("raise ValueError('no such model')")
+    engine.given(checkpoint)
+    os.utime(path, (0, 0))
+    with pytest.raises(RuntimeError, match=r"S9-q8_0.gguf cannot be written: ValueError: no such model"):
+        engine.given(checkpoint)
 
 
 def test_libraries_are_preloaded_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,13 @@ def test_ends_of_a_text(tmp_path: Path) -> None:
     assert Tokenizer(path).encode("the")[0] != 1 + SPECIAL.index("<s>")
 
 
-def test_a_file_without_a_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [[], ["a", "b"]])
+def test_a_file_without_a_vocabulary(tokens: list[str], tmp_path: Path) -> None:
+    """llama.cpp calls that no_vocab, even where tokens are named."""
     writer = GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    if tokens:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_token_list(tokens)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -1,10 +1,11 @@
 """llama.cpp (llama-cpp-python's low-level interface) as an engine under test.
 
-The checkpoint is converted once to GGUF. Options: weights (bf16 or q8_0), flash (flash attention on or off), kv_tokens;
+Options: gguf, the file that is read; flash (flash attention on or off), kv_tokens;
 extra: false for weights laid out as they are in the file, as llama.cpp's --no-repack does. On AMX, 0.3.36 of
 llama-cpp-python ends at its first product of Q8_0 otherwise (a fault at ldtilecfg).
 Prompts share by copying sequences in the unified cache, each from the earlier prompt it has most in common with, which
-is more than llama.cpp's own server does. KV is f16, its default.
+is more than llama.cpp's own server does; a single prompt that begins with the last one goes on in its sequence, as the
+server's slots do (recurrent states included). KV is f16, its default.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class LlamaCpp:
         ll.llama_backend_init()
         loading = ll.llama_model_default_params()
         loading.use_extra_bufts = options.get("extra", True)
-        model = ll.llama_model_load_from_file(str(converted(checkpoint, options["weights"])).encode(), loading)
+        model = ll.llama_model_load_from_file(options["gguf"].encode(), loading)
+        if not model:
+            raise RuntimeError(f"llama.cpp does not read {Path(options['gguf']).name}")
         params = ll.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = options["kv_tokens"], BATCH, 512
         params.n_seq_max, params.kv_unified = SEQUENCES, True
@@ -70,7 +73,7 @@ class LlamaCpp:
     def _keep(self, prompts: list[list[int]]) -> None:
         """Forgets all sequences but the kept one, and that too unless the prompts begin with it."""
         kept = self.held.get(KEPT)
-        if kept is None or len(prompts) == 1 or any(p[: len(kept)] != kept for p in prompts):
+        if kept is None or any(len(p) <= len(kept) or p[: len(kept)] != kept for p in prompts):
             ll.llama_memory_clear(self.memory, False)
             self.held = {}
             return
@@ -82,7 +85,7 @@ class LlamaCpp:
         """Computes a prompt, copying what an earlier one has computed; the first token of its answer."""
         start, source = max(((_common(tokens, prompt), other) for other, tokens in self.held.items()), default=(0, 0))
         start = start if start >= LEAST_SHARED else 0
-        if start:
+        if start and source != slot:
             ll.llama_memory_seq_cp(self.memory, source, slot, 0, start)
         self.held[slot] = prompt
         token = 0
@@ -123,16 +126,6 @@ def _common(a: list[int], b: list[int]) -> int:
     limit = min(len(a), len(b) - 1)
     same = np.array(a[:limit]) == np.array(b[:limit])
     return limit if same.all() else int(same.argmin())
-
-
-def converted(checkpoint: Path, weights: str) -> Path:
-    """The checkpoint as GGUF, written on first use."""
-    path = checkpoint.with_name(f"{checkpoint.name}-{weights}.gguf")
-    if not path.exists():
-        from gguf_checkpoint import write_gguf
-
-        write_gguf(checkpoint, path, weights)
-    return path
 
 
 if __name__ == "__main__":

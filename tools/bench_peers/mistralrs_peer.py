@@ -1,13 +1,14 @@
-"""mistral.rs (its Python package) as an engine under test: weights quantised while they load (`isq`, its ISQ).
+"""mistral.rs (its Python package) as an engine under test: bf16, weights quantised while they load (`isq`, its ISQ), or
+a GGUF file.
 
 It takes text, not token ids. So the checkpoint gets, in a folder beside it, a tokenizer of as many words as there are
 tokens: w7 is token 7, and what is sent are exactly the tokens asked for, as the first run checks. Prompts go in as
 chats whose template is their text alone, since only chats are streamed; a thread for each reads its tokens. The
 template and the splitting into words are part of its times.
 
-Options: isq, the form; head: whether the last layer, that gives the logits, is quantised too. Where it is, 0.9.5 fails
-as soon as it computes several prompts of one length at once ("input tensor is not contiguous"). The prefix cache is on,
-as it comes; PagedAttention needs a GPU.
+Options: gguf, the file; or isq, the form, none for bf16; head: whether the last layer, that gives the logits, is
+quantised too. Where it is, 0.9.5 fails as soon as it computes several prompts of one length at once ("input tensor is
+not contiguous"). The prefix cache is on, as it comes; PagedAttention needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,18 +27,30 @@ from headrace.bench.protocol import Times, serve
 AT_ONCE = 64
 """Sequences that may run together: as many as the largest workload has."""
 
+IMPLIED = {
+    "hidden_act": "silu",
+    "rope_theta": 10_000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""What a config.json need not say, and mistral.rs wants to read."""
+
 
 class MistralRs:
     """The runner in this process, which steps on threads of its own."""
 
     def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
-        folder, isq = with_words(checkpoint), options["isq"]
-        topology = None if options["head"] else str(layers_alone(folder, isq))
-        self.runner = Runner(
-            Which.Plain(model_id=str(folder), arch=Architecture.Llama, topology=topology),
-            max_seqs=AT_ONCE,
-            in_situ_quant=isq if options["head"] else None,
-        )
+        folder, isq, file = with_words(checkpoint), options.get("isq"), options.get("gguf")
+        head = options.get("head", True)
+        topology = None if head else str(layers_alone(folder, isq))
+        if file is not None:
+            which = Which.GGUF(str(Path(file).parent), Path(file).name, tok_model_id=str(folder))
+        else:
+            which = Which.Plain(model_id=str(folder), arch=architecture(checkpoint), topology=topology)
+        self.runner = Runner(which, max_seqs=AT_ONCE, in_situ_quant=isq if head else None)
         self.checked = False
         self.sending = threading.Lock()  # the runner is not to be asked from two threads at once
 
@@ -77,6 +90,12 @@ class MistralRs:
         self.checked = True
 
 
+def architecture(checkpoint: Path) -> Architecture:
+    """Raises KeyError for models that mistral.rs has no text architecture for."""
+    kinds = {"llama": Architecture.Llama, "qwen3_moe": Architecture.Qwen3Moe}
+    return kinds[json.loads((checkpoint / "config.json").read_text())["model_type"]]
+
+
 def _request(text: str, limit: int) -> ChatCompletionRequest:
     return ChatCompletionRequest(
         messages=[{"role": "user", "content": text}],
@@ -103,8 +122,7 @@ def with_words(checkpoint: Path) -> Path:
         "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": level, "model": words,
     }  # fmt: skip
     settings = {"bos_token": "w1", "eos_token": "w2", "chat_template": "{{ messages[0]['content'] }}"}
-    # What transformers takes for granted, mistral.rs wants to read.
-    (folder / "config.json").write_text(json.dumps({"hidden_act": "silu", "rope_theta": 10_000.0} | config))
+    (folder / "config.json").write_text(json.dumps(IMPLIED | config))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": False}))
     return folder

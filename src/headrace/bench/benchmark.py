@@ -20,7 +20,7 @@ from headrace.engine.folders import model_folder
 
 MODELS_FLAGS = ("-m", "--model", "--models")
 """Of a list of models; the field `model` alone is given first or by -m (cli/bench.py)."""
-MODEL_HELP = "Model folder, 'tiny', or a shape with random weights: S1 to S4 (S4 with experts)."
+MODEL_HELP = "Model folder, 'tiny', or a shape with random weights: S1 to S5 (S4 with experts, S5 a hybrid)."
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,13 @@ class ContenderProcess:
     """What the process says of itself: versions, libraries, threads."""
 
     def __post_init__(self) -> None:
+        try:
+            options = json.dumps(self.engine.given(self.folder))
+        except RuntimeError as error:
+            raise ContenderFailed(str(error)) from error
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.popen = subprocess.Popen(
-            [*self.engine.command(), str(self.folder), json.dumps(self.engine.options)],
+            [*self.engine.command(), str(self.folder), options],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
             env=os.environ | self.engine.environment(),
         )  # fmt: skip

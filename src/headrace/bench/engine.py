@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from headrace import cores
 from headrace.bench.benchmark import MODELS_FLAGS, Benchmark, Case, CaseProgress, option, words
 from headrace.bench.contender_process import ContenderFailed, ContenderProcess
 from headrace.bench.neighbours import Neighbours
-from headrace.bench.peers import ENGINES, Contender, ahead_goal
+from headrace.bench.peers import ENGINES, Contender, ahead_goal, read_goal, second_turn_goal
 from headrace.bench.protocol import figures
 from headrace.bench.shapes import checkpoint
 from headrace.bench.table import Column
@@ -39,10 +40,13 @@ class EngineBench(Benchmark):
 
     name = "engine"
     workloads: tuple[str, ...] = option(
-        "Workloads, by commas: W1 to W5, or one case of them: W1_8192.", "W1,W2,W3,W4,W5", parse=words
+        "Workloads, by commas: W1 to W6, or one case of them: W1_8192.", "W1,W2,W3,W4,W5", parse=words
     )
     models: tuple[str, ...] = option(
-        "Random-weight shapes, by commas: S1, S2, S3.", "S1", parse=words, flags=MODELS_FLAGS
+        "Random-weight shapes, by commas: S1 to S5 (S4 with experts, S5 a hybrid).",
+        "S1",
+        parse=words,
+        flags=MODELS_FLAGS,
     )
     engines: tuple[str, ...] = option(
         "Engines, by commas, or 'all': peers need `make bench-peers`.", "headrace", parse=words, flags=("--engine",)
@@ -55,7 +59,7 @@ class EngineBench(Benchmark):
         flags=("--busy-neighbour",),
     )
     _told: set[tuple[str, str]] = field(default_factory=set, init=False)
-    _ours: dict[tuple[str, str], Case] = field(default_factory=dict, init=False)
+    _ours: dict[tuple[str, str, str], Case] = field(default_factory=dict, init=False)
 
     def cases(self) -> Iterator[Case]:
         from headrace.bench.limits import Limits
@@ -67,7 +71,8 @@ class EngineBench(Benchmark):
         repeats, scale = (1, QUICK_SCALE) if self.quick else (self.repeats, 1)
         self.progress.steps = len(self.models) * len(chosen(self.workloads))
         work = (self.workloads, self.models, self.engines, repeats, scale)
-        for case in run_all(*work, busy=self.busy_neighbour, progress=self.progress):
+        read = partial(limits.read_rate, counts[-1])
+        for case in run_all(*work, busy=self.busy_neighbour, progress=self.progress, read=read):
             with self.progress.hidden():
                 self._tell_setup(case)
             yield case | {"headrace_ahead": self._ahead(case)}
@@ -91,9 +96,18 @@ class EngineBench(Benchmark):
             Column("decoding", "decode_tok_s", "tokens/s", ",.1f"),
             Column("all", "wall_s", "s", ",.3f", optional=True),
             Column("memory", "peak_rss_mb", "MB", ",.0f", optional=True),
+            *self._shares(),
             *(beside if self.busy_neighbour else ()),
             *((Column("Headrace", "headrace_ahead", "times", ".2f", limit=goal),) if goal is not None else ()),
         )
+
+    def _shares(self) -> tuple[Column, ...]:
+        """Columns of the workloads that have something of their own to be held against."""
+        families = {workload.name.split("_")[0] for workload in chosen(self.workloads)}
+        read = Column("weights", "of_read", "of the read rate", ".2f", limit=None if self.quick else read_goal)
+        goal = None if self.quick else second_turn_goal
+        turn = Column("turn", "of_first_turn", "of the first", ".3f", limit=goal, bound="at most")
+        return (*((read,) if "W2" in families else ()), *((turn,) if "W6" in families else ()))
 
     def _tell_setup(self, case: Case) -> None:
         """Above the first case of each engine, how it was set up; of a case that failed, why."""
@@ -105,14 +119,14 @@ class EngineBench(Benchmark):
             out.print(f"{case['engine']}: {case['error']}", style="yellow", markup=False)
 
     def _ahead(self, case: Case) -> float | None:
-        """How many times as fast Headrace was at the same work, if it was measured before: at the first token of W1, at
-        decoding of the others."""
+        """How many times as fast Headrace was at the same work, in the same weights where it ran in them, if it was
+        measured before: at the first token of W1 and W6, at decoding of the others."""
         key = case["model"], case["workload"]
-        if case["engine"] == "headrace":
-            self._ours[key] = case
+        if case["engine"].startswith("headrace"):
+            self._ours[*key, case["engine"]] = case
             return None
-        ours = self._ours.get(key, {})
-        if case["workload"].startswith("W1"):
+        ours = self._ours.get((*key, ENGINES[case["engine"]].beside)) or self._ours.get((*key, "headrace"), {})
+        if case["workload"].startswith(("W1", "W6")):
             return _ratio(case["ttft_s"], ours.get("ttft_s"))
         return _ratio(ours.get("decode_tok_s"), case["decode_tok_s"])
 
@@ -130,10 +144,12 @@ def run_all(
     *,
     busy: bool,
     progress: CaseProgress | None = None,
+    read: Callable[[], float] | None = None,
 ) -> Iterator[Case]:
     """One case per (model, workload, engine). `all` stands for every engine known. Raises ValueError for bad names.
 
-    busy: each engine also runs beside a busy process on every core.
+    busy: each engine also runs beside a busy process on every core. read: samples the machine's read rate, GB/s, once
+    in each round, so that decoding can be held against it.
     """
     names = list(ENGINES) if list(engines) == ["all"] else engines
     for name in names:
@@ -146,7 +162,7 @@ def run_all(
             folder = checkpoint(model)
             for family in dict.fromkeys(item.name.split("_")[0] for item in work):
                 members = [item for item in work if item.name.split("_")[0] == family]
-                yield from _family(members, model, folder, contenders, repeats, scale, neighbours, progress)
+                yield from _family(members, model, folder, contenders, repeats, scale, neighbours, progress, read)
 
 
 def _family(
@@ -158,6 +174,7 @@ def _family(
     scale: int,
     neighbours: Neighbours | None = None,
     progress: CaseProgress | None = None,
+    read: Callable[[], float] | None = None,
 ) -> Iterator[Case]:
     """Fresh processes for the workloads of a family, all alive while they take turns."""
     racers: list[Racer] = []
@@ -171,13 +188,18 @@ def _family(
             for racer in racers:
                 racer.reset()
             rounds = turns(repeats, neighbours)
+            rates: list[float | None] = []
             for number, (draw, beside) in enumerate(rounds, 1):
+                if read is not None:
+                    time.sleep(SETTLE_S)
+                    rates.append(read())
                 for racer in racers:
                     progress.detail(f"run {number} of {len(rounds)}, {racer.engine.name}")
                     racer.take(workload, workload.draw(draw, scale), beside)
             longest = workload.longest(scale)
             for racer in racers:
-                yield {"workload": workload.name, "model": model, **racer.case(neighbours), "longest_prompt": longest}
+                case = {"workload": workload.name, "model": model, **racer.case(neighbours), "longest_prompt": longest}
+                yield case | _shares(case, _median(rates))
     except KeyboardInterrupt:
         for racer in racers:
             racer.kill()
@@ -187,12 +209,27 @@ def _family(
             racer.close()
 
 
+def _shares(case: Case, read_gbps: float | None) -> Case:
+    """What a case is as a share of something: decoding one sequence, of reading its weights plainly; a second turn, of
+    the first."""
+    step, rate, first = case.pop("step_bytes", None), case["decode_tok_s"], case["prime_s"]
+    found: Case = {}
+    if case["workload"].startswith("W2") and step and rate and read_gbps:
+        found = {"step_bytes": step, "read_gbps": read_gbps, "of_read": _ratio(step * rate / 1e9, read_gbps)}
+    if case["workload"].startswith("W6"):
+        found["of_first_turn"] = _ratio(case["ttft_s"], first)
+    return found
+
+
 def turns(repeats: int, neighbours: Neighbours | None) -> list[tuple[int, Neighbours | None]]:
     """(number of the draw, who is beside) of each round: with neighbours each repetition is two, in changing order."""
     if neighbours is None:
         return [(repetition, None) for repetition in range(repeats)]
     states = [None, neighbours, neighbours, None]
     return [(draw, states[draw % 4]) for draw in range(2 * repeats)]
+
+
+FIGURES = ("ttft_s", "decode_tok_s", "prime_s", "wall_s")
 
 
 class Racer:
@@ -242,7 +279,7 @@ class Racer:
     def case(self, neighbours: Neighbours | None = None) -> Case:
         """Medians of the runs, or why there are none. Names of figures beside neighbours begin with busy."""
         case: Case = {"engine": self.engine.name, "precision": self.engine.precision}
-        case |= dict.fromkeys(("ttft_s", "decode_tok_s", "wall_s", "peak_rss_mb"))
+        case |= dict.fromkeys((*FIGURES, "peak_rss_mb"))
         if self.runs[False]:
             case |= _medians(self.runs[False]) | {"peak_rss_mb": round(self.peak), "runs": len(self.runs[False])}
         if neighbours is not None:
@@ -253,6 +290,8 @@ class Racer:
                 case["slowdown"] = round(beside["wall_s"] / case["wall_s"], 3)
         if self.error is not None:
             case["error"] = self.error
+        if step := self.found.get("step_bytes"):
+            case["step_bytes"] = int(step)
         return case | {"setup": self.engine.setup(self.found)}
 
     def kill(self) -> None:
@@ -265,7 +304,7 @@ class Racer:
 
 
 def _medians(runs: list[dict[str, float | None]]) -> dict[str, float | None]:
-    return {name: _median([run[name] for run in runs]) for name in ("ttft_s", "decode_tok_s", "wall_s")}
+    return {name: _median([run[name] for run in runs]) for name in FIGURES}
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -120,6 +120,11 @@ class Limits:
     def read(self, count: int) -> TimedCall:
         return self.ways(count)[self.best_way(count)]
 
+    def read_rate(self, count: int) -> float:
+        """GB/s of the plain read on `count` threads at this moment."""
+        with threads(count):
+            return self.gbps(min(seconds(self.read(count)) for _ in range(3)))
+
     def gemm(self) -> object:
         return self._a @ self._b
 

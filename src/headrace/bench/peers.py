@@ -8,6 +8,7 @@ says what is done.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,10 @@ ENVIRONMENTS = Path(".venv-peers")
 class Contender:
     """An engine with one set of options. peer: its script and environment; None for Headrace.
 
-    home: its environment, where that is not named like the peer. preload: libraries for LD_PRELOAD, as patterns below
-    .venv-peers. variables: of the process; {cores} stands for the numbers of the cores, {threads} for their count.
+    gguf: the weights of a GGUF file that it reads in the checkpoint's place (see gguf_file). beside: the engine of ours
+    that is compared with it, where that is measured. home: its environment, where that is not named like the peer.
+    preload: libraries for LD_PRELOAD, as patterns below .venv-peers. variables: of the process; {cores} stands for the
+    numbers of the cores, {threads} for their count.
     """
 
     name: str
@@ -30,6 +33,8 @@ class Contender:
     peer: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     gpu: bool = False
+    gguf: str | None = None
+    beside: str = "headrace"
     home: str | None = None
     preload: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
@@ -38,6 +43,10 @@ class Contender:
         if self.peer is None:
             return [sys.executable, "-m", "headrace.bench.worker"]
         return [str(self._root() / "bin" / "python"), str(SCRIPTS / f"{self.peer}_peer.py")]
+
+    def given(self, checkpoint: Path) -> dict[str, Any]:
+        """The options that the process gets, a GGUF file's path among them. Raises RuntimeError where none is made."""
+        return self.options if self.gguf is None else self.options | {"gguf": str(gguf_file(checkpoint, self.gguf))}
 
     def environment(self) -> dict[str, str]:
         """Variables for the process: peers import the protocol from here."""
@@ -56,7 +65,7 @@ class Contender:
 
     def setup(self, found: dict[str, str]) -> str:
         """How the engine was set up. found: what its process says of itself (see protocol)."""
-        said = dict(found)
+        said = {name: text for name, text in found.items() if name != "step_bytes"}
         parts = [said.pop("versions", ""), self.precision]
         if preloaded := said.pop("preloaded", ""):
             parts.append(f"preloaded {preloaded}")
@@ -72,10 +81,12 @@ class Contender:
 
             if (reason := backend_of("triton").missing()) is not None:
                 return reason
+        if self.peer is None and self.gguf is None:
+            return None
+        if not SCRIPTS.exists():
+            return "run it in the repository: the peers' scripts are in tools/bench_peers"
         if self.peer is None:
             return None
-        if not (SCRIPTS / f"{self.peer}_peer.py").exists():
-            return "run it in the repository: the peers' scripts are in tools/bench_peers"
         if reason := _not_installed(self._root(), "bin/python"):
             return reason
         missing = (pattern for pattern in self.preload if _library(pattern) is None)
@@ -87,6 +98,21 @@ class Contender:
     def _root(self) -> Path:
         assert self.peer is not None
         return ENVIRONMENTS / (self.home or self.peer)
+
+
+def gguf_file(checkpoint: Path, weights: str) -> Path:
+    """The checkpoint as GGUF, `weights` being bf16, q8_0 or q4_k_m, beside it; written on first use, by llama.cpp's
+    environment. Raises RuntimeError where that cannot."""
+    path = checkpoint.with_name(f"{checkpoint.name}-{weights}.gguf")
+    if path.exists() and path.stat().st_mtime >= (checkpoint / "config.json").stat().st_mtime:
+        return path
+    if reason := _not_installed(ENVIRONMENTS / "llama", "bin/python"):
+        raise RuntimeError(f"llama.cpp writes {path.name}, and is {reason}")
+    command = [str(ENVIRONMENTS / "llama" / "bin" / "python"), str(SCRIPTS / "gguf_checkpoint.py")]
+    made = subprocess.run([*command, str(checkpoint), str(path), weights], capture_output=True, text=True)
+    if made.returncode:
+        raise RuntimeError(f"{path.name} cannot be written: {made.stderr.strip().splitlines()[-1]}")
+    return path
 
 
 def _library(pattern: str) -> Path | None:
@@ -120,8 +146,6 @@ BOUND = {
 
 TCMALLOC = "tcmalloc/usr/lib/*/libtcmalloc_minimal.so.4"
 
-LLAMA_Q8 = {"weights": "q8_0", "flash": True, "kv_tokens": KV_TOKENS}
-
 ZENTORCH = {"TORCHINDUCTOR_FREEZING": "1", "VLLM_USE_AOT_COMPILE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
 """As zentorch's documentation says for vLLM."""
 
@@ -133,40 +157,87 @@ def _vllm(name: str, precision: str, dtype: str, home: str = "vllm", **variables
     return Contender(name, precision, "vllm", options, home=home, preload=preload, variables=VLLM | BOUND | variables)
 
 
+def _llama(name: str, precision: str, gguf: str, beside: str = "headrace", **options: bool) -> Contender:
+    options = {"flash": True} | options
+    return Contender(name, precision, "llama", options | {"kv_tokens": KV_TOKENS}, gguf=gguf, beside=beside)
+
+
+def _mistral(name: str, precision: str, beside: str = "headrace", gguf: str | None = None, **options: Any) -> Contender:
+    return Contender(name, precision, "mistralrs", options, gguf=gguf, beside=beside)
+
+
+OURS_Q8, OURS_Q4 = "headrace-gguf-q8", "headrace-gguf-q4km"
+
 ENGINES = {
     contender.name: contender
     for contender in (
         Contender("headrace", "bf16", None, OURS),
         Contender("headrace-int8", "int8 weights", None, OURS | {"quantization": "int8"}),
+        Contender("headrace-int4", "int4 weights", None, OURS | {"quantization": "int4"}),
+        Contender(OURS_Q8, "Q8_0", None, OURS, gguf="q8_0"),
+        Contender(OURS_Q4, "Q4_K_M", None, OURS, gguf="q4_k_m"),
         Contender("headrace-triton", "bf16, GPU", None, OURS | {"attention_backend": "triton"}, gpu=True),
         Contender("transformers", "bf16", "transformers"),
         Contender("transformers-cuda", "bf16, GPU", "transformers", {"device": "cuda"}, gpu=True),
         Contender("openvino-genai", "bf16", "openvino", {"precision": "bf16", "kv": "bf16"}),
         Contender("openvino-genai-kv8", "bf16, KV u8", "openvino", {"precision": "bf16", "kv": "u8"}),
         Contender("openvino-genai-f32", "fp32", "openvino", {"precision": "f32", "kv": "f32"}),
-        Contender("openvino-genai-default", "int4 weights, KV u8", "openvino", {"weights": "int4"}),
+        Contender("openvino-genai-default", "int4 weights, KV u8", "openvino", {"weights": "int4"}, beside=OURS_Q4),
         _vllm("vllm-cpu", "bf16", "bfloat16"),
         Contender("vllm-cpu-plain", "bf16", "vllm", {"dtype": "bfloat16"}, variables=VLLM),
         _vllm("vllm-cpu-f32", "fp32", "float32"),
         _vllm("vllm-zentorch", "bf16", "bfloat16", "vllm-zentorch", **ZENTORCH),
-        Contender("llama.cpp", "bf16", "llama", {"weights": "bf16", "flash": True, "kv_tokens": KV_TOKENS}),
-        Contender("llama.cpp-noflash", "bf16", "llama", {"weights": "bf16", "flash": False, "kv_tokens": KV_TOKENS}),
-        Contender("llama.cpp-q8", "Q8_0", "llama", LLAMA_Q8),
-        Contender("llama.cpp-q8-norepack", "Q8_0", "llama", LLAMA_Q8 | {"extra": False}),
-        Contender("mistral.rs-q8", "Q8_0", "mistralrs", {"isq": "Q8_0", "head": True}),
-        Contender("mistral.rs-q8-layers", "Q8_0, head fp32", "mistralrs", {"isq": "Q8_0", "head": False}),
+        _llama("llama.cpp", "bf16", "bf16"),
+        _llama("llama.cpp-noflash", "bf16", "bf16", flash=False),
+        _llama("llama.cpp-q8", "Q8_0", "q8_0", OURS_Q8),
+        _llama("llama.cpp-q8-norepack", "Q8_0", "q8_0", OURS_Q8, extra=False),
+        _llama("llama.cpp-q4km", "Q4_K_M", "q4_k_m", OURS_Q4),
+        _mistral("mistral.rs", "bf16"),
+        _mistral("mistral.rs-q8", "Q8_0", OURS_Q8, isq="Q8_0", head=True),
+        _mistral("mistral.rs-q8-layers", "Q8_0, head fp32", OURS_Q8, isq="Q8_0", head=False),
+        _mistral("mistral.rs-gguf-q8", "Q8_0", OURS_Q8, gguf="q8_0"),
+        _mistral("mistral.rs-gguf-q4km", "Q4_K_M", OURS_Q4, gguf="q4_k_m"),
     )
 }
 
 
-GOALS = {
+DENSE = {
     "W1_512": 1.0, "W1_2048": 1.0, "W1_8192": 1.11, "W1_16384": 1.18, "W2_2048": 1.0, "W2_8192": 1.3, "W3_2048": 1.6,
     "W3_8192": 2.8, "W4": 2.8, "W5": 1.1,
 }  # fmt: skip
 """Times as fast as the fastest peer of the same precision that Headrace was to be on S1 (bench/notes/zen5.md)."""
+EXPERTS = {"W1_2048": 1.25, "W1_8192": 1.25, "W2_512": 1.2, "W2_2048": 1.2, "W3_2048": 1.6}
+"""The same on S4, in bf16, 8 and 4 bits."""
+ONE_FILE = {"llama.cpp": {"W1_2048": 1.43, "W2_512": 1.3, "W2_16384": 1.2},
+            "mistral.rs": {"W1_2048": 1.43, "W2_512": 1.1, "W2_16384": 1.2},
+            "openvino-genai-default": {"W2_512": 1.1, "W2_2048": 1.1}}  # fmt: skip
+"""On S1 from one GGUF file, by the beginning of the peer's name; OpenVINO as it comes beside them."""
+READ_GOAL = 0.8
+"""Of a plain read's rate, what decoding one sequence on S4 is to read its weights at."""
+SECOND_TURN_GOAL = 0.1
+"""Of the time of a hybrid's first turn (S5), what a second turn on its 8,192 tokens may take."""
 
 
 def ahead_goal(case: dict[str, Any]) -> float | None:
     """The goal of a case; None for our own, for other models and precisions, and where nothing was to be compared."""
+    engine, workload = case["engine"], case["workload"]
+    if engine.startswith("headrace"):
+        return None
+    if case["model"] == "S4":
+        return EXPERTS.get(workload)
+    if case["model"] != "S1":
+        return None
+    if case["precision"] == "bf16":
+        return DENSE.get(workload)
+    of_file = ENGINES[engine].gguf is not None or engine == "openvino-genai-default"
+    goals = (found for begin, found in ONE_FILE.items() if of_file and engine.startswith(begin))
+    return next(goals, {}).get(workload)
+
+
+def read_goal(case: dict[str, Any]) -> float | None:
+    return READ_GOAL if case["model"] == "S4" and case["workload"].startswith("W2") else None
+
+
+def second_turn_goal(case: dict[str, Any]) -> float | None:
     ours = case["engine"].startswith("headrace")
-    return None if ours or case["model"] != "S1" or case["precision"] != "bf16" else GOALS.get(case["workload"])
+    return SECOND_TURN_GOAL if ours and case["model"] == "S5" and case["workload"].startswith("W6") else None

@@ -113,7 +113,7 @@ def figures(times: Times, prime_s: float, overall: bool) -> dict[str, float | No
     """What a run comes to. Times to the first token are the median over its requests.
 
     decode_tok_s counts the tokens that arrive after every request has its first one; overall: all tokens over the
-    whole time, for requests that come and go. wall_s includes priming.
+    whole time, for requests that come and go. prime_s: of answering what was asked before; wall_s includes it.
     """
     began = max(row[0] for row in times)
     end = max(row[-1] for row in times)
@@ -122,5 +122,6 @@ def figures(times: Times, prime_s: float, overall: bool) -> dict[str, float | No
     return {
         "ttft_s": statistics.median(row[0] for row in times),
         "decode_tok_s": rate,
+        "prime_s": prime_s or None,
         "wall_s": prime_s + end,
     }

@@ -86,12 +86,23 @@ def _chat() -> Workload:
     return Workload("W5", make, overall=True)
 
 
+def _second_turn(length: int) -> Workload:
+    """W6: 64 new tokens on a prompt that was answered before, one token."""
+
+    def make(rng: random.Random, scale: int) -> WorkloadRun:
+        first = _ids(rng, length // scale)
+        return WorkloadRun([first + _ids(rng, 64 // scale)], [1], first)
+
+    return Workload(f"W6_{length}", make)
+
+
 WORKLOADS = [
     *(_first_token(length) for length in (512, 2048, 8192, 16384)),
-    *(_decode(length) for length in (2048, 8192)),
+    *(_decode(length) for length in (512, 2048, 8192, 16384)),
     *(_shared(prefix, primed) for prefix in (2048, 8192) for primed in (True, False)),
     _tree(),
     _chat(),
+    _second_turn(8192),
 ]
 
 

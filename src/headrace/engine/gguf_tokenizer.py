@@ -27,9 +27,14 @@ NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """Of Phi-3's special tokens, those that leave the spaces behind them alone."""
 
 
+NO_VOCABULARY = "no_vocab"
+"""What llama.cpp calls the tokenizer of a file that has none, even if it names its tokens."""
+
+
 def has_vocabulary(model: Path) -> bool:
     """Whether the GGUF file brings a tokenizer."""
-    return "tokenizer.ggml.tokens" in _file(model).metadata
+    metadata = _file(model).metadata
+    return "tokenizer.ggml.tokens" in metadata and metadata.get("tokenizer.ggml.model") != NO_VOCABULARY
 
 
 def load_tokenizer(model: Path) -> Any:
