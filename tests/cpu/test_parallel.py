@@ -187,7 +187,7 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
         "gemma3",
         "gemma4_small",
         "gpt_oss",
-    ],  # fmt: skip
+    ],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
     decoder = ours_of(kind, "bfloat16")

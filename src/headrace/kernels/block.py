@@ -62,7 +62,7 @@ class LayerShape:
     (gated MLPs), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, to which norm_offset is
     added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router. gated:
     attention is let through by gates, which lie behind q, k and v. recurrent: of layers that have a net.
-    more: facts that C++ alone needs, by the names of its Block (csrc/binding/binding.cpp)."""
+    more: facts that C++ alone needs, by the names of its Block (csrc/binding/model.cpp)."""
 
     attention: AttentionSpec
     hidden: int

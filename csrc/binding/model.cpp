@@ -1,0 +1,246 @@
+// Layers of a decoder, all of them, and a step from tokens to logits.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include "binding/binding.h"
+
+namespace headrace {
+
+namespace {
+
+void make_scale(Scale *self, bool rms, Address weight, Address bias, float offset) {
+  new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias), offset};
+}
+
+// shared: gate, up and down of the expert that all rows meet; or none.
+void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
+                  bool normalised, const Matrices &shared, Address outside) {
+  const int64_t count = router.outputs;
+  if (static_cast<int64_t>(up.size()) != count || up.size() != down.size() || chosen < 1 || chosen > count)
+    refuse("a router of ", count, " experts of which ", chosen, " are chosen does not fit ", static_cast<int64_t>(up.size()),
+           " and ", static_cast<int64_t>(down.size()), " matrices");
+  check_shapes(up);
+  check_shapes(down);
+  if (!shared.empty() && shared.size() != 3) refuse("a shared expert has a gate, up and down");
+  new (self) Experts{router, up, down, chosen, normalised, shared, at<OutsideExpert>(outside)};
+}
+
+// vectors: as of gated_delta.
+void make_net(DeltaNet *self, const Matrix &gates, const Addresses &vectors, int64_t key_heads, int64_t value_heads,
+              int64_t key_dim, int64_t value_dim, int64_t kernel, float eps) {
+  new (self) DeltaNet{gates,
+                      at<float>(vectors.at(0)),
+                      at<float>(vectors.at(1)),
+                      at<float>(vectors.at(2)),
+                      at<float>(vectors.at(3)),
+                      key_heads,
+                      value_heads,
+                      key_dim,
+                      value_dim,
+                      kernel,
+                      eps};
+}
+
+// layers: where `last` and `matrices` of each lie.
+void make_states(RecurrentStates *self, const std::vector<std::pair<Address, Address>> &layers, int64_t slots) {
+  RecurrentStates states = {{}, slots};
+  for (const auto &[last, matrices] : layers) states.layers.push_back({at<void>(last), at<float>(matrices)});
+  new (self) RecurrentStates(states);
+}
+
+// out_norms: those of Order::sandwich, of attention and of the MLP; otherwise none.
+void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
+                const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
+                const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
+                int64_t turned, float residual_scale, bool norm_whole, const Experts *experts, bool gated,
+                const DeltaNet *net) {
+  if (out_norms.size() != (order == Order::sandwich ? 2 : 0)) refuse("a block of this order has other norms");
+  if (experts && (order == Order::sandwich || residual_scale != 1.0f)) refuse("experts add to the residual as it is");
+  new (self) DecoderLayer{
+      .order = order,
+      .activation = activation,
+      .heads = heads,
+      .kv_heads = kv_heads,
+      .dim = dim,
+      .eps = eps,
+      .qkv = qkv,
+      .out = out,
+      .up = up,
+      .down = down,
+      .experts = experts ? *experts : Experts{},
+      .attention_norm = attention_norm,
+      .mlp_norm = mlp_norm,
+      .attention_out_norm = out_norms.empty() ? Scale{} : out_norms[0],
+      .mlp_out_norm = out_norms.empty() ? Scale{} : out_norms[1],
+      .q_norm = at<bf16>(q_norm),
+      .k_norm = at<bf16>(k_norm),
+      .norm_whole = norm_whole,
+      .turn_first = turn_first,
+      .turned = turned,
+      .residual_scale = residual_scale,
+      .gated = gated,
+      .net = net ? std::optional<DeltaNet>(*net) : std::nullopt,
+  };
+}
+
+void before(const DecoderLayer &self, Address x, Address cos_sin, Address qkv, Address scratch, int64_t rotary, int64_t rows,
+            int threads) {
+  self.before(at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(scratch), rows, threads);
+}
+
+void after(const DecoderLayer &self, Address x, Address attended, Address scratch, int64_t rows, int threads, Address gates,
+           int64_t gates_stride) {
+  self.after(at<bf16>(x), at<bf16>(attended), at<bf16>(scratch), rows, threads, {at<bf16>(gates), gates_stride});
+}
+
+// bias_len: positions that the bias covers.
+void make_step(AttentionStep *self, int type, Address positions, Address slots, Address offsets, Address bias, int64_t bias_len,
+               int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t slot_count, float scale, float cap,
+               int threads) {
+  Attend attend = {};
+  attend.positions = at<int64_t>(positions);
+  attend.bias = at<float>(bias);
+  attend.bias_len = bias_len;
+  attend.rows = rows;
+  attend.heads = heads;
+  attend.kv_heads = kv_heads;
+  attend.dim = dim;
+  attend.scale = scale;
+  attend.cap = cap;
+  attend.threads = threads;
+  Append append = {};
+  append.slots = at<int32_t>(slots);
+  append.offsets = at<int32_t>(offsets);
+  append.rows = rows;
+  append.kv_heads = kv_heads;
+  append.dim = dim;
+  append.threads = threads;
+  new (self) AttentionStep(type, attend, append, slot_count);
+}
+
+int64_t add_items(AttentionStep &self, Address items, int64_t count, int64_t window) {
+  return self.add_items(at<Item>(items), count, window);
+}
+
+void go_on(AttentionStep &self, Address positions, Address offsets, int threads) {
+  self.go_on(at<int64_t>(positions), at<int32_t>(offsets), threads);
+}
+
+void go_on_by_one(AttentionStep &self, int threads) { self.go_on(threads); }
+
+void make_layer(AttentionStep::Layer *self, int64_t kind, Address k_pool, Address v_pool, Address sinks) {
+  new (self) AttentionStep::Layer{kind, at<void>(k_pool), at<void>(v_pool), at<float>(sinks)};
+}
+
+void run(const AttentionStep &self, const AttentionStep::Layer &layer, Address q, Address k, Address v, Address out,
+         int64_t q_stride, int64_t k_stride, int64_t v_stride) {
+  self.run(layer, {at<void>(q), q_stride}, {at<void>(k), k_stride}, {at<void>(v), v_stride}, at<void>(out));
+}
+
+typedef std::vector<AttentionStep::Layer> Layers;
+
+size_t attentions(const Blocks &blocks) {
+  size_t count = 0;
+  for (const DecoderLayer *block : blocks) count += !block->net;
+  return count;
+}
+
+// layers: one for each block with attention, or more. states, and segments of which there are `count`: of the recurrent ones.
+void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &layers, Address x, Address qkv, Address attended,
+                Address scratch, const RecurrentStates *states, Address segments, int64_t count, Address cos_sin,
+                int64_t rotary, int64_t rows, int threads) {
+  if (layers.size() < attentions(blocks)) throw std::invalid_argument("fewer layers than blocks");
+  const LayerBuffers shared = {
+      .x = at<bf16>(x),
+      .cos_sin = at<float>(cos_sin),
+      .rotary = rotary,
+      .qkv = at<bf16>(qkv),
+      .attended = at<bf16>(attended),
+      .scratch = at<bf16>(scratch),
+      .rows = rows,
+      .threads = threads,
+  };
+  if (!states) return run_layers(blocks, layers, self, nullptr, shared);
+  const Recurrence recurrence = {*states, at<DeltaSegment>(segments), count};
+  run_layers(blocks, layers, self, &recurrence, shared);
+}
+
+void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head,
+               float embed_scale, float logit_scale, float logit_cap) {
+  new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head, embed_scale, logit_scale, logit_cap};
+}
+
+void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
+                const Layers &layers, Address turns, int64_t turn_rows, int64_t rotary) {
+  if (layers.size() != attentions(blocks)) throw std::invalid_argument("a model step needs as many layers as blocks");
+  new (self) ModelStep{ends, blocks, layers, step, at<float>(turns), turn_rows, rotary};
+}
+
+typedef std::pair<std::vector<float>, std::vector<int64_t>> Found;
+
+// The greatest logits and their places. states and segments: as in run_blocks.
+Found run_whole(const ModelStep &self, const std::vector<int64_t> &tokens, Address scratch, Address logits, int threads,
+                const RecurrentStates *states, Address segments, int64_t count) {
+  const size_t rows = self.step.rows();
+  if (tokens.size() != rows)
+    throw std::invalid_argument(std::to_string(tokens.size()) + " tokens for " + std::to_string(rows) + " rows");
+  Found found = {std::vector<float>(rows), std::vector<int64_t>(rows)};
+  const auto run = [&](const Recurrence *recurrence) {
+    self.run(tokens.data(), recurrence, at<bf16>(scratch), at<float>(logits), found.first.data(), found.second.data(), threads);
+  };
+  if (!states) {
+    run(nullptr);
+  } else {
+    const Recurrence recurrence = {*states, at<DeltaSegment>(segments), count};
+    run(&recurrence);
+  }
+  return found;
+}
+
+}  // namespace
+
+void bind_model(nb::module_ &m) {
+  nb::enum_<Order>(m, "Order")
+      .value("pre", Order::pre)
+      .value("post", Order::post)
+      .value("parallel", Order::parallel)
+      .value("sandwich", Order::sandwich);
+  nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
+  nb::class_<Experts>(m, "Experts")
+      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "shared"_a = Matrices(),
+           "outside"_a = 0);
+  nb::class_<DeltaNet>(m, "DeltaNet")
+      .def("__init__", make_net, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
+           "kernel"_a, "eps"_a);
+  nb::class_<RecurrentStates>(m, "RecurrentStates").def("__init__", make_states, "layers"_a, "slots"_a);
+  nb::class_<DecoderLayer>(m, "Block")
+      .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
+           "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a, "turn_first"_a,
+           "turned"_a, "residual_scale"_a, "norm_whole"_a = false, "experts"_a = nb::none(), "gated"_a = false,
+           "net"_a = nb::none())
+      .def("scratch", &DecoderLayer::scratch)
+      .def("mixed_size", &DecoderLayer::mixed_size)
+      .def("gates_at", &DecoderLayer::gates_at)
+      .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a)
+      .def("after", after, unlocked, "x"_a, "attended"_a, "scratch"_a, "rows"_a, "threads"_a, named, "gates"_a = 0,
+           "gates_stride"_a = 0);
+  nb::class_<AttentionStep::Layer>(m, "StepLayer").def("__init__", make_layer);
+  nb::class_<AttentionStep>(m, "AttentionStep")
+      .def("__init__", make_step, "type"_a, "positions"_a, "slots"_a, "offsets"_a, "bias"_a, named, "bias_len"_a, "rows"_a,
+           "heads"_a, "kv_heads"_a, "dim"_a, "slot_count"_a, "scale"_a, "cap"_a, "threads"_a)
+      .def("add_items", add_items)
+      .def("go_on", go_on)
+      .def("go_on_by_one", go_on_by_one)
+      .def("run", run, unlocked, "layer"_a, "q"_a, "k"_a, "v"_a, "out"_a, named, "q_stride"_a, "k_stride"_a, "v_stride"_a)
+      .def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a,
+           "states"_a.none(), "segments"_a, "count"_a, named, "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a);
+  nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends, "embed"_a, "vocabulary"_a, "norm"_a, "eps"_a, "head"_a,
+                                              named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a);
+  nb::class_<ModelStep>(m, "ModelStep")
+      .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a)
+      .def("scratch", &ModelStep::scratch)
+      .def("run", run_whole, unlocked, "tokens"_a, "scratch"_a, "logits"_a, "threads"_a, "states"_a = nb::none(),
+           "segments"_a = 0, "count"_a = 0);
+}
+
+}  // namespace headrace

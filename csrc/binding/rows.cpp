@@ -1,0 +1,99 @@
+// Operations of rows: norms, activations, rotations, what is found among them.
+#include <nanobind/stl/vector.h>
+
+#include "binding/binding.h"
+
+namespace headrace {
+
+namespace {
+
+void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, int64_t width, float eps, float offset,
+              int threads) {
+  kernels().rms_norm[type](
+      {at<void>(x), at<void>(weight), nullptr, at<void>(out), rows, width, 1, width, eps, threads, offset});
+}
+
+// vectors: conv, rate, dt_bias and norm. states: last and matrices, of so many slots.
+void gated_delta(int type, Address mixed, Address gates, const Addresses &vectors, const Addresses &states, Address segments,
+                 Address out, int64_t rows, int64_t mixed_stride, int64_t count, int64_t slots, int64_t key_heads,
+                 int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel, float eps, int threads) {
+  const GatedDelta a = {
+      .mixed = at<void>(mixed),
+      .gates = at<float>(gates),
+      .conv = at<float>(vectors.at(0)),
+      .rate = at<float>(vectors.at(1)),
+      .dt_bias = at<float>(vectors.at(2)),
+      .norm = at<float>(vectors.at(3)),
+      .last = at<void>(states.at(0)),
+      .matrices = at<float>(states.at(1)),
+      .segments = at<DeltaSegment>(segments),
+      .out = at<void>(out),
+      .rows = rows,
+      .mixed_stride = mixed_stride,
+      .segment_count = count,
+      .key_heads = key_heads,
+      .value_heads = value_heads,
+      .key_dim = key_dim,
+      .value_dim = value_dim,
+      .kernel = kernel,
+      .eps = eps,
+      .threads = threads,
+  };
+  check_segments(a, slots);
+  kernels().gated_delta[type](a);
+}
+
+void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width, float eps,
+                int threads) {
+  kernels().layer_norm[type](
+      {at<void>(x), at<void>(weight), at<void>(bias), at<void>(out), rows, width, 1, width, eps, threads});
+}
+
+template <auto operation> void activate(int type, Address x, Address out, int64_t rows, int64_t width, int threads) {
+  (kernels().*operation)[type]({at<void>(x), at<void>(out), rows, width, threads});
+}
+
+void rotary(int type, Address x, Address cos_sin, Address out, int64_t rows, int64_t x_stride, int64_t heads, int64_t dim,
+            int64_t width, int64_t turn_stride, int threads) {
+  kernels().rotary[type](
+      {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, turn_stride, threads});
+}
+
+void soft_cap(Address x, int64_t n, float scale, float cap, int threads) {
+  kernels().soft_cap(at<float>(x), n, scale, cap, threads);
+}
+
+void greatest(Address x, Address value, Address index, int64_t rows, int64_t width, int threads) {
+  kernels().greatest({at<float>(x), at<float>(value), at<int64_t>(index), rows, width, threads, nullptr});
+}
+
+void softmax_sums(Address x, Address target, Address greatest, Address sum, Address above, int64_t rows, int64_t width,
+                  int threads) {
+  kernels().softmax_sums(
+      {at<float>(x), at<int64_t>(target), at<float>(greatest), at<double>(sum), at<int64_t>(above), rows, width, threads});
+}
+
+}  // namespace
+
+void bind_rows(nb::module_ &m) {
+  m.def("rms_norm", rms_norm, unlocked, "type"_a, "x"_a, "weight"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a, "offset"_a,
+        "threads"_a);
+  m.def("gated_delta", gated_delta, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a,
+        named, "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
+        "kernel"_a, "eps"_a, "threads"_a);
+  m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
+        "threads"_a);
+  m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,
+        "width"_a, "turn_stride"_a, "threads"_a);
+  m.def("soft_cap", soft_cap, unlocked);
+  m.def("greatest", greatest, unlocked);
+  m.def("softmax_sums", softmax_sums, unlocked);
+  nb::enum_<Activation> activations(m, "Activation");
+#define HEADRACE_DEFINE(name)                        \
+  activations.value(#name, Activation::name);        \
+  m.def(#name, activate<&Kernels::name>, unlocked);
+  HEADRACE_ACTIVATIONS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
+}
+
+}  // namespace headrace
