@@ -125,7 +125,6 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["GptOssForCausalLM"], rope_scaling=GPT_OSS_ROPE, rope_theta=150000, sliding_window=64),
     dict(architectures=["GptOssForCausalLM"], num_experts=8, attention_bias=False),
     dict(architectures=["GptOssForCausalLM"], layer_types=FULL, num_hidden_layers=3, swiglu_limit=8.0),
-    dict(architectures=["MixtralForCausalLM"], quantization_config=dict(quant_method="gptq", bits=4)),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

@@ -104,9 +104,11 @@ class EngineBench(Benchmark):
     def _shares(self) -> tuple[Column, ...]:
         """Columns of the workloads that have something of their own to be held against."""
         families = {workload.name.split("_")[0] for workload in chosen(self.workloads)}
-        read = Column("weights", "of_read", "of the read rate", ".2f", limit=None if self.quick else read_goal)
+        read = Column(
+            "weights", "of_read", "of the read rate", ".2f", optional=True, limit=None if self.quick else read_goal
+        )
         goal = None if self.quick else second_turn_goal
-        turn = Column("turn", "of_first_turn", "of the first", ".3f", limit=goal, bound="at most")
+        turn = Column("turn", "of_first_turn", "of the first", ".3f", limit=goal, optional=True, bound="at most")
         return (*((read,) if "W2" in families else ()), *((turn,) if "W6" in families else ()))
 
     def _tell_setup(self, case: Case) -> None:
