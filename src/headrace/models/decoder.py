@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,26 +22,24 @@ from torch.nn import functional as F
 from headrace.config import Quantization
 from headrace.kernels import block, dispatch, ops
 from headrace.kernels.backend import Attend
-from headrace.kernels.formats import Coded
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
-from headrace.models.layers import Layer, Matrices, OneByOne, Weights, norm
+from headrace.models.layers import Layer, OneByOne, Weights, norm
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
+from headrace.models.packing import HEAD, ExpertsPlace, StoredPacking, pack_all
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
-from headrace.models.sizes import LOOKED_UP, refuse_rounding
-from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, expert_of, is_exact
+from headrace.models.sizes import refuse_rounding
+from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
-from headrace.stats import ExpertStats
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
 
-HEAD = "head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.bfloat16}
 """Compute type by checkpoint type."""
 
@@ -57,19 +54,6 @@ class TokenBatch:
     token_ids: Tensor
     positions: Tensor
     rope_lengths: Tensor | None = None
-
-
-class ExpertsPlace(Protocol):
-    """Memory outside the fast one for experts."""
-
-    def place(self, name: str, weight: ops.Weight) -> ops.Weight:
-        """The matrix `name` of an expert, moved there: of each expert up, then down."""
-
-    def settle(self) -> dict[str, Tensor]:
-        """All are placed. Of each layer's experts the table that steps count in (kernels.experts.OutsideColumn), by our
-        names."""
-
-    def stats(self) -> ExpertStats: ...
 
 
 class Decoder:
@@ -104,8 +88,8 @@ class Decoder:
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
-        self.matrices = _pack_all(weights, quantization, config.gated, packed)
-        packing = _StoredPacking(self.dtype, self.device, config.gated, quantization, outside)
+        self.matrices = pack_all(weights, quantization, config.gated, packed)
+        packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside)
         self.matrices |= packing.all_of(stored or {}, packed)
         self.outside = outside
         self.weights = weights if outside is None else weights | outside.settle()
@@ -305,98 +289,12 @@ def _shape(config: ModelConfig) -> block.LayerShape:
     )
 
 
-def _pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
-    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
-    names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
-    matrices: Matrices = {}
-    done, total = 0, sum(weights[name].nbytes for name in names)
-    for name in names:
-        weight = weights[name]
-        matrices[name] = _packed(name, weight, _rounding(name, quantization), gated and name.endswith(".up.weight"))
-        if matrices[name] is not weight:
-            del weights[name]
-        done += weight.nbytes
-        if packed is not None:
-            packed(done, total)
-    return matrices
-
-
-def _rounding(name: str, asked: Quantization) -> Quantization:
-    """How the numbers of a matrix are kept. With w8a8 the head's weights are int8 and its rows are not rounded: a step
-    has few of them, and logits feel it most."""
-    if is_exact(name):
-        return "none"
-    return "int8" if asked == "w8a8" and name == HEAD else asked
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredPacking:
-    """Packs matrices that are read when they are wanted, one after another: codes as they are, or what they stand for
-    where there are no kernels for codes; numbers as all others. Experts go to `outside`."""
-
-    dtype: torch.dtype
-    device: torch.device
-    gated: bool
-    quantization: Quantization
-    outside: ExpertsPlace | None
-
-    def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
-        matrices: Matrices = {}
-        done, total = 0, sum(self._size(matrix) for matrix in stored.values())
-        # What lies in the file is not packed again: where experts are codes, their formats may differ in a layer.
-        apart = self.outside is not None and any(each.coded for name, each in stored.items() if expert_of(name))
-        for name, matrix in stored.items():
-            matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
-            done += self._size(matrix)
-            if packed is not None:
-                packed(done, total)
-        for name in _gated_beside_others(matrices):
-            matrices[name] = self._weight(name, stored[name].read(), gated=False)
-        return matrices
-
-    def _size(self, matrix: StoredMatrix) -> int:
-        return math.prod(matrix.shape) * self.dtype.itemsize
-
-    def _one(self, name: str, matrix: StoredMatrix, gated: bool) -> ops.Weight:
-        if self.device.type != "cpu":
-            return matrix.numbers(self.dtype).to(self.device)
-        parts = matrix.read()
-        weight = self._weight(name, parts, gated and name.endswith(".up.weight"))
-        if self.outside is None or expert_of(name) is None or weight is parts[0]:
-            return weight  # in memory, or the checkpoint's own, which is mapped
-        return self.outside.place(name, weight)
-
-    def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
-        if len(parts) == 1 and isinstance(parts[0], Tensor):
-            return _packed(name, parts[0], _rounding(name, self.quantization), gated)
-        return ops.pack_stored(parts, self.dtype, gated)
-
-
-def _gated_beside_others(matrices: Matrices) -> list[str]:
-    """Experts' gated matrices in layers where another one's gates and ups differ in format or order: one product takes
-    all of a layer, gated or not."""
-    layers: dict[str, dict[str, bool]] = {}
-    for name, weight in matrices.items():
-        layer, of_expert, _ = name.partition(".experts.")
-        if of_expert and name.endswith(".up.weight"):
-            layers.setdefault(layer, {})[name] = not isinstance(weight, Tensor) and weight.gated
-    mixed = [each for each in layers.values() if not all(each.values())]
-    return [name for each in mixed for name, gated in each.items() if gated]
-
-
 def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:
     """Where rows are not rounded though the file asks for it."""
     scheme = None if config.stored is None else config.stored.scheme
     on_cpu = device is None or device.type == "cpu"
     if scheme is not None and scheme.rounds_rows and not (on_cpu and dispatch.in_cpp()):
         log.warning("%s: only the C++ kernels round activations; the weights alone are used", scheme.name)
-
-
-def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
-    try:
-        return ops.pack(weight, quantization, gated)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def compute_dtype(config: ModelConfig, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:

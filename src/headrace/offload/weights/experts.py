@@ -69,7 +69,7 @@ class ExpertFile:
             raise self._failed(error) from None
 
     def place(self, name: str, weight: ops.Weight) -> ops.Weight:
-        """The matrix of an expert, in the file: of each expert up, then down. See models.decoder.ExpertsPlace."""
+        """The matrix of an expert, in the file: of each expert up, then down. See models.packing.ExpertsPlace."""
         found = expert_of(name)
         assert found is not None
         layer, expert = found
@@ -83,7 +83,7 @@ class ExpertFile:
 
     def settle(self) -> dict[str, Tensor]:
         """All are placed: keeps as many as the budget holds, of all layers, and from now on those that are used.
-        Returns the tables: see models.decoder.ExpertsPlace."""
+        Returns the tables: see models.packing.ExpertsPlace."""
         self._flush()
         table = self._all()
         largest = int(table[:, OutsideColumn.size].max(initial=0))

@@ -1,0 +1,121 @@
+"""Weights that rows are multiplied by, packed for the kernels as they are loaded. Shapes: [outputs, inputs]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.config import Quantization
+from headrace.kernels import ops
+from headrace.kernels.formats import Coded
+from headrace.models.layers import Matrices, Weights
+from headrace.models.sizes import LOOKED_UP
+from headrace.models.spec import expert_of, is_exact
+from headrace.models.weights import OnProgress, StoredMatrix
+from headrace.stats import ExpertStats
+
+HEAD = "head.weight"
+
+
+class ExpertsPlace(Protocol):
+    """Memory outside the fast one for experts."""
+
+    def place(self, name: str, weight: ops.Weight) -> ops.Weight:
+        """The matrix `name` of an expert, moved there: of each expert up, then down."""
+
+    def settle(self) -> dict[str, Tensor]:
+        """All are placed. Of each layer's experts the table that steps count in (kernels.experts.OutsideColumn), by our
+        names."""
+
+    def stats(self) -> ExpertStats: ...
+
+
+def pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
+    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
+    names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
+    matrices: Matrices = {}
+    done, total = 0, sum(weights[name].nbytes for name in names)
+    for name in names:
+        weight = weights[name]
+        matrices[name] = _packed(name, weight, _rounding(name, quantization), gated and name.endswith(".up.weight"))
+        if matrices[name] is not weight:
+            del weights[name]
+        done += weight.nbytes
+        if packed is not None:
+            packed(done, total)
+    return matrices
+
+
+def _rounding(name: str, asked: Quantization) -> Quantization:
+    """How the numbers of a matrix are kept. With w8a8 the head's weights are int8 and its rows are not rounded: a step
+    has few of them, and logits feel it most."""
+    if is_exact(name):
+        return "none"
+    return "int8" if asked == "w8a8" and name == HEAD else asked
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPacking:
+    """Packs matrices that are read when they are wanted, one after another: codes as they are, or what they stand for
+    where there are no kernels for codes; numbers as all others. Experts go to `outside`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    gated: bool
+    quantization: Quantization
+    outside: ExpertsPlace | None
+
+    def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
+        matrices: Matrices = {}
+        done, total = 0, sum(self._size(matrix) for matrix in stored.values())
+        # What lies in the file is not packed again: where experts are codes, their formats may differ in a layer.
+        apart = self.outside is not None and any(each.coded for name, each in stored.items() if expert_of(name))
+        for name, matrix in stored.items():
+            matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
+            done += self._size(matrix)
+            if packed is not None:
+                packed(done, total)
+        for name in _gated_beside_others(matrices):
+            matrices[name] = self._weight(name, stored[name].read(), gated=False)
+        return matrices
+
+    def _size(self, matrix: StoredMatrix) -> int:
+        return math.prod(matrix.shape) * self.dtype.itemsize
+
+    def _one(self, name: str, matrix: StoredMatrix, gated: bool) -> ops.Weight:
+        if self.device.type != "cpu":
+            return matrix.numbers(self.dtype).to(self.device)
+        parts = matrix.read()
+        weight = self._weight(name, parts, gated and name.endswith(".up.weight"))
+        if self.outside is None or expert_of(name) is None or weight is parts[0]:
+            return weight  # in memory, or the checkpoint's own, which is mapped
+        return self.outside.place(name, weight)
+
+    def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
+        if len(parts) == 1 and isinstance(parts[0], Tensor):
+            return _packed(name, parts[0], _rounding(name, self.quantization), gated)
+        return ops.pack_stored(parts, self.dtype, gated)
+
+
+def _gated_beside_others(matrices: Matrices) -> list[str]:
+    """Experts' gated matrices in layers where another one's gates and ups differ in format or order: one product takes
+    all of a layer, gated or not."""
+    layers: dict[str, dict[str, bool]] = {}
+    for name, weight in matrices.items():
+        layer, of_expert, _ = name.partition(".experts.")
+        if of_expert and name.endswith(".up.weight"):
+            layers.setdefault(layer, {})[name] = not isinstance(weight, Tensor) and weight.gated
+    mixed = [each for each in layers.values() if not all(each.values())]
+    return [name for each in mixed for name, gated in each.items() if gated]
+
+
+def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
+    try:
+        return ops.pack(weight, quantization, gated)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
