@@ -42,4 +42,5 @@ def drafts_from(llm: LLM, known: Sequence[Sequence[int]]) -> None:
 def free_rows(llm: LLM) -> None:
     """Has every drafted token pay, whatever the clock says."""
     speculator: Any = llm.engine.speculator
-    speculator.cost.line = lambda: (1.0, 0.0)
+    speculator.cost.row = 0.0
+    speculator.cost.note = lambda *seen: None

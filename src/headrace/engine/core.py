@@ -195,7 +195,7 @@ class EngineCore:
         seconds = time.perf_counter() - began
         self.below.observe(slices, seconds)
         if self.speculator is not None and all(part.decodes for part in slices):
-            self.speculator.cost.note(sum(part.length for part in slices), seconds)
+            self.speculator.cost.note(len(slices), sum(part.drafted for part in slices), seconds)
         void = self.below.confirm(slices)
         if not void:
             return computed

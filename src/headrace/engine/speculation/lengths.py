@@ -1,6 +1,6 @@
 """How many tokens to draft: as many as pay, by what was accepted of late and what rows cost.
 
-A step with n sequences and d drafted rows takes base + slope (n + d) seconds. A sequence whose drafts are right with
+Let a step of n sequences without drafts take 1, and each drafted row `row` more. A sequence whose drafts are right with
 probability p gains p^j tokens by its j-th drafted row. Rows are added, the most probable ones first, for as long as
 each adds more tokens to a second than the step has without it.
 """
@@ -13,9 +13,12 @@ from collections.abc import Sequence
 FORGETS, HEALS = 0.95, 0.995
 """What is left of what was seen, after a draft that was tried, and after a step without one: a sequence that did not
 repeat itself is tried again some hundred tokens later."""
-COST_FORGETS = 0.98
-USUAL_SLOPE = 0.05
-"""Of a step with one row; as long as no steps with other numbers of rows have been seen."""
+USUAL_ROW, LEAST_ROW = 0.05, 0.02
+"""Cost of a drafted row as a part of a step without drafts: until it is known, and at the least."""
+NEWER_STEP, NEWER_ROW = 0.3, 0.1
+"""Weights of what was seen last."""
+STALE = 128
+"""Steps with drafts after which one without is due, by which rows are measured."""
 
 
 class Acceptance:
@@ -40,41 +43,44 @@ class Acceptance:
 
 
 class StepCost:
-    """Seconds of a decode step by its rows: a line through the steps seen, of which the later ones count for more."""
+    """What a drafted row adds to a step, as a part of a step of as many sequences without drafts a short while ago:
+    machines are faster and slower at times, and steps on longer contexts take longer."""
 
     def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self.row = USUAL_ROW
+        self._plain: dict[int, float] = {}
+        """Seconds of steps without drafts, by the number of their sequences."""
+        self._since = 0
 
-    def note(self, rows: int, seconds: float) -> None:
-        keep = COST_FORGETS
-        self._n, self._x, self._y = self._n * keep + 1, self._x * keep + rows, self._y * keep + seconds
-        self._xx, self._xy = self._xx * keep + rows * rows, self._xy * keep + rows * seconds
+    def note(self, sequences: int, drafted: int, seconds: float) -> None:
+        plain = self._plain.get(sequences)
+        if not drafted:
+            self._since = 0
+            self._plain[sequences] = seconds if plain is None else plain + NEWER_STEP * (seconds - plain)
+            return
+        self._since += 1
+        if plain is not None:
+            more = min(1.0, (seconds / plain - 1) / drafted)
+            self.row = max(LEAST_ROW, self.row + NEWER_ROW * (more - self.row))
 
-    def line(self) -> tuple[float, float]:
-        """(base, slope) in seconds; (1, USUAL_SLOPE) before the first step."""
-        if not self._n:
-            return 1.0, USUAL_SLOPE
-        x, y = self._x / self._n, self._y / self._n
-        spread, together = self._xx - self._n * x * x, self._xy - self._n * x * y
-        usual = y * USUAL_SLOPE / (1 + USUAL_SLOPE * x)
-        slope = (together + usual) / (spread + 1)
-        slope = min(max(slope, usual / 50), y / x)
-        return y - slope * x, slope
+    @property
+    def stale(self) -> bool:
+        """Whether a step without drafts is due."""
+        return self._since >= STALE
 
 
-def allot(decoding: int, shares: Sequence[float], drafts: Sequence[int], line: tuple[float, float]) -> list[int]:
+def allot(decoding: int, shares: Sequence[float], drafts: Sequence[int], row: float) -> list[int]:
     """Drafted rows for each of some sequences among `decoding`, whose drafts have so many tokens and are right with
-    these probabilities."""
-    base, slope = line
+    these probabilities. row: as StepCost has it."""
     taken = [0] * len(drafts)
-    tokens, seconds = float(decoding), base + slope * decoding
+    tokens, seconds = float(decoding), 1.0
     best = [(-share, number) for number, share in enumerate(shares) if drafts[number]]
     heapq.heapify(best)
     while best:
         gain, number = best[0]
-        if -gain * seconds <= tokens * slope:
+        if -gain * seconds <= tokens * row:
             break
-        tokens, seconds = tokens - gain, seconds + slope
+        tokens, seconds = tokens - gain, seconds + row
         taken[number] += 1
         if taken[number] < drafts[number]:
             heapq.heapreplace(best, (gain * shares[number], number))

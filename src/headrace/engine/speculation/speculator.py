@@ -52,10 +52,10 @@ class Speculator:
         decoding = [sequence for sequence in running if sequence.remaining == 1 and not sequence.held]
         drafting = [(sequence, self._drafting(sequence)) for sequence in decoding if sequence.n_output]
         for sequence, mine in drafting:
-            most = min(self.most, self._left(sequence))
+            most = 0 if self.cost.stale else min(self.most, self._left(sequence))
             sequence.draft = mine.matcher.propose(sequence.tokens, most) if most > 0 else []
         shares = [mine.acceptance.share for _, mine in drafting]
-        counts = allot(len(decoding), shares, [len(sequence.draft) for sequence, _ in drafting], self.cost.line())
+        counts = allot(len(decoding), shares, [len(sequence.draft) for sequence, _ in drafting], self.cost.row)
         for (sequence, mine), count in zip(drafting, counts, strict=True):
             del sequence.draft[count:]
             if not count:
