@@ -114,7 +114,7 @@ def test_of_a_hybrid_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert parameters(facts) == sum(part.numel() for part in build_model("3_5").parameters())
     monkeypatch.setattr(expected, "LAYER_BYTES", 1)
     found = info(config)
-    assert found["expected"]["layers timed"] == 4 and found["expected"]["a layer"] == "some layers are recurrent"
+    assert found["expected"]["layers timed"] == 4 and found["expected"]["a layer"] == "in C++ as a whole"
     each = facts.recurrent.state_bytes(2) if facts.recurrent else 0
     assert found["memory"]["recurrent states"] == 8 and found["memory"]["bytes of a recurrent state"] == each
     free, weights = 1 << 24, found["memory"]["weights bytes"]

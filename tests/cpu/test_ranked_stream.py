@@ -166,7 +166,8 @@ def test_kv_larger_than_memory(strategies: list[tuple[str, ...]], tmp_path: Path
         )  # fmt: skip
         same(run(llm, [prompt], params), expected)
         for rank in llm.ranks:  # type: ignore[attr-defined]
-            pools = [*rank.storage.buffers, *(buffer.pool for buffer in rank.workspace.buffers)]
+            received = [buffer for each in rank.workspace.buffers.values() for buffer in each]
+            pools = [*rank.storage.buffers, *(buffer.pool for buffer in received)]
             assert 0 < sum(x.nbytes for pool in pools for x in pool.tensors) <= tokens * llm.capacity.kv_bytes_per_token
         close(llm)
 

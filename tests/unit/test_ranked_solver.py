@@ -107,7 +107,8 @@ def every_split(run: StoredRun) -> list[tuple[int, int]]:
 def test_the_plan_is_the_best_of_all(
     given: tuple[int, list[StoredRun]], machine: str, bytes_s: float, shared: bool
 ) -> None:
-    """Of every placement, split and strategy, each walked on the timeline."""
+    """Of every placement, split and strategy, each walked on the timeline: as far as the closed forms, by which it is
+    chosen, are near to that."""
     ranks, runs = given
     profile = profile_on(machine, ranks, bytes_s)
     if shared:
@@ -124,7 +125,7 @@ def test_the_plan_is_the_best_of_all(
     taken = walked(run, profile, split.tokens, split.x, split.closing or "single")
     near = NEAR if run.x_bytes is None else NEAR_X
     assert split.predicted_s == pytest.approx(taken, rel=near)
-    assert taken <= min(every) / (1 - LEAST_GAIN) * (1 + near / 2)
+    assert taken <= min(every) / (1 - LEAST_GAIN) * (1 + near)
 
 
 def estimates_of(profile: Profile, run: StoredRun) -> Collection[str]:
