@@ -132,7 +132,7 @@ def test_a_stretch_beyond_every_length(folder: Path) -> None:
 
 def test_fields_that_nobody_reads_do_nothing(folder: Path) -> None:
     before = read_config(folder)
-    edit(folder, num_beams=10**9, id2label={"0": []}, use_cache="x", unknown=[[]])
+    edit(folder, num_beams=10**9, label2id={"0": []}, use_cache="x", unknown=[[]])
     assert read_config(folder) == before
 
 
