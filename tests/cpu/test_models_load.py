@@ -82,7 +82,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
     ("mixtral", dict(num_local_experts=65536, num_hidden_layers=4096), "65536 experts in 4096 layers"),
     ("mixtral", dict(sliding_window=0), "sliding_window 0"),
-    ("mixtral", dict(quantization_config=dict(quant_method="gptq", bits=4)), "experts are not read as GPTQ int4 yet"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),

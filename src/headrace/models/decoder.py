@@ -142,7 +142,7 @@ class Decoder:
         elif isinstance(layers, MixedLayers):
             part.layers = MixedLayers(layers.mixed[:count])
         else:
-            part.layers = type(layers)(layers.layers[:count])
+            part.layers = OneByOne(layers.layers[:count])
         part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part
