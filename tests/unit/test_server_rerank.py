@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from headrace.engine.reranking import QWEN3, sigmoid
-from tests.support.fake_engine import FakeTokenizer
+from headrace.engine.reranking import QWEN3, QWEN3_TOKEN, sigmoid
+from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, check_refusal, serving
 
 pytestmark = pytest.mark.unit
@@ -62,14 +63,12 @@ def test_the_best_few(path: str, top_n: int | None, count: int, one: Running) ->
     assert [each["index"] for each in results] == [1, 0, 2][:count] and "document" not in results[0]
 
 
-def test_templates(one: Running) -> None:
+def test_templates(one: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's, else the checkpoint's, else a line break."""
-    FakeTokenizer.rerank_template = "<{document}|{query}>"
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeTokenizer, "rerank_template", "<{document}|{query}>")
         one.http.post(RERANK, json={"query": "{document}", "documents": ["{query}"]})
         one.http.post(RERANK, json={"query": "a", "documents": ["b"], "template": "{query}: {document}!"})
-    finally:
-        FakeTokenizer.rerank_template = ""
     one.http.post(RERANK, json={"query": "a", "documents": ["b"]})
     assert [prompt for prompt, _ in one.engine.asked[-3:]] == ["<{query}|{document}>", "a: b!", "a\nb"]
 
@@ -124,24 +123,44 @@ def test_other_models_are_refused(three: Running, writer: Running) -> None:
 
 
 class YesNo(FakeTokenizer):
-    added_tokens = {"<|im_start|>": 257}  # noqa: RUF012
+    added_tokens: ClassVar[dict[str, int]] = {QWEN3_TOKEN: 257}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return {"yes": [7], "no": [5]}.get(text) or super().encode(text)
 
 
+def says_yes_or_no(number: int, engine: FakeEngine) -> None:
+    engine.tokenizer = YesNo()
+
+
 def test_language_models_say_yes_or_no() -> None:
     """The probability of yes beside that of no; log probabilities of the fake are -0.01 times the token."""
-    with serving(prepare=lambda number, engine: setattr(engine, "tokenizer", YesNo())) as running:
+    with serving(prepare=says_yes_or_no) as running:
         reply = running.http.post(RERANK, json={**ASKED, "top_n": 2}).json()
         assert [each["relevance_score"] for each in reply["results"]] == pytest.approx([sigmoid(-0.02)] * 2)
         assert {prompt for prompt, _ in running.engine.asked} == {
             QWEN3.replace("{query}", "ab").replace("{document}", each) for each in ("cd", "efgh", "c")
         }
         assert all(params.max_tokens == 1 for _, params in running.engine.asked)
-        YesNo.added_tokens = {}
+
+
+def test_a_language_model_without_that_prompt_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(YesNo, "added_tokens", {})
+    with serving(prepare=says_yes_or_no) as running:
         check_refusal(running.http.post(RERANK, json=ASKED), 400, "template")
         assert running.http.post(RERANK, json={**ASKED, "template": "{query} {document}"}).status_code == 200
+        assert running.engine.asked[0][0] == "ab cd"
+
+
+def test_an_answer_of_each_document_counts(tmp_path: Path) -> None:
+    key = "sk-0123456789abcdef"
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[tenants.acme]\nkeys = ["{key}"]\nmax_output_tokens = 2\n')
+    keys.chmod(0o600)
+    with serving(prepare=says_yes_or_no, api_keys_file=str(keys)) as running:
+        running.http.headers["x-api-key"] = key
+        assert running.http.post(RERANK, json={"query": "a", "documents": ["b", "c"]}).status_code == 200
+        check_refusal(running.http.post(RERANK, json=ASKED), 400, "documents")
 
 
 def test_many_documents_do_not_fill_the_queue() -> None:
