@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from headrace import LLM, InvalidRequest
 from headrace.models.config import read_config
 from headrace.types import UnsupportedModel
 from tests.support.checkpoints import VOCAB, FolderOf, edit_json
+from tests.support.classifiers import classifier
 from tests.support.ranked_offloading import close, over_ranks
 
 HEADS = [("llama_gqa", 1), ("mistral_window", 2), ("qwen2", 1), ("qwen3", 3)]
@@ -24,24 +24,14 @@ def texts() -> list[list[int]]:
     return [drawn[:150], drawn[:130] + drawn[200:240], drawn[7:8], drawn[10:74]]
 
 
-def make(folder: Path, into: Path, labels: int, dtype: torch.dtype = torch.float32) -> Path:
-    """The checkpoint of a language model with a random classifier in place of its head."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=labels, dtype=torch.float32)
-    with torch.no_grad():
-        noise = torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(2))
-        model.score.weight.copy_((0.3 * noise).bfloat16())
-    model.to(dtype).save_pretrained(into)
-    return into
-
-
 @pytest.fixture(scope="module")
 def three(folder_of: FolderOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(folder_of("qwen3"), tmp_path_factory.mktemp("three"), 3, torch.bfloat16)
+    return classifier(folder_of("qwen3"), tmp_path_factory.mktemp("three"), 3, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "labels"), HEADS)
 def test_they_are_the_logits_of_transformers(kind: str, labels: int, folder_of: FolderOf, tmp_path: Path) -> None:
-    folder = make(folder_of(kind), tmp_path, labels)
+    folder = classifier(folder_of(kind), tmp_path, labels)
     llm, model = LLM(str(folder), kv_cache_tokens=4096), AutoModelForSequenceClassification.from_pretrained(folder)
     found = llm.classify(texts())
     assert found.dtype == np.float32 and found.shape == (4, labels) and len(llm.capacity.pooling.labels) == labels
@@ -77,7 +67,7 @@ def test_what_is_refused(three: Path, folder_of: FolderOf, tmp_path: Path) -> No
             refused()
     with pytest.raises(InvalidRequest, match="no classifier's head"):
         LLM(str(folder_of("qwen3")), kv_cache_tokens=1024).classify([[5]])
-    folder = make(folder_of("qwen3"), tmp_path, 3)
+    folder = classifier(folder_of("qwen3"), tmp_path, 3)
     edit_json(folder / "config.json", id2label={"0": "no", "2": "yes"})
     with pytest.raises(UnsupportedModel, match="id2label"):
         read_config(folder)

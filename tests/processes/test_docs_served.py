@@ -1,4 +1,5 @@
-"""The examples of docs/ that are marked `served` do run, against a server on the shipped model."""
+"""The examples of docs/ that are marked `served` do run, against a server on the shipped model, or on
+one with a classifier's head."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace import assets
+from tests.support.classifiers import classifier
 from tests.support.docs_pages import ALL_BLOCKS, Block
 from tests.support.server_process import ServerProcess, process
 
@@ -21,6 +24,15 @@ URL = "http://127.0.0.1:8000"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with process(tmp_path_factory.mktemp("served")) as started:
+        started.wait_ready()
+        yield started
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("reranker")
+    model = classifier(Path(assets.__file__).parent / "tiny", folder / "model", 1)
+    with process(folder, "--served-model-name", "reranker", model=str(model)) as started:
         started.wait_ready()
         yield started
 
@@ -46,7 +58,8 @@ def python(text: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("block", SERVED, ids=str)
-def test_example_runs(block: Block, server: ServerProcess) -> None:
+def test_example_runs(block: Block, request: pytest.FixtureRequest) -> None:
+    server: ServerProcess = request.getfixturevalue("reranker" if block.classified else "server")
     text = block.text.replace(URL, server.url)
     assert text != block.text, f"an example asks {URL}"
     told = shell(text) if block.language == "bash" else python(text, str(block))

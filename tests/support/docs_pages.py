@@ -16,7 +16,7 @@ PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/api").glo
 NOTES = [ROOT / "CHANGELOG.md", *sorted((ROOT / "bench/notes").glob("*.md"))]
 """What speaks of its day: only links and results must be there."""
 
-MARK = re.compile(r"<!-- (run|run on|served|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
+MARK = re.compile(r"<!-- (run|run on|served(?: by a classifier)?|tested by (?P<tests>.+)|not run: (?P<reason>.+)) -->")
 PRINTED = "<!-- printed -->"
 """Precedes the block that shows, to the letter, what the block before it prints (one that is run)."""
 
@@ -50,7 +50,12 @@ class Block:
     @property
     def served(self) -> bool:
         """Whether it asks a server on port 8000 (tests/processes/test_docs_served.py)."""
-        return self.mark is not None and self.mark[1] == "served"
+        return self.mark is not None and self.mark[1] in ("served", "served by a classifier")
+
+    @property
+    def classified(self) -> bool:
+        """Whether that server has a classifier with one label, under the name reranker."""
+        return self.mark is not None and self.mark[1] == "served by a classifier"
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"

@@ -39,6 +39,7 @@ class FakeTokenizer:
     has_chat_template = True
     chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     """A test of tools sets another; what is rendered stays the same."""
+    rerank_template = ""
     added_tokens: ClassVar[dict[str, int]] = {}
     named_tokens: ClassVar[dict[str, str | None]] = {"bos_token": None, "eos_token": "<256>", "pad_token": None}
     special_tokens: ClassVar[frozenset[str]] = frozenset()
@@ -104,8 +105,9 @@ Salted = tuple[str | None, tuple[int, ...]]
 class FakeEngine:
     """Answers repeat the prompt, or are what `scripts` holds: a text a request, first in, first out, token by token,
     which then stops. `start_s`, `token_s` and `chunk_s` (of a prompt; 0: it is read at once, and half of it counts as
-    cached) are delays; `running_limit` sequences of requests run at once, the others wait. `asked`: prompts and
-    parameters so far; `read`: what has been read of them, if it took time."""
+    cached) are delays; `running_limit` sequences of requests run at once, the others wait. With `labels` it classifies:
+    the first logit is the prompt's length. `asked`: prompts and parameters so far; `read`: what has been read of them,
+    if it took time."""
 
     def __init__(
         self,
@@ -114,11 +116,12 @@ class FakeEngine:
         token_s: float = 0.0,
         running_limit: int = 8,
         chunk_s: float = 0.0,
+        labels: tuple[str, ...] = (),
     ) -> None:
         self.config = config
         self.start_s, self.token_s, self.chunk_s = start_s, token_s, chunk_s
         self.read: list[Salted] = []
-        self.capacity = FakeCapacity()
+        self.capacity = FakeCapacity(pooling=Pooling(normalize=not labels, labels=labels))
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.failure: str | None = None
         self.stats = EngineStats(kv=KVStats(chunks_total=1000))
@@ -327,7 +330,8 @@ class _Sequence:
         run, params = self.run, self.run.params
         if run.embed:
             self.finish = "length"
-            vector = struct.pack("<4f", len(run.prompt), *run.prompt[:1], 0, 0)
+            size = len(run.engine.capacity.pooling.labels) or 4
+            vector = struct.pack(f"<{size}f", *[len(run.prompt), *run.prompt[:1], 0, 0][:size])
             return Delta(run.request_id, self.index, finish_reason="length", embedding=vector)
         if params.max_tokens == 0:
             self.finish = "length"

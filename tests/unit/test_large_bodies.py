@@ -108,3 +108,6 @@ def test_routes_refuse_such_texts() -> None:
             error = running.http.post(route, json=body).json()["error"]
             assert error["code"] == "context_length_exceeded" and error["param"] == param, error
             assert "characters" in error["message"]
+    with serving(labels=("a",)) as running:
+        for route, body in (("/v1/rerank", {"query": "a", "documents": [text]}), ("/v1/classify", {"input": text})):
+            assert running.http.post(route, json=body).json()["error"]["code"] == "context_length_exceeded"

@@ -24,6 +24,12 @@ def server() -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def classifier() -> Iterator[Running]:
+    with serving(labels=("relevance",)) as running:
+        yield running
+
+
 def validator(schema: dict[str, Any], closed: bool = False) -> Draft202012Validator:
     """closed: replies may have no field that the document does not name."""
     components = json.loads(json.dumps(DOCUMENT["components"]))
@@ -114,6 +120,29 @@ def test_bodies_and_replies_are_as_told(server: Running, path: str, body: dict[s
     assert reply.status_code == 200, reply.text
     told = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
     validator(told, closed=True).validate(reply.json())
+
+
+DOCUMENTS = ["b", {"text": "c"}]
+CLASSIFIED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/classify", {"model": "fake", "input": ["a", "b"], "user": "u"}),
+    ("/v1/rerank", {"query": "a", "documents": DOCUMENTS, "top_n": 1, "template": "{query} {document}"}),
+    ("/v2/rerank", {"model": "fake", "query": "a", "documents": ["b"]}),
+    ("/rerank", {"query": "a", "documents": DOCUMENTS, "return_documents": False, "cache_salt": "x"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), CLASSIFIED, ids=[path for path, _ in CLASSIFIED])
+def test_those_of_classifiers_too(classifier: Running, path: str, body: dict[str, Any]) -> None:
+    test_bodies_and_replies_are_as_told(classifier, path, body)
+
+
+@pytest.mark.parametrize("name", ["query", "documents", "document", "text", "top_n"])
+def test_the_document_refuses_what_reranking_refuses(name: str) -> None:
+    wrong: dict[str, Any] = {
+        "query": {"query": ""}, "documents": {"documents": []}, "document": {"documents": ["a", ""]},
+        "text": {"documents": [{"title": "a"}]}, "top_n": {"top_n": 0},
+    }  # fmt: skip
+    assert not body_of("/v1/rerank").is_valid({"query": "a", "documents": ["b"], **wrong[name]})
 
 
 @pytest.mark.parametrize("version", [None, "2023-06-01"])

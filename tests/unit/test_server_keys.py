@@ -334,6 +334,20 @@ def test_scores_and_embeddings_come_by_the_same_door(path: str, body: dict[str, 
         assert metric(page, "tenant_requests_running", tenant="acme") == 0
 
 
+def test_reranking_comes_by_that_door_too(write: Write) -> None:
+    body = {"query": "x" * 30, "documents": ["y" * 69, "z" * 70]}
+    with serving(api_keys_file=write(limited("tokens_per_minute = 230")), labels=("a",)) as running:
+        check_refusal(running.http.post("/v1/rerank", json=body), 401, None)
+        public = post(running, {**body, "public_prefix_tokens": 64}, path="/v1/rerank")
+        check_refusal(public, 400, "public_prefix_tokens")
+        assert post(running, body, path="/v1/rerank").status_code == 200
+        assert post(running, {**body, "cache_salt": "x"}, FREE, "/rerank").status_code == 200
+        assert set(running.engine.salts) == {(salt_of("acme", None), 0), (salt_of("free", "x"), 0)}
+        check_refusal(post(running, body, path="/v1/rerank"), 429, None)
+        page = running.http.get("/metrics", headers={"x-api-key": ACME}).text
+        assert metric(page, "tenant_tokens_total", tenant="acme", kind="prompt") == 201
+
+
 def test_scores_and_embeddings_are_no_output(write: Write) -> None:
     """What is not answered does not share the tokens that answers may have; the text of a score counts once."""
     with serving(api_keys_file=write(limited("max_output_tokens = 1\nmax_prompt_tokens = 40"))) as running:

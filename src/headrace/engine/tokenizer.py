@@ -83,6 +83,13 @@ class Tokenizer:
         return str(templates)
 
     @property
+    def rerank_template(self) -> str:
+        """How a query and a document become one text, with {query} and {document} in it: the template that the model
+        has under the name rerank, as llama.cpp writes it. Empty: none."""
+        templates = self._hf.chat_template
+        return str(templates.get("rerank") or "") if isinstance(templates, dict) else ""
+
+    @property
     def named_tokens(self) -> dict[str, str | None]:
         """Texts of the tokens that begin a text, end it and fill it up; None where the model has no such token."""
         return {name: getattr(self._hf, name) for name in ("bos_token", "eos_token", "pad_token")}

@@ -21,6 +21,9 @@ class ServedTokenizer(Protocol):
     def chat_template(self) -> str: ...
 
     @property
+    def rerank_template(self) -> str: ...
+
+    @property
     def added_tokens(self) -> Mapping[str, int]: ...
 
     @property

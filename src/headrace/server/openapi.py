@@ -18,8 +18,10 @@ from headrace.server import shapes
 from headrace.server.anthropic.body import CountBody, MessagesBody
 from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
+from headrace.server.classify import ClassifyBody
 from headrace.server.embeddings import EmbeddingBody
 from headrace.server.protocol import Body, CompletionBody
+from headrace.server.rerank import RerankBody
 from headrace.server.responses import shapes as responses
 from headrace.server.responses.body import ResponsesBody
 from headrace.server.scoring import ScoreBody
@@ -71,6 +73,8 @@ class Route:
 
 RESPONSES = "/v1/responses"
 ONE = RESPONSES + "/{response_id}"
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+"""Jina's and vLLM's, Cohere's, and llama.cpp's."""
 PAGED = ("cache_salt", "limit", "order", "after")
 
 ROUTES = (
@@ -80,6 +84,8 @@ ROUTES = (
     Route("POST", f"{MESSAGES}/count_tokens", "Tokens of such a prompt.", CountBody, (shapes.CountedTokens,)),
     Route("POST", "/v1/score", "The likelihood of options after a text.", ScoreBody, (shapes.Scores,)),
     Route("POST", "/v1/embeddings", "A vector for each text.", EmbeddingBody, (shapes.EmbeddingList,)),
+    Route("POST", "/v1/classify", "Probabilities of a classifier's labels.", ClassifyBody, (shapes.Classes,)),
+    *(Route("POST", path, "Documents by their relevance.", RerankBody, (shapes.Reranked,)) for path in RERANK),
     Route("POST", RESPONSES, "A response, in OpenAI's newer shape.", ResponsesBody, (responses.ModelResponse,), True),
     Route("POST", f"{RESPONSES}/input_tokens", "Tokens of such a prompt.", ResponsesBody, (responses.CountedInput,)),
     Route("GET", ONE, "A kept response.", None, (responses.ModelResponse,), query=("cache_salt",)),
@@ -108,6 +114,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "max_completion_tokens": BOUNDS["max_tokens"],
     "max_output_tokens": BOUNDS["max_tokens"],
     "messages": {"minItems": 1},
+    "query": {"minLength": 1},
+    "top_n": {"minimum": 1},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "cache_salt": {"minLength": 1, "maxLength": MAX_SALT},
     "public_prefix_tokens": {"minimum": 0, "maximum": 2**31},

@@ -8,11 +8,13 @@ from starlette.responses import Response
 from headrace.server.answering import answer
 from headrace.server.anthropic.messages import Messages
 from headrace.server.chat import Chat
+from headrace.server.classify import Classify
 from headrace.server.completions import Completions
 from headrace.server.embeddings import Embeddings
 from headrace.server.errors import ApiError, JsonReply
 from headrace.server.model_cards import list_models, tell_model
 from headrace.server.openapi import document
+from headrace.server.rerank import Rerank
 from headrace.server.responses.api import install_responses
 from headrace.server.scoring import Scoring
 from headrace.server.state import ServerState
@@ -47,6 +49,16 @@ def _install_answers(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/score")
     async def score(request: Request) -> Response:
         return await answer(state, request, Scoring())
+
+    @router.post("/v1/classify")
+    async def classify(request: Request) -> Response:
+        return await answer(state, request, Classify())
+
+    @router.post("/rerank")
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def rerank(request: Request) -> Response:
+        return await answer(state, request, Rerank())
 
 
 def _install_messages(router: APIRouter, state: ServerState) -> None:

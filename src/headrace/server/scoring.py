@@ -27,7 +27,7 @@ TEXT = {
 TextOrIds = Annotated[Any, WithJsonSchema(TEXT)]
 Options = Annotated[Any, WithJsonSchema({"type": "array", "items": TEXT, "minItems": 1, "maxItems": MOST_OPTIONS})]
 
-CROSS_ENCODER = "the scores of a cross-encoder are not supported; give a text, and options that may follow it"
+CROSS_ENCODER = "documents are ranked by POST /v1/rerank; here give a text, and options that may follow it"
 
 
 class ScoreBody(Body):

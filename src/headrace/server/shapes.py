@@ -132,6 +132,41 @@ class EmbeddingList(TypedDict):
     headrace: Figures
 
 
+class Classified(TypedDict):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classes(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classified]
+    usage: PromptUsage
+    headrace: Figures
+
+
+class RankedText(TypedDict):
+    text: str
+
+
+class RankedDocument(TypedDict):
+    index: int
+    document: NotRequired[RankedText]
+    relevance_score: float
+
+
+class Reranked(TypedDict):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: PromptUsage
+    headrace: Figures
+
+
 class Scores(Reply):
     object: Literal["score"]
     data: list[ScoredOption]

@@ -18,13 +18,15 @@ FIELDS = ["temperature", "top_p", "top_k", "seed", "stop", "n", "logprobs", "top
           "min_tokens", "echo", "stream", "stream_options", "cache_salt", "public_prefix_tokens", "tools", "user",
           "chat_template_kwargs", "prompt", "messages", "model", "input", "previous_response_id", "text", "reasoning",
           "tool_choice", "include", "metadata", "store", "max_output_tokens", "instructions", "system", "thinking",
-          "stop_sequences", "output_config", "context_management", "tokens", "add_special_tokens"]  # fmt: skip
+          "stop_sequences", "output_config", "context_management", "tokens", "add_special_tokens",
+          "query", "documents", "top_n", "template", "return_documents"]  # fmt: skip
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-ROUTES = [TEXT, CHAT, RESPONSES, MESSAGES, MESSAGES + "/count_tokens", TOKENIZE, DETOKENIZE, RESPONSES + "/resp_1",
-          RESPONSES + "/resp_1/input_items", "/v1/models", "/health", "/metrics", "/openapi.json", "/",
-          "/v1/completions/..", "/%00", "/" + "a" * 9000, "*"]  # fmt: skip
+RERANK, CLASSIFY = "/v1/rerank", "/v1/classify"
+ROUTES = [TEXT, CHAT, RESPONSES, MESSAGES, MESSAGES + "/count_tokens", TOKENIZE, DETOKENIZE, RERANK, CLASSIFY,
+          RESPONSES + "/resp_1", RESPONSES + "/resp_1/input_items", "/v1/models", "/health", "/metrics",
+          "/openapi.json", "/", "/v1/completions/..", "/%00", "/" + "a" * 9000, "*"]  # fmt: skip
 HEADS = ["Authorization: Bearer x", "Content-Length: -1",
          "Content-Length: 99999999999999999999", "Expect: 100-continue",
          "Transfer-Encoding: chunked", "Connection: Upgrade", "Upgrade: websocket", "Content-Encoding: gzip",
@@ -42,7 +44,7 @@ class Http:
     def open(self, folder: Path) -> None:
         logging.disable(logging.CRITICAL)
         self._closing = ExitStack()
-        self._server: Running = self._closing.enter_context(serving(stable_system_prompt=True))
+        self._server: Running = self._closing.enter_context(serving(stable_system_prompt=True, labels=("a",)))
 
     def case(self, rng: Random) -> str:
         raw = self._request(rng)
@@ -119,7 +121,12 @@ def _message() -> dict[str, Any]:
     return {"max_tokens": 8, "messages": messages, "system": system, **more}
 
 
-BODIES = {CHAT: ask, RESPONSES: _response, MESSAGES: _message, DETOKENIZE: lambda: {"tokens": [1, 2]}}
+def _rerank() -> dict[str, Any]:
+    return {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "template": "{query}: {document}"}
+
+
+BODIES = {CHAT: ask, RESPONSES: _response, MESSAGES: _message, DETOKENIZE: lambda: {"tokens": [1, 2]},
+          RERANK: _rerank, CLASSIFY: lambda: {"input": ["a", "b"]}}  # fmt: skip
 
 
 def _pieces(raw: bytes, rng: Random) -> list[bytes]:
