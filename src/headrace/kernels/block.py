@@ -97,7 +97,12 @@ class LayerWeights(Protocol):
     def matrices(self) -> Mapping[str, Weight]: ...
 
 
-def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype, recurrent: RecurrentSpec | None = None) -> str | None:
+def obstacle(
+    layers: Sequence[LayerWeights],
+    dtype: torch.dtype,
+    recurrent: RecurrentSpec | None = None,
+    residual_scale: float = 1.0,
+) -> str | None:
     """Why Blocks does not take these layers of a model in `dtype`; None where it does."""
     choice = dispatch.layer_choice()
     if choice.implementation != "cpu":
@@ -109,6 +114,10 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype, recurrent: Recu
         return f"recurrent layers with keys of {recurrent.key_dim}, or convolutions of {recurrent.kernel}"
     if any(each.net is not None and each.net.tiled is not None for each in layers):
         return "value heads in the order of a GGUF file"
+    if residual_scale != 1.0 and any("router.weight" in each.matrices for each in layers):
+        return "what experts add to the residual stream is scaled"
+    if any("shared.up.weight" in each.matrices and "shared_gate.weight" not in each.matrices for each in layers):
+        return "a shared expert without a gate"
     return None if dtype == torch.bfloat16 else "not in bfloat16"
 
 

@@ -122,6 +122,7 @@ class ConfigFields(msgspec.Struct):
     num_experts_per_tok: Count = UNSET
     moe_intermediate_size: WideCount = UNSET
     shared_expert_intermediate_size: WideCount = UNSET
+    shared_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | UnsetType | None = UNSET
     norm_topk_prob: Flag = UNSET
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
