@@ -85,6 +85,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", dict(quantization_config=dict(quant_method="gptq", bits=4)), "experts are not read as GPTQ int4 yet"),
     ("granite_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
     ("granite_moe", dict(residual_multiplier=None), "residual_multiplier is null"),
+    ("granite4", dict(layer_types=["mamba", "attention"]), "mamba layers are not supported yet"),
+    ("granite4", dict(layer_types=None), "mamba layers are not supported yet"),
+    ("granite4", dict(layer_types=["attention", "sliding_attention"]), "layer_types with 'sliding_attention'"),
+    ("granite4", dict(shared_intermediate_size=0), "shared_intermediate_size 0 is not supported"),
+    ("mixtral", dict(num_local_experts=0), "num_experts_per_tok 2 is not supported with 0 experts"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),
@@ -177,7 +182,7 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     assert same(load_decoder(folder), ours_of("opt"))
 
 
-ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "granite_moe", "granite_moe_shared")
+ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "granite_moe", "granite_moe_shared", "granite4_experts")
 """Kinds whose experts lie in one tensor in every file."""
 
 
@@ -193,7 +198,7 @@ def test_experts_in_one_tensor_or_each_in_its_own(
     assert same(load_decoder(tmp_path), ours_of(kind))
 
 
-@pytest.mark.parametrize("kind", ["granite_moe", "granite_moe_shared"])
+@pytest.mark.parametrize("kind", ["granite_moe", "granite_moe_shared", "granite4_experts"])
 def test_granites_experts_by_either_name(kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
     build_model(kind).save_pretrained(tmp_path, save_original_format=False)
     renamed, published = (set(load_file(folder / SINGLE)) for folder in (tmp_path, folder_of(kind)))

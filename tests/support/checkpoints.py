@@ -35,6 +35,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
     LlamaConfig,
@@ -194,6 +196,10 @@ _granite_moe = _of(GraniteMoeForCausalLM, GraniteMoeConfig, **MULTIPLIERS, **GRA
 _granite_moe_shared = _of(
     GraniteMoeSharedForCausalLM, GraniteMoeSharedConfig, **MULTIPLIERS, **GRANITE_EXPERTS, shared_intermediate_size=128
 )
+_granite4 = _of(
+    GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, **MULTIPLIERS, **GRANITE_EXPERTS | dict(num_local_experts=0),
+    shared_intermediate_size=192, layer_types=["attention"] * 2,
+)  # fmt: skip
 _glm = _of(GlmForCausalLM, GlmConfig, head_dim=64, eos_token_id=NO_TOKEN)
 _glm4 = _of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
 GEMMA = dict(head_dim=64, num_hidden_layers=3, sliding_window=WINDOW, query_pre_attn_scalar=48)
@@ -280,6 +286,8 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "granite": (_granite, dict(attention_bias=True)),
     "granite_moe": (_granite_moe, dict(tie_word_embeddings=True)),
     "granite_moe_shared": (_granite_moe_shared, dict(attention_bias=True)),
+    "granite4": (_granite4, {}),
+    "granite4_experts": (_granite4, dict(num_local_experts=8, position_embedding_type="rope")),
     "glm": (_glm, {}),
     "glm4": (_glm4, {}),
     "gemma2": (_gemma2, {}),
@@ -293,10 +301,11 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 }
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
-    "phi3", "smollm3_window", "granite_moe", "glm", "gemma3_linear", "gemma3_with_vision", "gemma4_multimodal",
+    "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
+    "gemma4_multimodal",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "glm4", "gemma3", "gemma4")
+LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4")
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 
@@ -312,7 +321,7 @@ EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
-    "granite_moe_shared",
+    "granite_moe_shared", "granite4_experts",
 )  # fmt: skip
 
 

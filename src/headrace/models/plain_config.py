@@ -134,6 +134,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "granite": GRANITE,
     "granitemoe": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2),
     "granitemoeshared": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=0),
+    "granitemoehybrid": GRANITE
+    | dict(
+        num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024, position_embedding_type=None,
+        layer_types=None,
+    ),
     "glm": GLM,
     "glm4": GLM,
     "gemma2": GEMMA,
@@ -151,7 +156,7 @@ NEVER_NULL = (
     "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
-ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared")
+ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Classes that know the number of experts by one name alone."""
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
@@ -161,6 +166,8 @@ PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwe
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
+GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
+"""What transformers calls the kinds of layers that Granite 4's files name."""
 GLM_ENDS = [151329, 151336, 151338]
 
 
@@ -206,6 +213,10 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type.startswith("gemma") and values["layer_types"] is None:
         every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)
         values["layer_types"] = [KINDS[(i + 1) % every != 0] for i in range(values["num_hidden_layers"])]
+    if model_type == "granitemoehybrid":
+        given = values["layer_types"]
+        kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
+        values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
     if model_type == "gpt_oss" and values["layer_types"] is None:
         values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
     if "full_attention_interval" in values and values["layer_types"] is None:

@@ -3,6 +3,9 @@
 GraniteMoe has experts in place of MLPs, GraniteMoeShared one beside them that every row meets, without a gate. Their
 router takes the softmax over the chosen experts alone: that over all of them, divided by the chosen ones' sum. All
 experts of a layer lie in one tensor [E, 2 I, H], gates before ups.
+
+Granite 4 (GraniteMoeHybrid), of which models without mamba layers are computed, may have no experts: what is called
+shared MLP is then the only one. It may rotate nothing.
 """
 
 from __future__ import annotations
@@ -50,6 +53,17 @@ def _moe_shared(config: Any) -> dict[str, Any]:
     return _moe(config, config.shared_intermediate_size)
 
 
+def _hybrid(config: Any) -> dict[str, Any]:
+    if "linear_attention" in config.layer_types:
+        raise UnsupportedModel("layer_types with 'mamba': mamba layers are not supported yet")
+    inner = config.shared_intermediate_size
+    if not inner:
+        raise UnsupportedModel("shared_intermediate_size 0 is not supported; 1 or more is")
+    facts = _moe(config, inner) if config.num_local_experts else _multiplied(config) | dict(intermediate_size=inner)
+    turned = config.position_embedding_type == "rope"
+    return facts | dict(no_rope_layers=() if turned else tuple(range(config.num_hidden_layers)))
+
+
 MOE = "block_sparse_moe."
 PUBLISHED = expert_names(
     MOE + "router.layer", (MOE + "experts.{}.input_linear",), MOE + "experts.{}.output_linear"
@@ -63,12 +77,23 @@ SHARED: Names = {
 }
 
 
+DENSE: Names = {
+    "layers.{}.up": SHARED["layers.{}.shared.up"],
+    "layers.{}.down": SHARED["layers.{}.shared.down"],
+}
+"""The same as the only MLP of a layer."""
+
+
 def _moe_names(config: ModelConfig) -> Names:
     return {**names(config), **PUBLISHED, **SHARED}
 
 
 def _moe_names_renamed(config: ModelConfig) -> Names:
     return {**names(config), **RENAMED, **SHARED}
+
+
+def _hybrid_names(config: ModelConfig) -> Names:
+    return {**names(config), **DENSE} if config.experts is None else _moe_names(config)
 
 
 GRANITE = Family("granite", "transformers.models.granite.configuration_granite:GraniteConfig", _facts, names, PREFIXES)
@@ -79,4 +104,8 @@ GRANITE_MOE = Family(
 GRANITE_MOE_SHARED = Family(
     "granitemoeshared", "transformers.models.granitemoeshared.configuration_granitemoeshared:GraniteMoeSharedConfig",
     _moe_shared, _moe_names, PREFIXES, other_names=_moe_names_renamed,
+)  # fmt: skip
+GRANITE_HYBRID = Family(
+    "granitemoehybrid", "transformers.models.granitemoehybrid.configuration_granitemoehybrid:GraniteMoeHybridConfig",
+    _hybrid, _hybrid_names, PREFIXES, other_names=_moe_names_renamed,
 )  # fmt: skip
