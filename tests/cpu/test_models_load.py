@@ -89,6 +89,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite4", dict(layer_types=None), "mamba layers are not supported yet"),
     ("granite4", dict(layer_types=["attention", "sliding_attention"]), "layer_types with 'sliding_attention'"),
     ("granite4", dict(shared_intermediate_size=0), "shared_intermediate_size 0 is not supported"),
+    ("granite4", dict(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported"),
     ("mixtral", dict(num_local_experts=0), "num_experts_per_tok 2 is not supported with 0 experts"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),

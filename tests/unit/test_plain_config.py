@@ -69,6 +69,7 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[GRANITE4], layer_types=["full_attention"] * 2, num_hidden_layers=2),
     dict(architectures=[GRANITE4], layer_types=["mamba", "attention"], num_hidden_layers=2),
     dict(architectures=[GRANITE4], shared_intermediate_size=0, **ATTENTION),
+    dict(architectures=[GRANITE4], position_embedding_type="alibi", **ATTENTION),
     dict(architectures=["GlmForCausalLM"], partial_rotary_factor=0.25, eos_token_id=[3]),
     dict(architectures=["Glm4ForCausalLM"], attention_bias=False, hidden_act="gelu"),
     dict(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=None, query_pre_attn_scalar=144),

@@ -84,7 +84,7 @@ def _obstacle(decoder: Decoder) -> str:
         return "some layers are recurrent"
     if decoder.config.value_norm:
         return "layers differ in their heads or their inputs"
-    return obstacle(decoder.layers.layers, decoder.dtype, None, decoder.config.residual_scale) or ""
+    return obstacle(decoder.layers.layers, decoder.dtype) or ""
 
 
 def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:

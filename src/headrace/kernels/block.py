@@ -39,6 +39,8 @@ class Experts(Protocol):
     def normalised(self) -> bool: ...
     @property
     def shared(self) -> int: ...
+    @property
+    def shared_gate(self) -> bool: ...
 
 
 class Net(Protocol):
@@ -97,12 +99,7 @@ class LayerWeights(Protocol):
     def matrices(self) -> Mapping[str, Weight]: ...
 
 
-def obstacle(
-    layers: Sequence[LayerWeights],
-    dtype: torch.dtype,
-    recurrent: RecurrentSpec | None = None,
-    residual_scale: float = 1.0,
-) -> str | None:
+def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype, recurrent: RecurrentSpec | None = None) -> str | None:
     """Why Blocks does not take these layers of a model in `dtype`; None where it does."""
     choice = dispatch.layer_choice()
     if choice.implementation != "cpu":
@@ -114,10 +111,6 @@ def obstacle(
         return f"recurrent layers with keys of {recurrent.key_dim}, or convolutions of {recurrent.kernel}"
     if any(each.net is not None and each.net.tiled is not None for each in layers):
         return "value heads in the order of a GGUF file"
-    if residual_scale != 1.0 and any("router.weight" in each.matrices for each in layers):
-        return "what experts add to the residual stream is scaled"
-    if any("shared.up.weight" in each.matrices and "shared_gate.weight" not in each.matrices for each in layers):
-        return "a shared expert without a gate"
     return None if dtype == torch.bfloat16 else "not in bfloat16"
 
 
@@ -328,10 +321,9 @@ def _experts(
 ) -> native.Experts:
     router = matrix_of(layer.weights, layer.matrices, "router", (experts.count, shape.hidden))
     ups, downs = zip(*mlps, strict=True)
-    shared: list[native.Matrix] = []
-    if experts.shared:
-        gate = matrix_of(layer.weights, layer.matrices, "shared_gate", (1, shape.hidden))
-        shared = [gate, *_mlp(shape, layer, "shared.", experts.shared)]
+    shared = [*_mlp(shape, layer, "shared.", experts.shared)] if experts.shared else []
+    if shared and experts.shared_gate:
+        shared.append(matrix_of(layer.weights, layer.matrices, "shared_gate", (1, shape.hidden)))
     outside = layer.weights.get(OUTSIDE)
     if outside is not None:
         check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))

@@ -118,7 +118,7 @@ class Decoder:
         if share is not None:
             reason: str | None = f"shared by {share.size} tensor ranks"
         else:
-            reason = block.obstacle(layers, self.dtype, self.config.recurrent, self.config.residual_scale)
+            reason = block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:
             return block.Blocks(_shape(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)

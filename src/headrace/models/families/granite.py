@@ -56,12 +56,13 @@ def _moe_shared(config: Any) -> dict[str, Any]:
 def _hybrid(config: Any) -> dict[str, Any]:
     if "linear_attention" in config.layer_types:
         raise UnsupportedModel("layer_types with 'mamba': mamba layers are not supported yet")
-    inner = config.shared_intermediate_size
+    inner, positions = config.shared_intermediate_size, config.position_embedding_type
+    if positions not in (None, "rope", "nope"):
+        raise UnsupportedModel(f"position_embedding_type {positions!r} is not supported; 'rope', 'nope' and null are")
     if not inner:
         raise UnsupportedModel("shared_intermediate_size 0 is not supported; 1 or more is")
     facts = _moe(config, inner) if config.num_local_experts else _multiplied(config) | dict(intermediate_size=inner)
-    turned = config.position_embedding_type == "rope"
-    return facts | dict(no_rope_layers=() if turned else tuple(range(config.num_hidden_layers)))
+    return facts | dict(no_rope_layers=() if positions == "rope" else tuple(range(config.num_hidden_layers)))
 
 
 MOE = "block_sparse_moe."
