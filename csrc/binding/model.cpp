@@ -12,7 +12,7 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias, float offse
   new (self) Scale{rms, at<bf16>(weight), at<bf16>(bias), offset};
 }
 
-// shared: gate, up and down of the expert that all rows meet; or none.
+// shared: up, down and maybe a gate of the expert that all rows meet; or none.
 void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
                   bool normalised, const Matrices &shared, Address outside) {
   const int64_t count = router.outputs;
@@ -21,7 +21,7 @@ void make_experts(Experts *self, const Matrix &router, const Matrices &up, const
            " and ", static_cast<int64_t>(down.size()), " matrices");
   check_shapes(up);
   check_shapes(down);
-  if (!shared.empty() && shared.size() != 3) refuse("a shared expert has a gate, up and down");
+  if (!shared.empty() && shared.size() != 2 && shared.size() != 3) refuse("a shared expert has up, down and maybe a gate");
   new (self) Experts{router, up, down, chosen, normalised, shared, at<OutsideExpert>(outside)};
 }
 
@@ -55,7 +55,7 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
                 int64_t turned, float residual_scale, bool norm_whole, const Experts *experts, bool gated,
                 const DeltaNet *net) {
   if (out_norms.size() != (order == Order::sandwich ? 2 : 0)) refuse("a block of this order has other norms");
-  if (experts && (order == Order::sandwich || residual_scale != 1.0f)) refuse("experts add to the residual as it is");
+  if (experts && order == Order::sandwich) refuse("what experts make is not normed");
   new (self) DecoderLayer{
       .order = order,
       .activation = activation,

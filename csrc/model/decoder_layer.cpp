@@ -44,7 +44,7 @@ void activate_mlp(const DecoderLayer &block, const Operations &run, const bf16 *
 // y += scale * MLP(x); y may be x.
 void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers,
              float scale = 1.0f) {
-  if (has_experts(block)) return add_experts(block.experts, block.activation, run, x, y, buffers.experts());
+  if (has_experts(block)) return add_experts(block.experts, block.activation, run, x, y, scale, buffers.experts());
   activate_mlp(block, run, x, buffers);
   run.multiply(block.down, buffers.active, y, y, scale);
 }

@@ -37,7 +37,7 @@ struct Experts {
   std::vector<Matrix> up, down;
   int64_t chosen;
   bool normalised;                  // as in Route
-  std::vector<Matrix> shared;       // gate [1, H], up and down of the expert that all rows meet; or none
+  std::vector<Matrix> shared;       // up, down and maybe a gate [1, H] of the expert that all rows meet; or none
   Borrowed<OutsideExpert> outside;  // of each expert; null: all lie in memory
 };
 

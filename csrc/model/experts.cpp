@@ -17,13 +17,13 @@ namespace {
 constexpr int64_t MANY_ELEMENTS = 16384;  // copied: below, waking the other threads costs more than it saves
 
 // Of T rows and `chosen` experts each: what the router says, the place of each pair of the two among the T chosen rows that are
-// sorted by expert, these rows (later what becomes of them), and the MLP before and after its activation. Of the expert that all
-// rows meet the same, its gates [T], what it makes of the rows, and what the chosen ones make.
+// sorted by expert, these rows (later what becomes of them), the MLP before and after its activation, and what the rows' experts
+// make of them. Of the expert that all rows meet the same, its gates [T], and what it makes of the rows.
 struct Buffers {
   float *logits, *share;
   int32_t *expert, *place;
-  bf16 *sorted, *inner, *active;
-  bf16 *shared_inner, *shared_active, *gate, *made, *met;
+  bf16 *sorted, *inner, *active, *met;
+  bf16 *shared_inner, *shared_active, *gate, *made;
 
   Buffers(const Experts &e, int64_t rows, void *memory) {
     Scratch scratch(memory);
@@ -35,22 +35,22 @@ struct Buffers {
     sorted = scratch.take<bf16>(all * e.router.inputs);
     inner = scratch.take<bf16>(all * plain_width(e.up.front()));
     active = scratch.take<bf16>(all * e.down.front().inputs);
+    met = scratch.take<bf16>(rows * e.router.inputs);
     if (e.shared.empty()) return;
-    shared_inner = scratch.take<bf16>(rows * plain_width(e.shared[1]));
-    shared_active = scratch.take<bf16>(rows * e.shared[2].inputs);
+    shared_inner = scratch.take<bf16>(rows * plain_width(e.shared[0]));
+    shared_active = scratch.take<bf16>(rows * e.shared[1].inputs);
     gate = scratch.take<bf16>(rows);
     made = scratch.take<bf16>(rows * e.router.inputs);
-    met = scratch.take<bf16>(rows * e.router.inputs);
   }
 
   static int64_t bytes(const Experts &e, int64_t rows) {
     const int64_t all = rows * e.chosen, hidden = e.router.inputs;
     const int64_t chosen = room<float>(rows * e.router.outputs) + room<float>(all) + 2 * room<int32_t>(all) +
                            room<bf16>(all * hidden) + room<bf16>(all * plain_width(e.up.front())) +
-                           room<bf16>(all * e.down.front().inputs);
+                           room<bf16>(all * e.down.front().inputs) + room<bf16>(rows * hidden);
     if (e.shared.empty()) return chosen;
-    return chosen + room<bf16>(rows * plain_width(e.shared[1])) + room<bf16>(rows * e.shared[2].inputs) + room<bf16>(rows) +
-           2 * room<bf16>(rows * hidden);
+    return chosen + room<bf16>(rows * plain_width(e.shared[0])) + room<bf16>(rows * e.shared[1].inputs) + room<bf16>(rows) +
+           room<bf16>(rows * hidden);
   }
 
   // Outputs before the activation, where that is no part of the product.
@@ -79,26 +79,31 @@ void fetch(OutsideExpert *outside, const std::vector<int64_t> &begin) {
   }
 }
 
-// y += what the chosen experts make of x, b.met, and the one that all rows meet, each sum rounded. b.sorted is of no use any more.
-void add_shared(const Experts &e, Activation f, const Operations &run, const bf16 *x, bf16 *y, const Buffers &b) {
-  const int64_t hidden = e.router.inputs;
-  const Matrix &gate = e.shared[0], &up = e.shared[1], &down = e.shared[2];
-  run.multiply_activated(up, f, x, b.shared_inner, b.shared_active, down.inputs);
-  run.multiply(down, b.shared_active, b.made);
+// b.made [T, H] times the sigmoid of each row's gate. b.sorted is of no use any more.
+void gate_shared(const Matrix &gate, const Operations &run, const bf16 *x, const Buffers &b) {
+  const int64_t hidden = gate.inputs;
   run.multiply(gate, x, b.gate);
   HEADRACE_NS::share_each(run.rows, run.rows * hidden > MANY_ELEMENTS ? run.threads : 1, [&](int64_t t) {
     for (int64_t i = 0; i < hidden; ++i) b.sorted[t * hidden + i] = b.gate[t];
   });
   run.let_through(b.sorted, hidden, b.made, hidden);
-  run.add(b.met, b.made, hidden);
-  run.add(y, b.met, hidden);
+}
+
+// b.met += what the expert that all rows meet makes of x, rounded.
+void add_shared(const Experts &e, Activation f, const Operations &run, const bf16 *x, const Buffers &b) {
+  const Matrix &up = e.shared[0], &down = e.shared[1];
+  run.multiply_activated(up, f, x, b.shared_inner, b.shared_active, down.inputs);
+  run.multiply(down, b.shared_active, b.made);
+  if (e.shared.size() > 2) gate_shared(e.shared[2], run, x, b);
+  run.add(b.met, b.made, e.router.inputs);
 }
 
 }  // namespace
 
 int64_t experts_scratch(const Experts &experts, int64_t rows) { return Buffers::bytes(experts, rows); }
 
-void add_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch) {
+void add_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, float scale,
+                 void *scratch) {
   const int64_t hidden = e.router.inputs, experts = e.router.outputs, all = run.rows * e.chosen;
   const Buffers b(e, run.rows, scratch);
   run.multiply_wide(e.router, x, b.logits, nullptr);
@@ -113,10 +118,11 @@ void add_experts(const Experts &e, Activation activation, const Operations &run,
   sorted.multiply_groups(e.up, begin, activation, b.sorted, gated ? b.active : b.inner);
   if (!gated) sorted.activate(activation, b.inner, b.active, e.down.front().inputs);
   sorted.multiply_groups(e.down, begin, activation, b.active, b.sorted);
-  const bool alone = e.shared.empty();
+  const bool alone = e.shared.empty() && scale == 1.0f;
   run.kernels.combine[Operations::BF16](
       {b.sorted, b.place, b.share, alone ? y : nullptr, alone ? y : b.met, run.rows, e.chosen, hidden, run.threads});
-  if (!alone) add_shared(e, activation, run, x, y, b);
+  if (!e.shared.empty()) add_shared(e, activation, run, x, b);
+  if (!alone) run.add(y, b.met, hidden, scale);
 }
 
 }  // namespace headrace

@@ -8,7 +8,8 @@ namespace headrace {
 // Bytes of memory that `add_experts` needs for `rows` rows.
 int64_t experts_scratch(const Experts &experts, int64_t rows);
 
-// y [T, H] += what each row's experts make of x [T, H]; y may be x.
-void add_experts(const Experts &experts, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch);
+// y [T, H] += scale * what each row's experts make of x [T, H]; y may be x.
+void add_experts(const Experts &experts, Activation activation, const Operations &run, const bf16 *x, bf16 *y, float scale,
+                 void *scratch);
 
 }  // namespace headrace

@@ -53,4 +53,5 @@ def test_the_planner_counts_the_experts_that_a_token_meets(folder_of: FolderOf) 
     config = plain_config(folder_of("qwen3_moe_mixed"))
     assert config.mlp_width == 192 and ModelShape.of(config).mlp == 192
     assert plain_config(folder_of("mixtral")).mlp_width == 2 * 128
+    assert plain_config(folder_of("granite_moe_shared")).mlp_width == 3 * 64 + 128
     assert plain_config(folder_of("llama")).mlp_width == 192

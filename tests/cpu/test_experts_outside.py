@@ -56,6 +56,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"quantization": "w8a8"}),
     ("olmoe", {"dtype": "float32"}),
     ("mixtral", {"attention_backend": "reference"}),
+    ("granite_moe_shared", {}),
     ("qwen3_moe_mixed", {"weight_offload": True, "offload_schedule": "row", "kv_offload_disk_size": 0.05}),
 ]
 

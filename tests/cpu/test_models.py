@@ -197,6 +197,11 @@ def _fewer_experts(config: ModelConfig) -> dict[str, Any]:
     return dict(experts=replace(config.experts, chosen=config.experts.chosen - 1))
 
 
+def _without_the_shared_one(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None
+    return dict(experts=replace(config.experts, shared=0))
+
+
 BROKEN: dict[str, tuple[str, Any]] = {
     "qk-norm": ("qwen3", dict(qk_norm=False)),
     "final norm": ("opt", dict(final_norm=False)),
@@ -223,6 +228,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "sinks": ("gpt_oss", _without_sinks),
     "clamped gate": ("gpt_oss", dict(activation="silu")),
     "number of experts met": ("qwen3_moe", _fewer_experts),
+    "shared expert": ("granite_moe_shared", _without_the_shared_one),
 }
 
 

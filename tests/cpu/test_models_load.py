@@ -82,6 +82,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
     ("mixtral", dict(num_local_experts=65536, num_hidden_layers=4096), "65536 experts in 4096 layers"),
     ("mixtral", dict(sliding_window=0), "sliding_window 0"),
+    ("granite_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
+    ("granite_moe", dict(residual_multiplier=None), "residual_multiplier is null"),
+    ("granite4", dict(layer_types=["mamba", "attention"]), "mamba layers are not supported yet"),
+    ("granite4", dict(layer_types=None), "mamba layers are not supported yet"),
+    ("granite4", dict(layer_types=["attention", "sliding_attention"]), "layer_types with 'sliding_attention'"),
+    ("granite4", dict(shared_intermediate_size=0), "shared_intermediate_size 0 is not supported"),
+    ("granite4", dict(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported"),
+    ("mixtral", dict(num_local_experts=0), "num_experts_per_tok 2 is not supported with 0 experts"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),
@@ -174,15 +182,28 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     assert same(load_decoder(folder), ours_of("opt"))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in WITH_EXPERTS if kind not in (*MIXED, "gpt_oss")])
+ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "granite_moe", "granite_moe_shared", "granite4_experts")
+"""Kinds whose experts lie in one tensor in every file."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WITH_EXPERTS if kind not in ALWAYS_TOGETHER])
 def test_experts_in_one_tensor_or_each_in_its_own(
     kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path
 ) -> None:
-    """transformers writes them either way; gpt-oss has one."""
+    """transformers writes them either way."""
     build_model(kind).save_pretrained(tmp_path, save_original_format=False)
     fused = [name for name in load_file(tmp_path / SINGLE) if "experts" in name]
     apart = [name for name in load_file(folder_of(kind) / SINGLE) if "experts" in name]
     assert fused and len(apart) > 2 * len(fused)
+    assert same(load_decoder(tmp_path), ours_of(kind))
+
+
+@pytest.mark.parametrize("kind", ["granite_moe", "granite_moe_shared", "granite4_experts"])
+def test_granites_experts_by_either_name(kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    build_model(kind).save_pretrained(tmp_path, save_original_format=False)
+    renamed, published = (set(load_file(folder / SINGLE)) for folder in (tmp_path, folder_of(kind)))
+    layer = "model.layers.0.block_sparse_moe."
+    assert layer + "input_linear.weight" in published and layer + "experts.gate_up_proj" in renamed
     assert same(load_decoder(tmp_path), ours_of(kind))
 
 

@@ -71,7 +71,8 @@ def same(ours: list[Tensor], truth: list[Tensor]) -> None:
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4", "gemma4"]
+    "kind",
+    ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4", "gemma4", "granite_moe_shared"],
 )
 def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of: Any) -> None:
     """MHA, GQA and MQA; rotary, learned positions and ALiBi; more in the layer. Gather and chain cut inside chunks."""

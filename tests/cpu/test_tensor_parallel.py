@@ -49,6 +49,7 @@ MODELS: dict[str, Model] = {
     "experts": ("qwen3_moe_mixed", dict(moe_intermediate_size=128)),
     "norm over all heads": ("olmoe", dict(intermediate_size=128)),
     "experts with biases, sinks": ("gpt_oss", dict(intermediate_size=128)),
+    "shared expert": ("granite_moe_shared", dict(intermediate_size=128, shared_intermediate_size=192)),
     "opt": ("opt", {}),
     "post-norm, projected embeddings": ("opt350", {}),
     "norms without weights": ("opt_plain", {}),

@@ -33,6 +33,12 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -181,9 +187,18 @@ def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig], **own: Any
 
 _phi3 = _of(Phi3ForCausalLM, Phi3Config, original_max_position_embeddings=MODEL_LENGTH)
 _smollm3 = _of(SmolLM3ForCausalLM, SmolLM3Config, no_rope_layer_interval=2, tie_word_embeddings=True)
-_granite = _of(
-    GraniteForCausalLM, GraniteConfig, embedding_multiplier=12.0, attention_multiplier=0.02, residual_multiplier=0.22,
-    logits_scaling=8.0,
+MULTIPLIERS = dict(
+    embedding_multiplier=12.0, attention_multiplier=0.02, residual_multiplier=0.22, logits_scaling=8.0
+)  # fmt: skip
+GRANITE_EXPERTS = dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=3)
+_granite = _of(GraniteForCausalLM, GraniteConfig, **MULTIPLIERS)
+_granite_moe = _of(GraniteMoeForCausalLM, GraniteMoeConfig, **MULTIPLIERS, **GRANITE_EXPERTS)
+_granite_moe_shared = _of(
+    GraniteMoeSharedForCausalLM, GraniteMoeSharedConfig, **MULTIPLIERS, **GRANITE_EXPERTS, shared_intermediate_size=128
+)
+_granite4 = _of(
+    GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, **MULTIPLIERS, **GRANITE_EXPERTS | dict(num_local_experts=0),
+    shared_intermediate_size=192, layer_types=["attention"] * 2,
 )  # fmt: skip
 _glm = _of(GlmForCausalLM, GlmConfig, head_dim=64, eos_token_id=NO_TOKEN)
 _glm4 = _of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
@@ -269,6 +284,10 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "smollm3": (_smollm3, {}),
     "smollm3_window": (_smollm3, dict(use_sliding_window=True, sliding_window=WINDOW, attention_bias=True)),
     "granite": (_granite, dict(attention_bias=True)),
+    "granite_moe": (_granite_moe, dict(tie_word_embeddings=True)),
+    "granite_moe_shared": (_granite_moe_shared, dict(attention_bias=True)),
+    "granite4": (_granite4, {}),
+    "granite4_experts": (_granite4, dict(num_local_experts=8, position_embedding_type="rope")),
     "glm": (_glm, {}),
     "glm4": (_glm4, {}),
     "gemma2": (_gemma2, {}),
@@ -281,9 +300,12 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma4_multimodal": (_gemma4_multimodal, GEMMA4_SMALL),
 }
 """Every family and variant, as (constructor, its fields)."""
-NEAR = ("phi3", "smollm3_window", "glm", "gemma3_linear", "gemma3_with_vision", "gemma4_multimodal")
+NEAR = (
+    "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
+    "gemma4_multimodal",
+)  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "glm4", "gemma3", "gemma4")
+LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4")
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 
@@ -297,7 +319,10 @@ MIXED = tuple(kind for kind in KINDS if kind.startswith("gemma4"))
 """Kinds whose layers differ: they are computed one operation at a time, and their KV is not streamed."""
 EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts")
+WITH_EXPERTS = (
+    "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
+    "granite_moe_shared", "granite4_experts",
+)  # fmt: skip
 
 
 def seeds_for_rounding(kind: str) -> range:

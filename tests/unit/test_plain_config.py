@@ -25,6 +25,7 @@ GPT_OSS_ROPE = dict(
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4 = "Gemma4ForCausalLM"
+GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
     dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
@@ -58,6 +59,17 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0], num_hidden_layers=3, layer_types=FULL),
     dict(architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 0, 0], **WINDOWS),
     dict(architectures=["GraniteForCausalLM"], embedding_multiplier=12, logits_scaling=8.0, attention_multiplier=0.1),
+    dict(architectures=["GraniteMoeForCausalLM"], logits_scaling=None),
+    dict(architectures=["GraniteMoeForCausalLM"], num_local_experts=40, num_experts=3, residual_multiplier=0.22),
+    dict(architectures=["GraniteMoeForCausalLM"], num_experts_per_tok=9, shared_intermediate_size=64),
+    dict(architectures=["GraniteMoeSharedForCausalLM"], shared_intermediate_size=64, attention_multiplier=0.015625),
+    dict(architectures=["GraniteMoeSharedForCausalLM"], attention_bias=True, mlp_bias=True, logits_scaling=6),
+    dict(architectures=[GRANITE4], num_local_experts=0, position_embedding_type="rope", **ATTENTION),
+    dict(architectures=[GRANITE4], position_embedding_type="nope", shared_intermediate_size=512, **ATTENTION),
+    dict(architectures=[GRANITE4], layer_types=["full_attention"] * 2, num_hidden_layers=2),
+    dict(architectures=[GRANITE4], layer_types=["mamba", "attention"], num_hidden_layers=2),
+    dict(architectures=[GRANITE4], shared_intermediate_size=0, **ATTENTION),
+    dict(architectures=[GRANITE4], position_embedding_type="alibi", **ATTENTION),
     dict(architectures=["GlmForCausalLM"], partial_rotary_factor=0.25, eos_token_id=[3]),
     dict(architectures=["Glm4ForCausalLM"], attention_bias=False, hidden_act="gelu"),
     dict(architectures=["Gemma2ForCausalLM"], attn_logit_softcapping=None, query_pre_attn_scalar=144),

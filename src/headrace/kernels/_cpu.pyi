@@ -113,7 +113,7 @@ class Experts:
         shared: Sequence[Matrix] = (),
         outside: int = 0,
     ) -> None:
-        """shared: gate, up and down of the expert that all rows meet."""
+        """shared: up, down and maybe a gate of the expert that all rows meet."""
 
 class DeltaNet:
     def __init__(

@@ -39,6 +39,8 @@ class Experts(Protocol):
     def normalised(self) -> bool: ...
     @property
     def shared(self) -> int: ...
+    @property
+    def shared_gate(self) -> bool: ...
 
 
 class Net(Protocol):
@@ -319,10 +321,9 @@ def _experts(
 ) -> native.Experts:
     router = matrix_of(layer.weights, layer.matrices, "router", (experts.count, shape.hidden))
     ups, downs = zip(*mlps, strict=True)
-    shared: list[native.Matrix] = []
-    if experts.shared:
-        gate = matrix_of(layer.weights, layer.matrices, "shared_gate", (1, shape.hidden))
-        shared = [gate, *_mlp(shape, layer, "shared.", experts.shared)]
+    shared = [*_mlp(shape, layer, "shared.", experts.shared)] if experts.shared else []
+    if shared and experts.shared_gate:
+        shared.append(matrix_of(layer.weights, layer.matrices, "shared_gate", (1, shape.hidden)))
     outside = layer.weights.get(OUTSIDE)
     if outside is not None:
         check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))

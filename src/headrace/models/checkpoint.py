@@ -28,8 +28,11 @@ from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
 
 ReadCoded = Callable[[], Coded]
-FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?$")
-"""Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published."""
+FUSED = re.compile(
+    r"\.experts\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?$"
+    r"|(?<=\.block_sparse_moe)\.(input_linear|output_linear)\.(weight)$"
+)
+"""Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published, and as Granite is."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -81,8 +84,8 @@ def _count_experts(config: ModelConfig) -> int:
 
 class SafetensorsCheckpoint:
     """The safetensors files of a folder. A tensor [experts, ...], `experts.NAME`, is shown as one of each expert:
-    `experts.0.NAME.weight` and so on, `experts.NAME_bias` as `experts.0.NAME.bias`. by_inputs: such weights lie as
-    [experts, inputs, outputs]."""
+    `experts.0.NAME.weight` and so on, `experts.NAME_bias` as `experts.0.NAME.bias`; so are those of Granite, which
+    stand without `experts`. by_inputs: such weights lie as [experts, inputs, outputs]."""
 
     def __init__(self, folder: Path, experts: int = 0, by_inputs: bool = False) -> None:
         self.model, self._by_inputs = folder, by_inputs
@@ -107,7 +110,7 @@ class SafetensorsCheckpoint:
     def _take_apart(self, experts: int) -> None:
         for name, found in [(name, found) for name in self._where if (found := FUSED.search(name))]:
             if self._where[name].get_slice(name).get_shape()[:1] == [experts]:
-                file, (module, kind) = self._where.pop(name), found.groups("weight")
+                file, (module, kind) = self._where.pop(name), (found[1] or found[3], found[2] or "weight")
                 before = name[: found.start()]
                 apart = {f"{before}.experts.{e}.{module}.{kind}": (name, e) for e in range(experts)}
                 self._where.update(dict.fromkeys(apart, file))

@@ -142,7 +142,7 @@ class Layer:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
         logits = ops.linear(x, self.matrices["router.weight"], self.weights.get("router.bias"), wide=True)
         met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
-        return met + self._met_by_all(x) if spec.shared else met
+        return met + self._met_by_all(x, spec) if spec.shared else met
 
     def _sent(self, x: Tensor, routes: experts.Routes, spec: ExpertsSpec) -> Tensor:
         """x [T, H], each row to its experts -> [T, this rank's share of H]."""
@@ -160,11 +160,11 @@ class Layer:
         biases = [self.weights[f"{name}.bias"] for name in names] if self.config.mlp_bias else None
         return [self.matrices[f"{name}.weight"] for name in names], biases
 
-    def _met_by_all(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H]: what the shared expert makes of every row, times the sigmoid of its gate."""
+    def _met_by_all(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: what the shared expert makes of every row."""
         inner = ops.gated_linear(x, self.matrices["shared.up.weight"], None, self.config.activation)
-        made = self._linear("shared.down", inner)
-        return let_through(made, self._linear("shared_gate", x).expand_as(made))
+        made = self._linear("shared.down", self.whole("shared_inner", inner))
+        return let_through(made, self._linear("shared_gate", x).expand_as(made)) if spec.shared_gate else made
 
     def _activate(self, x: Tensor) -> Tensor:
         if self.config.activation == "relu":

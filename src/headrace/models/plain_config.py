@@ -24,6 +24,9 @@ LLAMA: dict[str, Any] = COMMON | dict(
     num_key_value_heads=None, hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6, bos_token_id=1,
     eos_token_id=2, pretraining_tp=1, attention_bias=False, mlp_bias=False, head_dim=None,
 )  # fmt: skip
+GRANITE: dict[str, Any] = LLAMA | dict(
+    embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=1.0,
+)  # fmt: skip
 QWEN: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=32, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6,
@@ -128,8 +131,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         eos_token_id=128001, use_sliding_window=False, sliding_window=None, no_rope_layers=None,
         no_rope_layer_interval=4, layer_types=None, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
     ),
-    "granite": LLAMA
-    | dict(embedding_multiplier=1.0, logits_scaling=1.0, residual_multiplier=1.0, attention_multiplier=1.0),
+    "granite": GRANITE,
+    "granitemoe": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2),
+    "granitemoeshared": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=0),
+    "granitemoehybrid": GRANITE
+    | dict(
+        num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024, position_embedding_type=None,
+        layer_types=None,
+    ),
     "glm": GLM,
     "glm4": GLM,
     "gemma2": GEMMA,
@@ -145,8 +154,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 NEVER_NULL = (
     "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
 )  # fmt: skip
+ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
+"""Classes that know the number of experts by one name alone."""
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
 """Where the class has another one."""
@@ -155,6 +166,8 @@ PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwe
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
+GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
+"""What transformers calls the kinds of layers that Granite 4's files name."""
 GLM_ENDS = [151329, 151336, 151338]
 
 
@@ -173,7 +186,7 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
     _fill_in(values, model_type)
-    if "linear_conv_kernel_dim" not in DEFAULTS[model_type]:
+    if model_type not in ONE_NAME:
         _fill_in_experts(values, known, "num_experts" in DEFAULTS[model_type])
     _fill_in_rope(values, known, model_type)
     values["model_type"] = model_type
@@ -200,6 +213,10 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type.startswith("gemma") and values["layer_types"] is None:
         every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)
         values["layer_types"] = [KINDS[(i + 1) % every != 0] for i in range(values["num_hidden_layers"])]
+    if model_type == "granitemoehybrid":
+        given = values["layer_types"]
+        kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
+        values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
     if model_type == "gpt_oss" and values["layer_types"] is None:
         values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
     if "full_attention_interval" in values and values["layer_types"] is None:

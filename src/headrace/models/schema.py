@@ -118,10 +118,11 @@ class ConfigFields(msgspec.Struct):
     sliding_window: Small | UnsetType | None = UNSET
     max_window_layers: Small | UnsetType | None = UNSET
     num_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
-    num_local_experts: Count = UNSET
+    num_local_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
     num_experts_per_tok: Count = UNSET
     moe_intermediate_size: WideCount = UNSET
     shared_expert_intermediate_size: WideCount = UNSET
+    shared_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | UnsetType | None = UNSET
     norm_topk_prob: Flag = UNSET
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
@@ -133,6 +134,10 @@ class ConfigFields(msgspec.Struct):
     no_rope_layer_interval: Count = UNSET
     hidden_activation: ShortText = UNSET
     embedding_multiplier: Factor = UNSET
+    position_embedding_type: ShortText = UNSET
+    mamba_n_heads: Count = UNSET
+    mamba_d_head: Annotated[int, Meta(ge=1, le=1 << 16)] | ShortText = UNSET
+    mamba_expand: Count = UNSET
     attention_multiplier: Factor = UNSET
     residual_multiplier: Factor = UNSET
     logits_scaling: Factor = UNSET

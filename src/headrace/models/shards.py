@@ -19,9 +19,10 @@ from headrace.models.spec import CLASSIFIER, ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-Width = Literal["queries", "keys", "heads", "inner", "expert_inner", "hidden"]
+Width = Literal["queries", "keys", "heads", "inner", "expert_inner", "shared_inner", "hidden"]
 """What ranks gather: queries [T, Hq D] and keys [T, Hkv D] normed over all heads, attended heads [T, Hq D],
-the MLP's activations [T, I], those of the experts that rows meet [T k, an expert's I], a block's output [T, H]."""
+the MLP's activations [T, I], those of the experts that rows meet [T k, an expert's I] and of the one that all meet
+[T, its I], a block's output [T, H]."""
 
 UNIT = 64
 """Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
@@ -112,6 +113,7 @@ class Share:
             found.append("inner")
         if self.config.experts is not None:
             found.append("expert_inner")
+            found += ["shared_inner"] if self.config.experts.shared else []
         return [*found, "queries", "keys"] if self.config.qk_norm_whole else found
 
     @property
@@ -156,6 +158,8 @@ class Share:
             return cut("intermediate_size", self.config.inner(layer), self.size)
         if width == "expert_inner" and self.config.experts is not None:
             return cut("an expert's width", self.config.experts.inner, self.size)
+        if width == "shared_inner" and self.config.experts is not None:
+            return cut("the shared expert's width", self.config.experts.shared, self.size)
         return cut("hidden_size", self.config.hidden_size, self.size)
 
     def holds(self, name: str) -> bool:
@@ -175,7 +179,7 @@ class Share:
         if kind == "sinks":
             return [self.heads]
         if module == "up":
-            parts = self._cut("expert_inner" if ".experts." in name else "inner", layer)
+            parts = self._cut(_inner_of(name), layer)
             mine, inner = parts[self.rank], parts[-1].stop
             return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]
         return [self._cut("hidden")[self.rank]] if module in ("out", "down") else None
@@ -185,6 +189,13 @@ class Share:
         starts = accumulate((0, *counts[:-1]))
         parts = zip(starts, (self.heads, *(self.kv_heads_of(layer),) * (len(counts) - 1)), strict=True)
         return [range((start + heads.start) * dim, (start + heads.stop) * dim) for start, heads in parts]
+
+
+def _inner_of(name: str) -> Width:
+    """The width that a matrix called `up` makes."""
+    if ".experts." in name:
+        return "expert_inner"
+    return "shared_inner" if ".shared." in name else "inner"
 
 
 class Whole:

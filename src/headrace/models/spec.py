@@ -9,7 +9,7 @@ Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the at
 up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
 and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
-Beside them, in some models, layers.N.shared.up and .down, and layers.N.shared_gate [1, H].
+Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H].
 Inputs of each layer (LayerInputs): layer_embed [V, L P], layer_inputs [L P, H], layers.N.input_gate [P, H] and
 layers.N.input_out [H, P]; L: layers, P: their width.
 """
@@ -75,9 +75,9 @@ class ExpertsSpec:
 
     The router's softmax is taken over all experts, in fp32; then the greatest are chosen, the first of equal ones.
     normalised: their shares are divided by their sum. layers: which layers have experts; the others have a dense MLP.
-    shared: width of an MLP that every row meets beside them, times the sigmoid of its gate; 0: none. kernels.block does
-    not know it: hybrid models alone have one. beside: every row meets the layer's dense MLP too; what either makes is
-    normed and added, the router's input is normed and scaled, and shares are multiplied by a scale of each expert.
+    shared: width of an MLP that every row meets beside them; 0: none. shared_gate: what that makes is multiplied by the
+    sigmoid of its gate. beside: every row meets the layer's dense MLP too; what either makes is normed and added, the
+    router's input is normed and scaled, and shares are multiplied by a scale of each expert.
     """
 
     count: int
@@ -86,6 +86,7 @@ class ExpertsSpec:
     normalised: bool
     layers: tuple[bool, ...]
     shared: int = 0
+    shared_gate: bool = True
     beside: bool = False
 
 
@@ -366,8 +367,9 @@ def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
         slots[prefix + "routing.per_expert_scale"] = Slot((spec.count,))
         for name in ("dense_out_norm", "experts_norm", "experts_out_norm"):
             slots |= _norm(config, prefix + name)
-    if spec.shared:
+    if spec.shared and spec.shared_gate:
         slots |= _linear(prefix + "shared_gate", (1,), config.hidden_size, False)
+    if spec.shared:
         slots |= _up_and_down(config, prefix + "shared.", spec.shared)
     return slots
 

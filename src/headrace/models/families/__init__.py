@@ -7,7 +7,7 @@ from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.gpt_oss import GPT_OSS
-from headrace.models.families.granite import GRANITE
+from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
@@ -55,6 +55,9 @@ FAMILIES: dict[str, Family] = {
     "Phi3ForCausalLM": PHI3,
     "SmolLM3ForCausalLM": SMOLLM3,
     "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM4,
     "Gemma2ForCausalLM": GEMMA2,

@@ -25,6 +25,7 @@ def mixture(
     layers: tuple[bool, ...],
     shared: int = 0,
     chosen: int | None = None,
+    shared_gate: bool = True,
 ) -> dict[str, Any]:
     """The experts, if any layer has them. Refuses more chosen ones than there are, and more than any model has."""
     chosen = config.num_experts_per_tok if chosen is None else chosen
@@ -32,7 +33,8 @@ def mixture(
         raise UnsupportedModel(f"{count} experts in {sum(layers)} layers are not supported; {MOST_EXPERTS} in all are")
     if not 1 <= chosen <= count:
         raise UnsupportedModel(f"num_experts_per_tok {chosen} is not supported with {count} experts; 1 to {count} are")
-    return dict(experts=ExpertsSpec(count, chosen, inner, normalised, layers, shared) if any(layers) else None)
+    spec = ExpertsSpec(count, chosen, inner, normalised, layers, shared, shared_gate)
+    return dict(experts=spec if any(layers) else None)
 
 
 def _everywhere(config: Any) -> tuple[bool, ...]:

@@ -1,25 +1,112 @@
-"""Granite: a Llama with multipliers on embeddings, scores, what is added to the residual stream, and logits."""
+"""Granite: a Llama with multipliers on embeddings, scores, what is added to the residual stream, and logits.
+
+GraniteMoe has experts in place of MLPs, GraniteMoeShared one beside them that every row meets, without a gate. Their
+router takes the softmax over the chosen experts alone: that over all of them, divided by the chosen ones' sum. All
+experts of a layer lie in one tensor [E, 2 I, H], gates before ups.
+
+Granite 4 (GraniteMoeHybrid), of which models without mamba layers are computed, may have no experts: what is called
+shared MLP is then the only one. It may rotate nothing.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from headrace.models.families.base import Family
+from headrace.models.families.base import Family, Names
+from headrace.models.families.experts import expert_names, mixture
 from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
+from headrace.models.spec import ModelConfig
+from headrace.types import UnsupportedModel
 
 
 def _facts(config: Any) -> dict[str, Any]:
+    return _multiplied(config) | dict(mlp_bias=config.mlp_bias)
+
+
+def _multiplied(config: Any) -> dict[str, Any]:
     facts = common(config, uniform_windows(config, None))
     return facts | dict(
-        attention=replace(facts["attention"], scale=float(config.attention_multiplier)),
-        embed_scale=float(config.embedding_multiplier),
-        residual_scale=float(config.residual_multiplier),
-        logit_scale=1.0 / config.logits_scaling,
+        attention=replace(facts["attention"], scale=_number(config, "attention_multiplier")),
+        embed_scale=_number(config, "embedding_multiplier"),
+        residual_scale=_number(config, "residual_multiplier"),
+        logit_scale=1.0 / _number(config, "logits_scaling"),
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
     )
 
 
+def _number(config: Any, name: str) -> float:
+    value = getattr(config, name)
+    if value is None:
+        raise UnsupportedModel(f"{name} is null; download the file again")
+    return float(value)
+
+
+def _moe(config: Any, shared: int = 0) -> dict[str, Any]:
+    count, everywhere = config.num_local_experts, (True,) * config.num_hidden_layers
+    experts = mixture(config, count, config.intermediate_size, True, everywhere, shared, shared_gate=False)
+    return _multiplied(config) | experts
+
+
+def _moe_shared(config: Any) -> dict[str, Any]:
+    return _moe(config, config.shared_intermediate_size)
+
+
+def _hybrid(config: Any) -> dict[str, Any]:
+    if "linear_attention" in config.layer_types:
+        raise UnsupportedModel("layer_types with 'mamba': mamba layers are not supported yet")
+    inner, positions = config.shared_intermediate_size, config.position_embedding_type
+    if positions not in (None, "rope", "nope"):
+        raise UnsupportedModel(f"position_embedding_type {positions!r} is not supported; 'rope', 'nope' and null are")
+    if not inner:
+        raise UnsupportedModel("shared_intermediate_size 0 is not supported; 1 or more is")
+    facts = _moe(config, inner) if config.num_local_experts else _multiplied(config) | dict(intermediate_size=inner)
+    return facts | dict(no_rope_layers=() if positions == "rope" else tuple(range(config.num_hidden_layers)))
+
+
+MOE = "block_sparse_moe."
+PUBLISHED = expert_names(
+    MOE + "router.layer", (MOE + "experts.{}.input_linear",), MOE + "experts.{}.output_linear"
+)  # fmt: skip
+"""models.checkpoint shows the experts' tensors one by one under these names."""
+RENAMED = expert_names(MOE + "router", (MOE + "experts.{}.gate_up_proj",), MOE + "experts.{}.down_proj")
+"""As transformers calls them in memory, and may write them."""
+SHARED: Names = {
+    "layers.{}.shared.up": ("layers.{}.shared_mlp.input_linear",),
+    "layers.{}.shared.down": ("layers.{}.shared_mlp.output_linear",),
+}
+
+
+DENSE: Names = {
+    "layers.{}.up": SHARED["layers.{}.shared.up"],
+    "layers.{}.down": SHARED["layers.{}.shared.down"],
+}
+"""The same as the only MLP of a layer."""
+
+
+def _moe_names(config: ModelConfig) -> Names:
+    return {**names(config), **PUBLISHED, **SHARED}
+
+
+def _moe_names_renamed(config: ModelConfig) -> Names:
+    return {**names(config), **RENAMED, **SHARED}
+
+
+def _hybrid_names(config: ModelConfig) -> Names:
+    return {**names(config), **DENSE} if config.experts is None else _moe_names(config)
+
+
 GRANITE = Family("granite", "transformers.models.granite.configuration_granite:GraniteConfig", _facts, names, PREFIXES)
+GRANITE_MOE = Family(
+    "granitemoe", "transformers.models.granitemoe.configuration_granitemoe:GraniteMoeConfig", _moe, _moe_names,
+    PREFIXES, other_names=_moe_names_renamed,
+)  # fmt: skip
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared", "transformers.models.granitemoeshared.configuration_granitemoeshared:GraniteMoeSharedConfig",
+    _moe_shared, _moe_names, PREFIXES, other_names=_moe_names_renamed,
+)  # fmt: skip
+GRANITE_HYBRID = Family(
+    "granitemoehybrid", "transformers.models.granitemoehybrid.configuration_granitemoehybrid:GraniteMoeHybridConfig",
+    _hybrid, _hybrid_names, PREFIXES, other_names=_moe_names_renamed,
+)  # fmt: skip

@@ -210,9 +210,10 @@ def _loads(name: str) -> bool:
 
 
 def _part_of(name: str) -> str:
-    """The part that a matrix comes with: its own name, but a router comes with `up`."""
-    module = name.removesuffix(".weight")
-    return "up" if module == "router" else module
+    """The part that a matrix comes with: its own name, but routers and gates come with `up`, and matrices of an expert
+    that every row meets with the MLP's of that name."""
+    module = name.removesuffix(".weight").removeprefix("shared.")
+    return "up" if module in ("router", "shared_gate") else module
 
 
 def _nbytes(weight: ops.Weight) -> int:
