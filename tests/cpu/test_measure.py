@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from headrace.parallel import measure, probe
 from headrace.parallel.probe import _extent
 from headrace.parallel.threads import RankThreads
 from tests.support.loopback_ranks import LoopbackRanks
-from tests.support.planner_oracles import GQA
+from tests.support.planner_oracles import GQA, MACHINE
 
 
 def on_all(loopback: LoopbackRanks, work: Any) -> list[Any]:
@@ -75,3 +76,17 @@ def test_ranks_on_hosts_of_their_own_do_not_share(ours_of: Any, monkeypatch: pyt
     assert sorted(on_all(loopback, measure._shares_host)) == [False, True, True]
     alone = LoopbackRanks(ours_of("llama_gqa", "float32"), 1)
     assert on_all(alone, measure._shares_host) == [False]
+
+
+@pytest.mark.parametrize("tensor", [True, False])
+def test_tensor_ranks_cut_alike_whatever_each_has_measured(tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute the same rows together, and a message longer than what waits for it would end a process. Ranks that
+    share no rows go by what was measured."""
+    monkeypatch.setattr(probe, "shape_of", lambda decoder: GQA)
+    one: Any = probe.Probe.__new__(probe.Probe)
+    one.of = one.rank = SimpleNamespace(decoder=None, states=None)
+    one.size, one.me, one.rows, one.given = 2, 0, 1024, 2 if tensor else None
+    one._told = one._group = lambda *given: given if len(given) > 1 else given[0]
+    slow = msgspec.structs.replace(MACHINE, attention_flops_s=((16, 8e9), (64, 9e9)))
+    found = [[(name, tuple(bounds)) for name, bounds, *_ in one._exchanges(each)] for each in (MACHINE, slow)]
+    assert (found[0] == found[1]) == tensor and len(found[0]) > 2

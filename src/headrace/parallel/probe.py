@@ -23,7 +23,7 @@ from headrace.parallel.transport import Tag
 from headrace.planner.choice import predict, shards_for
 from headrace.planner.machine import ComputeRates, LayerTimes, Machine, ModelShape
 from headrace.planner.partition import causal_pairs
-from headrace.planner.shards import Prefill
+from headrace.planner.shards import Prefill, evenly
 from headrace.strategies import FALLBACK, OFFERED, RECURRENT, STRATEGIES
 from headrace.types import CHUNK, chunks_for
 
@@ -82,7 +82,9 @@ class Probe:
         for name in OFFERED if self.size > 1 else ():
             computes = self.rank.states is None or name in RECURRENT
             if name != "single" and computes and not STRATEGIES[name].needs_cached:
-                cut = shards_for(name, Prefill(machine, shape_of(self.of.decoder), self.size, self.rows))
+                prefill = Prefill(machine, shape_of(self.of.decoder), self.size, self.rows)
+                # Tensor ranks compute the same rows together, and each has measured a machine of its own.
+                cut = evenly(prefill) if name == "chain" and self.given else shards_for(name, prefill)
                 bounds = [int(bound) for bound in self._told(cut.bounds)]
                 yield self._group(name, bounds, cut.ranks, cut.ranks[-1] if STRATEGIES[name].keeps_all else 0)
 
