@@ -205,6 +205,24 @@ def info(
     )  # fmt: skip
 
 
+def verify(
+    config: EngineConfig,
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.", rich_help_panel=OWN_PANEL)] = False,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="About how long it may take.", rich_help_panel=OWN_PANEL)
+    ] = 120.0,
+) -> None:
+    """Whether every schedule gives the same bits here.
+
+    With this model and these settings: the same prompts cold, cached, batched, cut, preempted, speculated and restored: tokens and log probabilities.
+    Ends with 1 if any differ.
+    """
+    from headrace.cli.verify import run
+
+    if not run(config, as_json, seconds):
+        raise typer.Exit(1)
+
+
 def demo(
     requests: Annotated[int, typer.Option(help="How many chat requests share the system prompt.", min=1)] = 32,
     system_tokens: Annotated[int, typer.Option(help="Length of the system prompt, about.", min=200)] = 1500,
@@ -234,10 +252,11 @@ COMMANDS = (
     with_config(batch, server=False, model_argument=False),
     with_model(info, "The model: a folder, or 'tiny'."),
     with_model(doctor, "Also check this model: a folder, or 'tiny'."),
+    with_config(verify, server=False, model_argument=True),
     demo,
 )
 for command in COMMANDS:
-    place = MACHINE_PANEL if command.__name__ in ("info", "doctor", "demo") else MODEL_PANEL
+    place = MACHINE_PANEL if command.__name__ in ("info", "doctor", "verify", "demo") else MODEL_PANEL
     app.command(cls=PanelledCommand, rich_help_panel=place)(guarded(command))
 app.command(cls=PanelledCommand, rich_help_panel=MACHINE_PANEL)(bench.command_of(Tuning, "tune", tune))
 app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE_PANEL)

@@ -23,6 +23,7 @@ class Capacity:
     `embedding_size`: numbers of a hidden state; `pooling`: how embeddings are made of them.
     `writes`: whether the model has logits, and so answers and scores.
     `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
+    `fingerprint`: engines of which it is the same give the same bits (offload.identity.fingerprint).
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
     """
 
@@ -51,6 +52,7 @@ class Capacity:
     embedding_size: int = 0
     pooling: Pooling = Pooling()
     writes: bool = True
+    fingerprint: str = ""
 
     @property
     def told(self) -> str:

@@ -33,6 +33,7 @@ from headrace.models.files import config_content, weight_files
 from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
+from headrace.offload.identity import fingerprint
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
@@ -136,9 +137,10 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)
     sized = _size(config, tell)
-    if ranks.count(config) > 1:
-        return _several_ranks(sized, tell)
-    return _streamed(sized, tell) if config.streaming is not None else _one_rank(sized, tell)
+    opened = _several_ranks if ranks.count(config) > 1 else _one_rank if config.streaming is None else _streamed
+    loaded = opened(sized, tell)
+    loaded.capacity = replace(loaded.capacity, fingerprint=fingerprint(loaded.cache.identity))
+    return loaded
 
 
 def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:

@@ -85,6 +85,14 @@ def chunk_identity(
     return _hash([b"headrace chunk", model, json.dumps(facts, sort_keys=True).encode()])
 
 
+def fingerprint(identity: bytes) -> str:
+    """'fp_' and 16 hexadecimal digits: of what chunks are made by (KVCache.identity), and of what computes here.
+
+    Where chunks outlive the engine that is the content of the model; else its place, size and times, so that a copy
+    elsewhere has another one."""
+    return "fp_" + _hash([identity, json.dumps(arithmetic(), sort_keys=True).encode()]).hex()[:16]
+
+
 def arithmetic() -> dict[str, Any]:
     """What computes here: engines on which this agrees get the same bits."""
     kernels = {name: choice.implementation for name, choice in dispatch.table().items() if name != "layer"}

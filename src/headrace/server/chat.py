@@ -29,5 +29,6 @@ class Chat:
         return job
 
     def replies(self, state: ServerState, body: ChatBody, job: Job) -> ChatReplies:
-        shown = Shown(body.model or state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)
+        shown = Shown(body.model or state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage,
+                      state.engine.capacity.fingerprint)  # fmt: skip
         return ChatReplies(job, shown)

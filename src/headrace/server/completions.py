@@ -31,7 +31,8 @@ class Completions:
         return Job(f"cmpl-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public, names=NAMES)
 
     def replies(self, state: ServerState, body: CompletionBody, job: Job) -> CompletionReplies:
-        shown = Shown(body.model or state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage)
+        shown = Shown(body.model or state.model, state.engine.tokenizer, bool(body.return_token_ids), body.wants_usage,
+                      state.engine.capacity.fingerprint)  # fmt: skip
         return CompletionReplies(job, shown, bool(body.echo))
 
 

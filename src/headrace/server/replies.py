@@ -60,6 +60,7 @@ class Shown:
     token_ids: bool = False
     usage: bool = False
     """Usage is asked for in a chunk of its own behind the others."""
+    fingerprint: str = ""
 
 
 class Replies(Protocol):
@@ -163,7 +164,8 @@ class OpenAIReplies:
         return {**head, "choices": [], "usage": usage(self.job), "headrace": figures(self.job)}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.job.request_id, "object": kind, "created": self.job.created, "model": self.shown.model}
+        return {"id": self.job.request_id, "object": kind, "created": self.job.created, "model": self.shown.model,
+                "system_fingerprint": self.shown.fingerprint}  # fmt: skip
 
     def _choice(self, choice: ReplyChoice) -> dict[str, Any]:
         out = {"index": choice.index, **self._body(choice)}

@@ -91,11 +91,13 @@ class Reply(TypedDict):
 
 class Completion(Reply):
     object: Literal["text_completion"]
+    system_fingerprint: str
     choices: list[TextChoice]
 
 
 class ChatCompletion(Reply):
     object: Literal["chat.completion"]
+    system_fingerprint: str
     choices: list[ChatChoice]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None] | None]
 

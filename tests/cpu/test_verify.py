@@ -1,0 +1,77 @@
+"""`headrace verify`: equal where the engine keeps its promise, and not where it breaks it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from headrace.cli.main import app
+from headrace.config import config_from_env
+from headrace.doctor import verify
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import Computed
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "MOST_TOKENS", verify.FEWEST_TOKENS)
+
+
+def verdicts(report: verify.Report) -> dict[str, bool | None]:
+    return {each.schedule: each.equal for each in report.verdicts}
+
+
+def test_equal() -> None:
+    told: list[str] = []
+    report = verify.verify(config_from_env(model="tiny"), told.append)
+    assert report.equal and set(verdicts(report).values()) == {True} and len(report.verdicts) == 7
+    assert report.prefix == verify.FEWEST_TOKENS
+    assert [each.schedule for each in report.verdicts] == told[2:]
+
+
+def test_an_engine_that_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of several rows gets logits that differ in the last bit."""
+    compute = EngineCore._compute
+
+    def wrong(engine: EngineCore, slices: list[Any]) -> Computed:
+        computed = compute(engine, slices)
+        if len(slices) < 2:
+            return computed
+        nudged = torch.nextafter(computed.logits, torch.tensor(float("inf")))
+        return Computed(nudged, computed.parts, None, computed.reported)
+
+    monkeypatch.setattr(EngineCore, "_compute", wrong)
+    result = CliRunner().invoke(app, ["verify", "tiny", "--json", "--seconds", "1"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1 and not found["equal"]
+    equal = {each["schedule"]: each["equal"] for each in found["verdicts"]}
+    assert equal["batched"] is False and equal["cached"] is True
+    shown = CliRunner().invoke(app, ["verify", "tiny", "--seconds", "1"])
+    assert shown.exit_code == 1 and "other bits by: batched" in shown.stdout
+
+
+def test_what_did_not_take_place_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(verify.PLAIN, "enable_prefix_caching", False)
+    report = verify.verify(config_from_env(model="tiny"))
+    found = verdicts(report)
+    assert report.equal and found["batched"] is True
+    assert found["cached"] is None
+    restored = report.verdicts[-1]
+    assert restored.equal is None and restored.note.startswith("does not go with these settings: ")
+
+
+def test_the_fingerprint_tells_engines_apart() -> None:
+    def fingerprint(**settings: Any) -> str:
+        from headrace import LLM
+
+        with LLM("tiny", kv_cache_tokens=1024, **settings) as llm:
+            return llm.capacity.fingerprint
+
+    plain = fingerprint()
+    assert plain.startswith("fp_") and len(plain) == 19
+    assert fingerprint(max_batch_tokens=128) == plain  # a schedule, not other bits
+    assert fingerprint(kv_cache_dtype="int8") != plain
