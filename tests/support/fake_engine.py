@@ -90,6 +90,7 @@ class FakeCapacity:
     kernels: dict[str, str] = field(default_factory=lambda: {"attention": "echo"})
     ranks: str = ""
     experts: str = ""
+    fingerprint: str = "fp_fake"
     architecture: str = "FakeForCausalLM"
     layers: int = 1
     quantization: str = "none"

@@ -25,6 +25,7 @@ def test_chat_answers_with_usage_and_figures(fast: Running) -> None:
         model="fake", messages=[{"role": "user", "content": "abc" * 50}], max_tokens=9
     )
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert answer.system_fingerprint == "fp_fake"
     assert answer.choices[0].message.content == "abcabcabc"
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "length"
@@ -44,7 +45,7 @@ def test_chat_stream_is_the_whole_answer(fast: Running) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole
     assert len(whole) > 20 and "�" not in whole
     assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
-    assert all(c.usage is None for c in chunks)
+    assert all(c.usage is None and c.system_fingerprint == "fp_fake" for c in chunks)
     assert chunks[-1].headrace["new_tokens"] == 11  # type: ignore[attr-defined]
 
 
