@@ -82,7 +82,7 @@ def test_a_model_is_given_the_same_way_everywhere(command: str) -> None:
     named = found.get("model") or found.get("models")
     assert (command in WITHOUT_A_MODEL) == (named is None)
     assert named is None or {"-m", "--model"} <= set(named)
-    other = command in ("generate", "batch", "bench engine", "bench restore")
+    other = command in ("generate", "batch", "why", "bench engine", "bench restore")
     assert named is None or ("model_first" in found) != other
 
 

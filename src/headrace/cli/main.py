@@ -223,6 +223,24 @@ def verify(
         raise typer.Exit(1)
 
 
+def why(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="Body of a request.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Body of a later one.")],
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", metavar="MODEL", help="Whose tokenizer and template: a folder, or 'tiny'."),
+    ] = "tiny",
+    as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Where a request leaves what another has cached.
+
+    Renders and tokenizes both as the server does, and names the first token that differs, its text and its message.
+    """
+    from headrace.cli.why import run
+
+    run(model, first, second, as_json)
+
+
 def demo(
     requests: Annotated[int, typer.Option(help="How many chat requests share the system prompt.", min=1)] = 32,
     system_tokens: Annotated[int, typer.Option(help="Length of the system prompt, about.", min=200)] = 1500,
@@ -253,10 +271,11 @@ COMMANDS = (
     with_model(info, "The model: a folder, or 'tiny'."),
     with_model(doctor, "Also check this model: a folder, or 'tiny'."),
     with_config(verify, server=False, model_argument=True),
+    why,
     demo,
 )
 for command in COMMANDS:
-    place = MACHINE_PANEL if command.__name__ in ("info", "doctor", "verify", "demo") else MODEL_PANEL
+    place = MACHINE_PANEL if command.__name__ in ("info", "doctor", "verify", "why", "demo") else MODEL_PANEL
     app.command(cls=PanelledCommand, rich_help_panel=place)(guarded(command))
 app.command(cls=PanelledCommand, rich_help_panel=MACHINE_PANEL)(bench.command_of(Tuning, "tune", tune))
 app.add_typer(bench.app, name="bench", rich_help_panel=MACHINE_PANEL)

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Protocol, TypeVar
 
+import numpy as np
 from fastapi import Request
 from starlette.responses import Response
 
@@ -18,6 +20,7 @@ from headrace.server.job import Job
 from headrace.server.prompt_progress import PromptProgress
 from headrace.server.protocol import Body, StreamedBody, read_body
 from headrace.server.replies import OpenAIReplies, Replies
+from headrace.server.reuse import Nearest, described
 from headrace.server.run import JobRun, outcome_of
 from headrace.server.state import CLIENT_GONE, ServerState
 from headrace.server.stream import EventStream, Note, unless_gone
@@ -64,6 +67,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
         job = await unless_gone(request.receive, api.job(state, body, arrival_s))
         with naming(job.names):
             admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
+        job.nearest = await _nearest(state, job)
     replies = api.replies(state, body, job)
     run = await start(state, request, job)
     if isinstance(body, StreamedBody) and body.stream:
@@ -90,7 +94,28 @@ async def start(state: ServerState, request: Request, job: Job) -> JobRun:
     except BaseException as error:
         await run.end(outcome_of(error))
         raise
+    if _is_compared(state, job):
+        ids = np.array(job.prompts[0].ids, np.int32)
+        job.seen = state.recent.add(job.caller, job.request_id, job.cache_salt, ids)
     return run
+
+
+def _is_compared(state: ServerState, job: Job) -> bool:
+    """Whether a job is compared with the caller's others: one prompt that is answered."""
+    return len(job.prompts) == 1 and not job.prompts[0].embed and state.config.cache.prefix_caching
+
+
+async def _nearest(state: ServerState, job: Job) -> Nearest | None:
+    """The caller's recent request that begins like the job's prompt for longest."""
+    prompt, tokenizer = job.prompts[0], state.engine.tokenizer
+    if not _is_compared(state, job):
+        return None
+    ids = np.array(prompt.ids, np.int32)
+    near = state.recent.nearest(job.caller, ids, job.cache_salt)
+    if near is None or tokenizer is None:
+        return near
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return await state.in_tokenizer(described, near, ids, prompt.messages, decode)
 
 
 async def _told_text(state: ServerState, job: Job) -> str:

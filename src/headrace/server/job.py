@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from headrace.server.engine import ServedEngine
 from headrace.server.errors import broken_off
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
+from headrace.server.reuse import Nearest, Reuse, Seen
 from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
 from headrace.types import Delta, Metrics, Overloaded, SamplingParams, TokenLogprobs
@@ -25,7 +26,7 @@ class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
     `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
     sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
-    embedding is wanted, and no answer."""
+    embedding is wanted, and no answer. `messages`: of a conversation."""
 
     ids: Sequence[int]
     params: SamplingParams
@@ -34,6 +35,7 @@ class Prompt:
     parser: Callable[[], OutputParser] = PlainText
     shared: int = 0
     embed: bool = False
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class Job:
     tenant has been charged. queued: set once the engine has taken all prompts into its queue, or `at_once` of them.
     left: the client is gone, and each prompt ends with its first token. remark: for the log. names: the engine's names
     of fields, None for the prompt -> the client's.
+    seen: what is remembered of its prompt, if anything is; nearest: what it met (server.reuse).
     at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
     where they find the queue full.
     """
@@ -110,6 +113,8 @@ class Job:
     end_s: float | None = None
     gaps: list[float] = field(default_factory=list)
     at_once: int | None = None
+    seen: Seen | None = None
+    nearest: Nearest | None = None
     _queued: int = 0
 
     def __post_init__(self) -> None:
@@ -148,6 +153,18 @@ class Job:
     @property
     def restore_reason(self) -> str:
         return "; ".join(dict.fromkeys(m.restore_reason for m in self.metrics if m.restore_reason))
+
+    @property
+    def caller(self) -> Hashable:
+        """Whose requests it is compared with."""
+        return self.tenant.name or (None, self.cache_salt)
+
+    @property
+    def reuse(self) -> Reuse | None:
+        """Why so much of the prompt came from the cache; None where that is not known."""
+        if self.seen is None or not self.metrics:
+            return None
+        return Reuse(self.prompt_tokens, self.cached_tokens, self.nearest)
 
     @property
     def done(self) -> bool:

@@ -44,6 +44,7 @@ def figures(job: Job) -> dict[str, Any]:
         "strategy_reason": job.strategy_reason or None,
         "restored_tokens": job.restored_tokens,
         "restore_reason": job.restore_reason or None,
+        "reuse": None if job.reuse is None else job.reuse.asdict(),
     }
 
 

@@ -22,6 +22,18 @@ PROMPT: dict[str, Any] = {
 """What a request may give for a prompt."""
 
 
+class ReuseFigures(TypedDict):
+    """Why no more of the prompt came from the cache (server.reuse)."""
+
+    cause: Literal["first", "continued", "text", "salt", "computing", "evicted"]
+    told: str
+    request_id: str | None
+    common_tokens: int
+    text: str | None
+    other_text: str | None
+    message: int | None
+
+
 class Figures(TypedDict):
     """What the request cost."""
 
@@ -36,6 +48,7 @@ class Figures(TypedDict):
     strategy_reason: str | None
     restored_tokens: int
     restore_reason: str | None
+    reuse: ReuseFigures | None
 
 
 class CachedTokens(TypedDict):

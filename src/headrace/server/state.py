@@ -16,6 +16,7 @@ from headrace.server.abandoned import CLIENT_GONE as CLIENT_GONE
 from headrace.server.abandoned import AbandonedPrefills
 from headrace.server.admission import settle
 from headrace.server.engine import ServedCapacity, ServedEngine, ServedTokenizer
+from headrace.server.history import rewrites_history
 from headrace.server.job import Job, cancel
 from headrace.server.keyring import Keyring
 from headrace.server.loading import LoadLog
@@ -25,6 +26,7 @@ from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
 from headrace.server.refusals import Refusals
 from headrace.server.responses.store import ResponseStore
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
+from headrace.server.reuse import RecentRequests
 from headrace.server.start import Line, ready_again_line, ready_lines, start_lines
 from headrace.server.status import StatusLines, arrival_line, job_line
 from headrace.stats import EngineStats
@@ -66,6 +68,7 @@ class ServerState:
         self.refusals = Refusals(config.server.log_interval_s)
         self.keys = Keyring(config.server)
         self.abandoned = AbandonedPrefills(config)
+        self.recent = RecentRequests()
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.metrics.register(ServerCounts(self.keys, self.abandoned))
         self.on_failure: Callable[[], None] = lambda: None
@@ -159,6 +162,8 @@ class ServerState:
             self.loading.times.close()
             self.public = await self.in_renderer(prefixes_of, self._public_texts, engine.tokenizer)
             self.formats = _formats(engine.tokenizer, self.config)
+            if told := await self.in_renderer(rewrites_history, engine.tokenizer):
+                log.warning("%s", told)
         finally:
             await cancel(lines)
         again = self.phase == "restarting"
@@ -223,6 +228,8 @@ class ServerState:
     def finish(self, job: Job, outcome: str) -> None:
         """The account of one request that reached the engine, or was refused by it, however it ended."""
         settle(job, refused=outcome == REFUSED)
+        if job.seen is not None:
+            self.recent.answered(job.caller, job.seen, job.choices[0].token_ids if len(job.choices) == 1 else [])
         if outcome == REFUSED:
             return  # and told as such
         if outcome == "done":

@@ -51,6 +51,10 @@ def _changed(params: SamplingParams) -> dict[str, Any]:
     }
 
 
+UNREMARKABLE = ("first", "continued")
+"""Causes of a missed prefix that log lines leave out: nothing could have been better."""
+
+
 def job_line(job: Job, outcome: str, texts: bool = False) -> Line:
     """What came of a request, and what it cost where that is known: the engine tells it at the end. texts: with the
     beginning of its answers."""
@@ -96,6 +100,8 @@ def _how(job: Job, told: dict[str, Any]) -> str:
         parts.append(f"{job.restored_tokens:,} restored")
     if job.restore_reason:
         parts.append(f"restore: {job.restore_reason}")
+    if job.reuse is not None and job.reuse.cause not in UNREMARKABLE:
+        parts.append(job.reuse.told)
     if job.strategy:
         parts.append(f"prefill by {job.strategy} ({job.strategy_reason.removeprefix(job.strategy + ': ')})")
     return f"  {', '.join(parts)}" if parts else ""

@@ -73,8 +73,9 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
     params = replace(params, structured=shape, skip_special_tokens=skips)
     await state.engine.check_shape(params)
     return Prompt(
-        ids, state.engine.check(ids, params), parser=lambda: make_parser(formats, turn.tools, turn.choice, end)
-    )
+        ids, state.engine.check(ids, params), parser=lambda: make_parser(formats, turn.tools, turn.choice, end),
+        messages=turn.messages,
+    )  # fmt: skip
 
 
 async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
@@ -84,6 +85,11 @@ async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
 
 async def _render(state: ServerState, turn: Turn) -> str:
     tokenizer = tokenizer_of(state, "messages")
+    return await state.in_renderer(rendered, tokenizer, turn)
+
+
+def rendered(tokenizer: Any, turn: Turn) -> str:
+    """The conversation as the model reads it. Raises InvalidRequest, and ApiError for variables that are none."""
     messages, variables = turn.messages, _variables(turn)
     if THINKING in tokenizer.chat_template:
         messages = [with_thinking(message) for message in messages]
@@ -91,7 +97,7 @@ async def _render(state: ServerState, turn: Turn) -> str:
         messages = told_in_text(messages, turn.tools)
         variables.pop("tools", None)
     try:
-        return str(await state.in_renderer(lambda: tokenizer.render_chat(messages, **variables)))
+        return str(tokenizer.render_chat(messages, **variables))
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
 

@@ -1,0 +1,180 @@
+"""Why a prompt came from the cache, or did not: what it shares with the caller's own recent requests.
+
+A caller is a tenant; where there are none, those who send the same cache_salt: nobody learns of another's prompts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.types import CHUNK
+
+Ids = NDArray[np.int32]
+
+MOST_CALLERS, MOST_REQUESTS, MOST_TOKENS = 256, 16, 4 << 20
+"""Callers that are remembered, requests of each, and tokens of all together (4 bytes each)."""
+
+Cause = Literal["first", "continued", "text", "salt", "computing", "evicted"]
+
+MISSING: dict[Cause, str] = {
+    "salt": "lies under another cache_salt",
+    "computing": "was still being computed",
+    "evicted": "is no longer kept",
+}
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """A request of a caller. ids: its prompt, int32, with its answer behind it once that is whole."""
+
+    request_id: str
+    salt: str | None
+    ids: Ids
+    running: bool = True
+
+
+class Nearest(NamedTuple):
+    """Of the caller's recent requests the one that begins like a prompt for longest: for `common` tokens. missing: why
+    these would not be in the cache. text, other_text: of the tokens behind them, empty for none. message: in which of
+    the prompt's messages that is, from 0."""
+
+    seen: Seen
+    common: int
+    missing: Cause
+    text: str = ""
+    other_text: str = ""
+    message: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """cached: tokens of the prompt that came from the cache; of `tokens` in all."""
+
+    tokens: int
+    cached: int
+    nearest: Nearest | None
+
+    @property
+    def cause(self) -> Cause:
+        """Why no more came from the cache."""
+        near = self.nearest
+        if near is None or near.common < CHUNK:
+            return "first"
+        # The last token is always computed, and chunks are whole.
+        due = min(near.common, self.tokens - 1, len(near.seen.ids) - 1) // CHUNK * CHUNK
+        if self.cached >= due:
+            return "continued" if near.common == min(self.tokens, len(near.seen.ids)) else "text"
+        return near.missing
+
+    @property
+    def told(self) -> str:
+        """One line."""
+        near, cause = self.nearest, self.cause
+        if near is None or cause == "first":
+            return "no recent request of this caller begins alike"
+        name, common = near.seen.request_id, f"{near.common:,}"
+        if cause == "continued":
+            return f"begins like {name}, all of the shorter one's {common} tokens"
+        if cause == "text":
+            where = "" if near.message is None else f" in message {near.message}"
+            return f"differs from {name} at token {common}{where}: {near.text!r} here, {near.other_text!r} there"
+        return f"begins like {name} for {common} tokens, but what lies behind {self.cached:,} {MISSING[cause]}"
+
+    def asdict(self) -> dict[str, Any]:
+        """As replies tell it."""
+        near = self.nearest
+        known = near is not None and self.cause != "first"
+        return {
+            "cause": self.cause,
+            "told": self.told,
+            "request_id": near.seen.request_id if near is not None and known else None,
+            "common_tokens": near.common if near is not None and known else 0,
+            "text": near.text if near is not None and self.cause == "text" else None,
+            "other_text": near.other_text if near is not None and self.cause == "text" else None,
+            "message": near.message if near is not None and self.cause == "text" else None,
+        }
+
+
+@dataclass(slots=True)
+class RecentRequests:
+    """What callers have asked lately, the least recent forgotten first."""
+
+    tokens: int = 0
+    _callers: OrderedDict[Hashable, deque[Seen]] = field(default_factory=OrderedDict)
+
+    def nearest(self, caller: Hashable, ids: Ids, salt: str | None) -> Nearest | None:
+        """Of equals the latest, one with the same salt before others."""
+        best: Nearest | None = None
+        for seen in sorted(reversed(self._callers.get(caller, ())), key=lambda seen: seen.salt != salt):
+            common = common_tokens(seen.ids, ids)
+            if best is None or common > best.common:
+                missing: Cause = "salt" if seen.salt != salt else "computing" if seen.running else "evicted"
+                best = Nearest(seen, common, missing)
+        return best
+
+    def add(self, caller: Hashable, request_id: str, salt: str | None, ids: Ids) -> Seen:
+        seen = Seen(request_id, salt, ids)
+        own = self._callers.setdefault(caller, deque())
+        self._callers.move_to_end(caller)
+        own.append(seen)
+        self.tokens += len(ids)
+        if len(own) > MOST_REQUESTS:
+            self._forget(own)
+        while self.tokens > MOST_TOKENS or len(self._callers) > MOST_CALLERS:
+            name, oldest = next(iter(self._callers.items()))
+            self._forget(oldest)
+            if not oldest:
+                del self._callers[name]
+        return seen
+
+    def answered(self, caller: Hashable, seen: Seen, answer: Sequence[int]) -> None:
+        """The request has ended. answer: its tokens, none where there are several answers."""
+        seen.running = False
+        if any(each is seen for each in self._callers.get(caller, ())):
+            seen.ids = np.concatenate((seen.ids, np.array(answer, np.int32)))
+            self.tokens += len(answer)
+
+    def _forget(self, own: deque[Seen]) -> None:
+        self.tokens -= len(own.popleft().ids)
+
+
+def common_tokens(one: Ids, other: Ids) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def message_at(messages: Sequence[Mapping[str, Any]], before: str) -> int | None:
+    """In which message a prompt goes on behind the text `before`, its beginning; None where that is not to be seen:
+    templates may write messages in other words."""
+    at = 0
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not isinstance(content, str):
+            return None
+        said = content.strip()  # as most templates do
+        found = before.find(said, at)
+        if found < 0:
+            return number
+        at = found + len(said)
+    return None
+
+
+Decode = Callable[[list[int]], str]
+
+
+def described(near: Nearest, ids: Ids, messages: Sequence[Mapping[str, Any]], decode: Decode) -> Nearest:
+    """With the text behind what both have, where both go on."""
+    at, other = near.common, near.seen.ids
+    if at < CHUNK or at in (len(ids), len(other)):
+        return near
+    message = message_at(messages, decode(ids[:at].tolist())) if messages else None
+    text, other_text = (decode(tokens[at : at + 1].tolist()) for tokens in (ids, other))
+    return near._replace(text=text, other_text=other_text, message=message)
