@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention_kernels, tile_schedule
@@ -27,7 +28,7 @@ STATE_BYTES = 1 << 28
 @cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 of any other, where Triton's interpreter runs the kernels."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return current().processors if device.type == "cuda" else 1
 
 
 class TileWork:
@@ -98,7 +99,7 @@ class TritonStep:
     a type or size that has no kernel."""
 
     def __init__(self, step: StepInputs, device: torch.device | None = None) -> None:
-        device = device or torch.device("cuda", torch.cuda.current_device())
+        device = device or current().place
         _, kv_heads, dim = step.shape
         check(step.dtype, dim)
         at, heads = step.positions, step.heads

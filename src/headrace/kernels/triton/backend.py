@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headrace.device import current
 from headrace.kernels.backend import Backend
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.triton.limits import capabilities
@@ -21,13 +22,14 @@ __all__ = ["append", "attend", "capabilities", "described", "layout", "missing",
 
 def missing() -> str | None:
     """Why there are no Triton kernels here; None where there are."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
+    absent = current().missing()
+    if absent is not None:
+        return absent
     return None if find_spec("triton") else "the package triton is missing, which comes with torch's builds for CUDA"
 
 
 def described(device: torch.device) -> str:
-    return f"asked for, on {torch.cuda.get_device_name(device)}"
+    return f"asked for, on {current().name}"
 
 
 def layout(dtype: torch.dtype, dim: int) -> Layout:
