@@ -75,7 +75,8 @@ class Device(Protocol):
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Within it `stream` is the current one."""
 
-    def event(self, timing: bool = False) -> Event: ...
+    def event(self, timing: bool = False, blocking: bool = False) -> Event:
+        """timing: for elapsed_time. blocking: who synchronizes with it sleeps, and leaves the core to others."""
 
     def synchronize(self) -> None:
         """Waits for all streams."""
@@ -138,8 +139,8 @@ class Cuda(Device):
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(cast(torch.cuda.Stream, stream))
 
-    def event(self, timing: bool = False) -> Event:
-        return cast(Event, torch.cuda.Event(enable_timing=timing))
+    def event(self, timing: bool = False, blocking: bool = False) -> Event:
+        return cast(Event, torch.cuda.Event(enable_timing=timing, blocking=blocking))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.place)

@@ -126,10 +126,10 @@ class KeepActivations:
     def __init__(self, slots: Int32, offsets: Int32, storage: KVStorage) -> None:
         if storage.x is None:
             raise ValueError("this storage keeps no activations; make it with `hidden`")
-        kept = slots >= 0
-        self.rows = None if kept.all() else torch.from_numpy(kept.nonzero()[0])
+        kept, device = slots >= 0, storage.x[0].device
+        self.rows = None if kept.all() else torch.from_numpy(kept.nonzero()[0]).to(device)
         places = slots[kept].astype("int64") * CHUNK + offsets[kept]
-        self.pools, self.places = storage.x, torch.from_numpy(places)
+        self.pools, self.places = storage.x, torch.from_numpy(places).to(device)
 
     def __call__(self, layer: int, x: Tensor) -> None:
         """x [T, H], the residual stream as it enters the layer."""

@@ -234,7 +234,7 @@ class Decoder:
 
         positions, int64 [n], absolute; lengths [n]: as TokenBatch.rope_lengths. k and v may be views of one tensor.
         """
-        cos_sin = self.rope.at(positions, lengths) if self.rope else None
+        cos_sin = self.rope.at(positions, lengths).to(self.device) if self.rope else None
         return self.layers.project(layer, x, cos_sin)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from headrace.arrival import Arrival
 from headrace.offload import frame
@@ -31,15 +30,13 @@ from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.report import LayerProjection
+from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.ticket import Ticket
 from headrace.offload.tiers.base import BlobFormat, BlobKind, Read, name_of
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
-
-PIECE_BYTES = 2 << 20
-"""Read, checked and moved on together: little enough to stay in the processor's cache."""
 
 
 class LayerTransfer(NamedTuple):
@@ -78,7 +75,7 @@ class RestoreTransfer:
     projected: slot by number of all chunks that do, to this rank or to another tensor rank.
 
     layers: of each layer, what a step that reads it waits for, in this order. good: chunks up to the first one that was
-    lost; reason: why it was. cpu_s: what the copy stream took from the cores.
+    lost; reason: why it was. cpu_s: what the copy stream took from the cores, where these compute.
     """
 
     codec: ChunkCodec
@@ -93,8 +90,7 @@ class RestoreTransfer:
     reason: str = ""
     cpu_s: float = 0.0
     transfers: list[LayerTransfer] = field(default_factory=list)
-    projections: list[LayerProjection] = field(default_factory=list)
-    _staging: Tensor = field(default_factory=lambda: torch.empty(PIECE_BYTES, dtype=torch.uint8))
+    _projected: list[_Projected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.good = len(self.chunks)
@@ -146,6 +142,12 @@ class RestoreTransfer:
         return bool(self.projected)
 
     @property
+    def projections(self) -> list[LayerProjection]:
+        """What projecting took, of layers during all or none of which the copy stream was at work; on a device, which
+        computes beside it, of all."""
+        return [LayerProjection(each.tokens, each.watch.seconds(), each.beside_copies) for each in self._projected]
+
+    @property
     def waited_s(self) -> float:
         """How long steps waited for the copy stream."""
         return sum(each.ticket.waited_s for each in self.transfers)
@@ -175,7 +177,8 @@ class RestoreTransfer:
         except Exception as error:
             log.exception("stored chunks could not be brought back; they are computed again")
             self.good, self.reason = 0, f"{type(error).__name__}: {error}"
-        self.cpu_s += time.thread_time() - began
+        if self.codec.device is None:
+            self.cpu_s += time.thread_time() - began
 
     def _read_headers(self) -> None:
         size = self.codec.header_bytes
@@ -196,7 +199,7 @@ class RestoreTransfer:
         for form, alike in groupby(known, lambda pair: pair[1].format):
             left = [w for w, _ in alike]
             size = self.codec.section_bytes(kind, form)
-            most = max(1, PIECE_BYTES // (size * len(self.codec.sections(kind)[layer])))
+            most = max(1, self.codec.landing.piece_bytes // (size * len(self.codec.sections(kind)[layer])))
             for first in range(0, len(left), most):
                 if self.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
                     return
@@ -204,28 +207,27 @@ class RestoreTransfer:
     def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
         """Whether all of it came."""
         piece = [w for w in piece if w.chunk < self.end]
-        sections = self.codec.sections(kind)
+        sections, landing = self.codec.sections(kind), self.codec.landing
         own, count = sections[layer], sections[-1].stop
         each = len(own) * size
-        if len(self._staging) < len(piece) * each:
-            self._staging = torch.empty(len(piece) * each, dtype=torch.uint8)
-        data = self._staging[: len(piece) * each].view(len(piece), each)
+        data = landing.take(len(piece) * each).view(len(piece), each)
         views = [memoryview(row.numpy()) for row in data]
         offset = frame.section_at(count, size, own.start)
+
+        def arrive(part: range) -> list[str]:
+            mine = [piece[i] for i in part]
+            there = self._read(mine, offset, [views[i] for i in part])
+            return [_damage(piece[i], own, views[i], ok) for i, ok in zip(part, there, strict=True)]
+
         whole = 0
-        for wanted, view, there in zip(piece, views, self._read(piece, offset, views), strict=True):
-            try:
-                if not there:
-                    raise frame.DamagedBlob("is gone")
-                assert wanted.header is not None
-                for place, section in enumerate(own):
-                    wanted.header.check(section, view[place * size : (place + 1) * size])
-            except frame.DamagedBlob as error:
-                self._lost(wanted, str(error))
+        for wanted, damage in zip(piece, landing.read(len(piece), arrive), strict=True):
+            if damage:
+                self._lost(wanted, damage)
                 break
             whole += 1
         if whole:
             self.codec.load(layer, kind, form, data[:whole], [w.slot for w in piece[:whole]])
+            landing.left()
         return whole == len(piece)
 
     def _read(self, chunks: list[WantedChunk], offset: int, views: list[memoryview]) -> list[bool]:
@@ -257,12 +259,35 @@ class RestoreTransfer:
         must project alike, and another may have lost others."""
         if self.project is None:
             return
-        busy, began = not self.done, time.perf_counter()
+        busy, device = not self.done, self.codec.device
+        watch = Stopwatch(device)
         x = self.codec.activations(layer)[[w.slot for w in self.chunks if w.kind == "x"]]
         self.project(layer, x, list(self.projected), list(self.projected.values()), self.prompt_len)
-        if busy == (not self.done):
-            seconds = time.perf_counter() - began
-            self.projections.append(LayerProjection(len(self.projected) * CHUNK, seconds, busy))
+        watch.stop()
+        if device is not None or busy == (not self.done):
+            self._projected.append(_Projected(len(self.projected) * CHUNK, watch, busy and device is None))
+
+
+class _Projected(NamedTuple):
+    """A layer's projection, under way on a device."""
+
+    tokens: int
+    watch: Stopwatch
+    beside_copies: bool
+
+
+def _damage(wanted: WantedChunk, own: range, data: memoryview, there: bool) -> str:
+    """What is wrong with a chunk's sections `own` in `data`; empty for nothing."""
+    if not there:
+        return "is gone"
+    assert wanted.header is not None
+    size = len(data) // len(own)
+    try:
+        for place, section in enumerate(own):
+            wanted.header.check(section, data[place * size : (place + 1) * size])
+    except frame.DamagedBlob as error:
+        return str(error)
+    return ""
 
 
 class Projection(Arrival):

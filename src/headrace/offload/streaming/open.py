@@ -144,7 +144,7 @@ def open_staged(
     )
     if config.cache.prefault:
         store.prefault()
-    streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
+    streams = open_copy_streams(None, EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
     x = None
     if hidden:
         x = StagedX(decoder, backend_of(backend), store, sized.staged, BUFFERS, asked.x_resident)
@@ -172,7 +172,7 @@ def open_streamer(
     if config.cache.prefault:
         store.prefault()
     staging = Staging(model.attention, sized.staged, kv_dtype, dtype, hidden)
-    streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
+    streams = open_copy_streams(None, EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
     layers: ResidentLayers | StreamedLayers = ResidentLayers(decoder)
     weight_bytes = 0
     if asked.weights:
