@@ -3,12 +3,16 @@ one in its place (`use`), on which the same engine runs with its tensors in memo
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from headrace import memory
 
 T = TypeVar("T")
 
@@ -88,6 +92,23 @@ class Device(Protocol):
         """Bytes that `run` takes at most, beside those in use before it."""
 
 
+class _Registered(mmap.mmap):
+    """A mapping part of which the driver has pinned, until it goes."""
+
+    address: int | None = None
+
+    def register(self, address: int, size: int) -> None:
+        """Raises RuntimeError."""
+        error = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(error):
+            raise RuntimeError(f"{size} bytes of host memory cannot be pinned: {error}; ask for less")
+        self.address = address
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
 class Cuda(Device):
     """A CUDA device, by torch."""
 
@@ -113,7 +134,14 @@ class Cuda(Device):
         return x.is_cuda
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+        size = math.prod(shape) * dtype.itemsize
+        if size < memory.HUGE:
+            return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+        # torch would round it up to a power of two, and keep it.
+        mapping, begin = memory.mapped(size, _Registered)
+        found = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=begin).view(*shape)
+        mapping.register(found.data_ptr(), size)
+        return found
 
     def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
         # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.

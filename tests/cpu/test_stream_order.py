@@ -21,6 +21,7 @@ from headrace.offload.ranked.agent import Opened, TierAgent
 from headrace.offload.tiers import host
 from headrace.offload.tiers.base import BlobKind
 from headrace.offload.tiers.host import HostTier
+from headrace.offload.tiers.pinned import PinnedBuffers
 from headrace.offload.tiers.stack import Tiers
 from tests.support.stream_order import StreamOrder, ordered_threads
 
@@ -29,10 +30,16 @@ DIGESTS = [bytes([number]) * 32 for number in range(1, 5)]
 KINDS: tuple[BlobKind, ...] = ("x", "x", "k", "k")
 
 
+class FarTier(HostTier):
+    """One whose blobs are read elsewhere, as from a disk."""
+
+    lend = None  # type: ignore[assignment]
+
+
 class Engine:
     """A pool on a device, with a tier below it. What steps do to the pool is done by torch, on the current stream."""
 
-    def __init__(self, order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, order: StreamOrder, monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
         self.order = order
         ordered_threads(order, monkeypatch, (arrival, ticket, copy_streams, landing))
         _watch_the_host(order, monkeypatch)
@@ -46,7 +53,8 @@ class Engine:
         codecs = [ChunkCodec(self.storage, spec, bytes(32), torch.float32, "plain", device=order) for _ in range(2)]
         piece = codecs[0].section_bytes("k", "raw")
         monkeypatch.setattr(PinnedLanding, "piece_bytes", piece)
-        self.tiers = Tiers([HostTier(1 << 22)], 1 << 20, 1.0)
+        tier = (HostTier if lends else FarTier)(1 << 22, allocate=PinnedBuffers(order))
+        self.tiers = Tiers([tier], 1 << 20, 1.0)
         bringing = CudaStream("restore", order)
         opened = Opened(self.tiers, codecs[0], codecs[1], bringing, ThreadStream("look"), self.project)  # type: ignore[arg-type]
         self.agent = TierAgent(lambda identity: opened)
@@ -89,7 +97,7 @@ class Engine:
 
 def _watch_the_host(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host itself reads and writes pinned memory: checksums, and what a tier gives."""
-    checksum, copy = frame.checksum, host.copy
+    checksum, copy, fill = frame.checksum, host.copy, host.fill
 
     def read(data: Any) -> int:
         order.host(data, writes=False)
@@ -99,15 +107,20 @@ def _watch_the_host(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None
         order.host(wanted.into, writes=True)
         return copy(buffer, wanted)
 
+    def stored(buffer: Any, parts: Any) -> None:
+        order.host(buffer, writes=True)
+        fill(buffer, parts)
+
     monkeypatch.setattr(frame, "checksum", read)
+    monkeypatch.setattr(host, "fill", stored)
     monkeypatch.setattr(host, "copy", given)
 
 
-def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
     """Chunks are computed, stored and overwritten; they come back twice into slots that were in use before, and are
     attended while they come. What comes a third time nobody attends: its slots are written to when it is there."""
     with device.use(order), order.recording():
-        engine = Engine(order, monkeypatch)
+        engine = Engine(order, monkeypatch, lends)
         first, second = [0, 1, 2, 3], [4, 5, 6, 7]
         engine.write(first, seed=1)
         truth = engine.read(first)
@@ -127,25 +140,28 @@ def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NEEDED = {
-    ("_carry", "wait_event"), ("wait", "wait_event"), ("take", "synchronize"), ("filled", "wait_event"),
-    ("filled", "synchronize"), ("finish", "synchronize"),
+    ("_carry", "wait_event"), ("wait", "wait_event"), ("filled", "wait_event"), ("filled", "synchronize"),
+    ("finish", "synchronize"),
 }  # fmt: skip
 """Functions that wait, and how."""
+LANDING = ("take", "synchronize")
+"""What is read elsewhere passes through memory that is used again."""
 TIMES = {("seconds", "synchronize")}
 """Waits that order nothing: for times."""
 
 
-def test_all_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lends", [True, False], ids=["lent", "read"])
+def test_all_is_ordered(lends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order = StreamOrder()
-    run(order, monkeypatch)
+    run(order, monkeypatch, lends)
     assert not order.violations
-    assert order.seen == NEEDED | TIMES
+    assert order.seen == NEEDED | TIMES | (set() if lends else {LANDING})
 
 
-@pytest.mark.parametrize("place", sorted(NEEDED), ids="-".join)
+@pytest.mark.parametrize("place", sorted(NEEDED | {LANDING}), ids="-".join)
 def test_a_dropped_wait_is_found(place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     order = StreamOrder(dropped=place)
-    run(order, monkeypatch)
+    run(order, monkeypatch, lends=place != LANDING)
     assert order.violations
 
 

@@ -16,7 +16,7 @@ from headrace.config import EngineConfig
         {"tensor_parallel_size": 2},
         {"kv_cache_dtype": "int8"},
         {"quantization": "int4"},
-        {"offload_schedule": "row", "kv_offloading_size": 1.0},
+        {"weight_offload": True, "offload_schedule": "auto", "kv_offloading_size": 1.0},
     ],
 )
 def test_without(given: dict[str, Any]) -> None:
@@ -36,6 +36,13 @@ def test_without(given: dict[str, Any]) -> None:
 )
 def test_tiers_are_taken(given: dict[str, Any]) -> None:
     assert EngineConfig(attention_backend="triton", **given).tiers is not None
+
+
+@pytest.mark.parametrize("schedule", ["row", "column"])
+@pytest.mark.parametrize("x", ["on", "off"])
+def test_streaming_is_taken(schedule: str, x: str) -> None:
+    given = {"offload_schedule": schedule, "kv_offloading_size": 1.0, "kv_offload_activations": x}
+    assert EngineConfig(attention_backend="triton", **given).streaming is not None
 
 
 def test_alone() -> None:

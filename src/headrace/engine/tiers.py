@@ -63,7 +63,7 @@ def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Deco
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
     bringing = ThreadStream("restore", link) if device is None else CudaStream("restore", device, link)
     project = Projector(decoder, storage, backend_of(backend))
-    return Opened(open_tiers(config.tiers), codec, other, bringing, ThreadStream("look"), project)
+    return Opened(open_tiers(config.tiers, device), codec, other, bringing, ThreadStream("look"), project)
 
 
 def device_of(config: EngineConfig) -> Device | None:

@@ -7,7 +7,7 @@ sections have one size, and the last ones of a layer are filled up with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -124,6 +124,16 @@ class ChunkCodec:
         assert self.storage.x is not None, "the pool keeps no activations"
         return self.storage.x[layer]
 
+    def _arrived(self, sections: Tensor | Sequence[Tensor]) -> Tensor:
+        """The sections, where the pool is."""
+        if self.device is None:
+            return sections if isinstance(sections, Tensor) else torch.stack(list(sections))
+        shape, parts = (len(sections), len(sections[0])), [sections] if isinstance(sections, Tensor) else sections
+        there = torch.empty(shape, dtype=torch.uint8, device=self.device.place)
+        for into, part in zip([there] if isinstance(sections, Tensor) else there, parts, strict=True):
+            into.copy_(part, non_blocking=True)
+        return there
+
     def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
         """Raises frame.DamagedBlob for a blob that is not this chunk's, or not as this pool needs it."""
         header = frame.read_header(data, digest, kind, self.identity)
@@ -133,12 +143,12 @@ class ChunkCodec:
         return header
 
     @torch.inference_mode()
-    def load(self, layer: int, kind: BlobKind, form: BlobFormat, sections: Tensor, slots: list[int]) -> None:
-        """Puts the checked sections of a layer, uint8 [n, bytes of all of them], into n slots. On a device the current
-        stream is given that to do, and reads them later."""
-        if self.device is not None:
-            there = torch.empty(sections.shape, dtype=torch.uint8, device=self.device.place)
-            sections = there.copy_(sections, non_blocking=True)
+    def load(
+        self, layer: int, kind: BlobKind, form: BlobFormat, sections: Tensor | Sequence[Tensor], slots: list[int]
+    ) -> None:
+        """Puts the checked sections of a layer, uint8 [n, bytes of all of them] or each by itself, into n slots. On a
+        device the current stream is given that to do, and reads them later."""
+        sections = self._arrived(sections)
         where = torch.tensor(slots, dtype=torch.int32)
         if kind == "x":
             chunk_formats.load_x_many(sections, self.activations(layer), where, form)

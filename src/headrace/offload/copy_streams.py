@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.device import Device, Event
+from headrace.device import Device, Event, current
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.ticket import Ticket
 
@@ -94,11 +94,12 @@ class CudaTicket(Ticket):
     after it sees them, and the host goes on. Behind an emulated link, of which a stream knows nothing, the host waits.
     """
 
-    __slots__ = ("began", "device", "emulated", "handed", "over", "ready")
+    __slots__ = ("began", "device", "emulated", "handed", "keeps", "over", "ready")
 
     def __init__(self, size: int, stream: str, device: Device, emulated: bool) -> None:
         super().__init__(size, stream)
         self.device, self.emulated, self.handed = device, emulated, threading.Event()
+        self.keeps: object = None  # memory that is copied from, which nobody else may be given before the end
         self.ready, self.began = device.event(), device.event(timing=True)
         self.over = device.event(timing=True, blocking=True)
         self.ready.record(device.current_stream())
@@ -120,12 +121,13 @@ class CudaTicket(Ticket):
                 link.carried(self.size, self.began_s)
         except BaseException as raised:  # the caller that waits for the ticket gets it
             self.error = raised
+        self.keeps = None
         self.end(self.error)
 
 
 class CudaStream(ThreadStream):
-    """A copy stream of a GPU: a thread that hands copies to a stream of the device, so that they run beside kernels, and
-    one that waits for their end.
+    """A copy stream of a GPU: a thread hands copies to a stream of the device, so that they run beside kernels, and
+    another waits for their end.
 
     A copy begins after what the submitting thread's current stream was given before it. See CudaTicket for when it has
     come. Memory that is not pinned goes through two pinned buffers in turn, since copies from pageable memory do not
@@ -151,8 +153,9 @@ class CudaStream(ThreadStream):
 
     def _carry(self, ticket: Ticket, run: Callable[[], object]) -> None:
         assert isinstance(ticket, CudaTicket)
+        ticket.keeps = run
         try:
-            with self.device.on(self.stream):
+            with torch.inference_mode(), self.device.on(self.stream):
                 self.stream.wait_event(ticket.ready)
                 ticket.began.record(self.stream)
                 run()
@@ -209,11 +212,13 @@ def check_alike(into: Tensor, source: Tensor) -> None:
 def copy_alone(into: Tensor, source: Tensor) -> None:
     """Copies between host tensors by this thread alone and without the interpreter's lock.
 
-    Tensor.copy_ would start a team of threads for a large one, which fights the computation's for its cores.
+    Tensor.copy_ would start a team of threads for a large one, which fights the computation's for its cores. A copy
+    from or to a device is given to the current stream.
     """
-    on_host = into.device.type == source.device.type == "cpu"
+    device = current()
+    on_host = not device.holds(into) and not device.holds(source)
     if not on_host or into.dtype != source.dtype or not (into.is_contiguous() and source.is_contiguous()):
-        into.copy_(source)
+        into.copy_(source, non_blocking=True)
         return
     there, here = (x.detach().view(-1).view(torch.uint8).numpy() for x in (into, source))
     np.copyto(there, here)

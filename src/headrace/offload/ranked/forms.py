@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.ranked.words import Place
-from headrace.offload.restore.transfer import WantedChunk
+from headrace.offload.restore.pieces import WantedChunk
 from headrace.offload.tiers.base import BlobKind, HeadShare, name_of
 from headrace.offload.tiers.stack import Tiers
 

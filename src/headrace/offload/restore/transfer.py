@@ -28,11 +28,12 @@ from headrace.arrival import Arrival
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
+from headrace.offload.restore.pieces import LentPiece, Piece, ReadPiece, Sections, WantedChunk, read
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.report import LayerProjection
 from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import BlobFormat, BlobKind, Read, name_of
+from headrace.offload.tiers.base import BlobFormat, BlobKind, Lender
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
 
@@ -45,25 +46,6 @@ class LayerTransfer(NamedTuple):
     ticket: Ticket
     kind: BlobKind
     layer: int
-
-
-@dataclass(slots=True)
-class WantedChunk:
-    """A chunk of the run: its number in the sequence, its name, its slot, and the tier that has what is to come.
-
-    header: what its blob's header says, once that was read.
-    """
-
-    chunk: int
-    digest: bytes
-    slot: int
-    kind: BlobKind
-    tier: int
-    header: frame.BlobHeader | None = None
-
-    @property
-    def name(self) -> bytes:
-        return name_of(self.digest, self.kind)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,9 +91,10 @@ class RestoreTransfer:
             for kind in kinds:
                 there: Ticket | None = None
                 if some := [w for w in self.chunks if w.kind == kind]:
-                    each = len(self.codec.sections(kind)[layer])
+                    each, lent = len(self.codec.sections(kind)[layer]), list[LentPiece]()
                     size = sum(each * self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
-                    there = self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
+                    there = self._submit(stream, partial(self._carry, layer, kind, some, lent), size, kind, layer)
+                    there.then(partial(_give_back, lent))
                 if kind == "x" and self.projected:
                     self.layers[layer].append(Projection(self, layer, there))
                 elif there is not None:
@@ -184,7 +167,7 @@ class RestoreTransfer:
         size = self.codec.header_bytes
         data = torch.empty(len(self.chunks), size, dtype=torch.uint8)
         views = [memoryview(row.numpy()) for row in data]
-        for wanted, view, there in zip(self.chunks, views, self._read(self.chunks, 0, views), strict=True):
+        for wanted, view, there in zip(self.chunks, views, read(self.tiers, self.chunks, 0, views), strict=True):
             try:
                 if not there:
                     raise frame.DamagedBlob("is gone")
@@ -193,52 +176,43 @@ class RestoreTransfer:
                 self._lost(wanted, str(error))
                 return
 
-    def _carry(self, layer: int, kind: BlobKind, chunks: list[WantedChunk]) -> None:
-        """Brings one layer of some chunks."""
+    def _carry(self, layer: int, kind: BlobKind, chunks: list[WantedChunk], lent: list[LentPiece]) -> None:
+        """Brings one layer of some chunks. lent: what of them tiers have lent until they have come."""
         known = [(w, w.header) for w in chunks if w.header is not None]
-        for form, alike in groupby(known, lambda pair: pair[1].format):
+        for (form, _), alike in groupby(known, lambda pair: (pair[1].format, self._lender(pair[0].tier))):
             left = [w for w, _ in alike]
-            size = self.codec.section_bytes(kind, form)
-            most = max(1, self.codec.landing.piece_bytes // (size * len(self.codec.sections(kind)[layer])))
+            size, sections = self.codec.section_bytes(kind, form), self.codec.sections(kind)
+            own = Sections(sections[layer], size, frame.section_at(sections[-1].stop, size, sections[layer].start))
+            most = max(1, self.codec.landing.piece_bytes // own.bytes)
             for first in range(0, len(left), most):
-                if self.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
+                some = [w for w in left[first : first + most] if w.chunk < self.end]
+                if self.cancelled or not self._bring(layer, kind, form, some, self._piece(some, own, lent)):
                     return
 
-    def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
-        """Whether all of it came."""
-        piece = [w for w in piece if w.chunk < self.end]
-        sections, landing = self.codec.sections(kind), self.codec.landing
-        own, count = sections[layer], sections[-1].stop
-        each = len(own) * size
-        data = landing.take(len(piece) * each).view(len(piece), each)
-        views = [memoryview(row.numpy()) for row in data]
-        offset = frame.section_at(count, size, own.start)
+    def _lender(self, tier: int) -> Lender | None:
+        """A tier that a device's copies can run from."""
+        return None if self.codec.device is None else self.tiers.lender(tier)
 
-        def arrive(part: range) -> list[str]:
-            mine = [piece[i] for i in part]
-            there = self._read(mine, offset, [views[i] for i in part])
-            return [_damage(piece[i], own, views[i], ok) for i, ok in zip(part, there, strict=True)]
+    def _piece(self, chunks: list[WantedChunk], sections: Sections, lent: list[LentPiece]) -> Piece:
+        """From where a tier has them, if that lends, and a device copies; else through landing memory."""
+        lender = self._lender(chunks[0].tier)
+        if lender is None:
+            return ReadPiece(chunks, sections, self.tiers, self.codec.landing)
+        lent.append(LentPiece(chunks, sections, lender))
+        return lent[-1]
 
+    def _bring(self, layer: int, kind: BlobKind, form: BlobFormat, chunks: list[WantedChunk], piece: Piece) -> bool:
+        """Whether all of a piece came."""
         whole = 0
-        for wanted, damage in zip(piece, landing.read(len(piece), arrive), strict=True):
-            if damage:
-                self._lost(wanted, damage)
+        for wanted, wrong in zip(chunks, self.codec.landing.read(len(chunks), piece.arrive), strict=True):
+            if wrong:
+                self._lost(wanted, wrong)
                 break
             whole += 1
         if whole:
-            self.codec.load(layer, kind, form, data[:whole], [w.slot for w in piece[:whole]])
-            landing.left()
-        return whole == len(piece)
-
-    def _read(self, chunks: list[WantedChunk], offset: int, views: list[memoryview]) -> list[bool]:
-        """Whether each was read; by tier, in few calls."""
-        found = [False] * len(chunks)
-        for tier in {w.tier for w in chunks}:
-            mine = [i for i, w in enumerate(chunks) if w.tier == tier]
-            there = self.tiers.read(tier, [Read(chunks[i].name, offset, views[i]) for i in mine])
-            for i, each in zip(mine, there, strict=True):
-                found[i] = each
-        return found
+            self.codec.load(layer, kind, form, piece.rows(whole), [w.slot for w in chunks[:whole]])
+            piece.left()
+        return whole == len(chunks)
 
     @property
     def end(self) -> float:
@@ -276,18 +250,9 @@ class _Projected(NamedTuple):
     beside_copies: bool
 
 
-def _damage(wanted: WantedChunk, own: range, data: memoryview, there: bool) -> str:
-    """What is wrong with a chunk's sections `own` in `data`; empty for nothing."""
-    if not there:
-        return "is gone"
-    assert wanted.header is not None
-    size = len(data) // len(own)
-    try:
-        for place, section in enumerate(own):
-            wanted.header.check(section, data[place * size : (place + 1) * size])
-    except frame.DamagedBlob as error:
-        return str(error)
-    return ""
+def _give_back(lent: list[LentPiece]) -> None:
+    for piece in lent:
+        piece.give_back()
 
 
 class Projection(Arrival):
