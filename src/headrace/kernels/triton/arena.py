@@ -110,10 +110,9 @@ class Arena:
         end = begin + int(np.prod(shape))
         return Part(self._host[begin:end].numpy().reshape(shape), self._there[begin:end].view(shape))
 
-    def place(self, positions: NDArray[np.int64], slots: Int32, offsets: Int32) -> None:
-        """Takes the rows of a step, all others are padding."""
+    def move(self, positions: NDArray[np.int64], offsets: Int32) -> None:
+        """Takes other places for the rows of a step; all others are padding."""
         padded(self.positions.host, positions, -1)
-        padded(self.slots.host, slots, -1)
         padded(self.offsets.host, offsets, 0)
 
     def send(self, tasks: bool = True) -> None:

@@ -22,15 +22,13 @@ from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention_kernels, tile_schedule
-from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes
+from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.limits import check
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
 LOG2_E = math.log2(math.e)
 STATE_BYTES = 1 << 29
 """Of states that tasks of one span may leave; more rows walk all their spans one after another."""
-PROGRAMS = 8
-"""For each multiprocessor, of a launch whose number of tasks is known on the device alone."""
 
 
 @cache
@@ -87,12 +85,16 @@ class TileWork:
         states = heads.states(done.states, arena.items.there.device)
         return cls(heads, arena, [len(tasks) for tasks in done.rounds], len(done.flash), states)
 
+    def first(self, rounds: int) -> TileWork:
+        """The same with so many rounds alone."""
+        return replace(self, rounds=self.rounds[:rounds])
+
     def run(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D]. The mask's positions lie on the GPU, int32; its items are left alone. Rows of no
         task stay undefined."""
         if mask.cap is not None or mask.sinks is not None:
             raise ValueError("the Triton kernels know no soft caps and no sinks; use attention_backend 'reference'")
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, out = _rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
         counts = self.arena.counts.there
         for number, programs in enumerate(self.rounds):
             tasks = self.arena.rounds[number].there
@@ -159,21 +161,22 @@ class TritonStep:
         check(step.dtype, dim)
         heads = Heads(step.heads, kv_heads, dim)
         self.arena, self.work = _arena_of(step.items, step.positions, heads, place)
-        self.arena.place(step.positions.numpy(), step.slots.numpy(), step.offsets.numpy())
+        padded(self.arena.slots.host, step.slots.numpy(), -1)
+        self.arena.move(step.positions.numpy(), step.offsets.numpy())
         self.arena.send()
         self.masks = step.masks(self.arena.positions.there)
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
         """Other positions and offsets for the rows of the same items, each in the chunk in which it was."""
-        self.arena.place(positions.numpy(), self.arena.slots.host, offsets.numpy())
+        self.arena.move(positions.numpy(), offsets.numpy())
         self.arena.send(tasks=False)
 
     def __call__(
         self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
-        _store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        return self.work[window].run(_rows(q), pool, replace(self.masks[window], sinks=sinks))
+        store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
+        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks))
 
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         raise ValueError("the Triton kernels run one layer after another")
@@ -193,19 +196,19 @@ def _arena_of(
 def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     """Attention of rows q [R, Hq, D] over the chunks of the mask's items: [R, Hq, D]. See kernels.backend."""
     _check_scales(pool)
-    (rows, heads, dim), kv_heads = q.shape, pool.k.shape[1]
+    (_, heads, dim), kv_heads = q.shape, pool.k.shape[1]
     check(q.dtype, dim)
     arena, work = _arena_of({mask.window: mask.items}, mask.positions, Heads(heads, kv_heads, dim), q.device)
-    arena.place(mask.positions.numpy(), np.zeros(rows, np.int32), np.zeros(rows, np.int32))
+    arena.move(mask.positions.numpy(), np.empty(0, np.int32))
     arena.send()
-    return work[mask.window].run(_rows(q), pool, replace(mask, positions=arena.positions.there))
+    return work[mask.window].run(q, pool, replace(mask, positions=arena.positions.there))
 
 
 def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:
     """Writes k_new, v_new [T, Hkv, D] into the pool as key offsets[t] of chunk slots[t], int32 [T] each."""
     _check_scales(pool)
     check(k_new.dtype, k_new.shape[-1])
-    _store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
+    store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
 
 
 def _check_scales(pool: Pool) -> None:
@@ -218,7 +221,8 @@ def _rows(q: Tensor) -> Tensor:
     return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 
-def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+def store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+    """`append` of checked tensors, those of the places on the device; rows of negative slots are not stored."""
     rows, kv_heads, dim = k.shape
     if not rows:
         return

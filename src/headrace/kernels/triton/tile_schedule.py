@@ -137,7 +137,7 @@ class _Groups(NamedTuple):
     key: Int64
     last: Int64
     first: Int64
-    count: Int64
+    chunks: Int64
     depth: Int64
 
 
@@ -158,7 +158,7 @@ def _split(items: Int32, positions: Int64, begins: Int64, bounds: Bounds) -> tup
     begin = groups.low[which] + nth * bounds.rows_together
     end = np.minimum(begin + bounds.rows_together, groups.high[which])
     # Of one run's rows none sees further than the last.
-    key, count = groups.key[which], groups.count[which]
+    key, count = groups.key[which], groups.chunks[which]
     seen = np.where(begins[end - 1] <= begin, (positions[end - 1] - key) // CHUNK + 1, count)
     tasks = _tasks(begin, end, firsts[which], np.minimum(count, seen))
     depth, useful = groups.depth[which], seen > 0
@@ -191,7 +191,7 @@ def _grouped(items: Int32, begins: Int64) -> tuple[Int64, _Groups]:
 
 def _is_tree(groups: _Groups) -> bool:
     """Whether every group's rows are among those of the group before it in their span, and its keys lie behind."""
-    whole = groups.last - groups.key == (groups.count - 1) * CHUNK
+    whole = groups.last - groups.key == (groups.chunks - 1) * CHUNK
     if not whole.all():
         return False
     for depth in range(1, int(groups.depth.max()) + 1):
@@ -209,7 +209,7 @@ def _with_room(items: Int32, order: Int64, groups: _Groups, positions: Int64) ->
     """The items group by group, with room behind some, and where each group begins."""
     alone = groups.high - groups.low == 1
     newest = alone & (groups.last == positions[groups.low] // CHUNK * CHUNK)
-    room = np.where(newest, SPAN_CHUNKS - groups.key // CHUNK % SPAN_CHUNKS, groups.count)
+    room = np.where(newest, SPAN_CHUNKS - groups.key // CHUNK % SPAN_CHUNKS, groups.chunks)
     ends = np.cumsum(room)
     firsts = ends - room
     number = np.repeat(groups.first - firsts, room)
