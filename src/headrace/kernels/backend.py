@@ -138,7 +138,8 @@ class GraphStep(Protocol):
 
     def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """Stores k, v [T, Hkv, D] and attends: q [T, Hq, D] -> [T, Hq, D], for any T up to `rows` and at least the
-        step's. Rows of padding are not stored, and stay undefined."""
+        step's. Rows of padding are not stored, and give what is finite. The result is valid until the
+        next call."""
 
 
 class Backend(Protocol):

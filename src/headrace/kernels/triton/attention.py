@@ -89,12 +89,12 @@ class TileWork:
         """The same with so many rounds alone."""
         return replace(self, rounds=self.rounds[:rounds])
 
-    def run(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
-        """q [R, Hq, D] -> [R, Hq, D]. The mask's positions lie on the GPU, int32; its items are left alone. Rows of no
-        task stay undefined."""
+    def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None) -> Tensor:
+        """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
+        positions lie on the GPU, int32; its items are left alone."""
         if mask.cap is not None or mask.sinks is not None:
             raise ValueError("the Triton kernels know no soft caps and no sinks; use attention_backend 'reference'")
-        q, out = _rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         counts = self.arena.counts.there
         for number, programs in enumerate(self.rounds):
             tasks = self.arena.rounds[number].there

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headrace.device import current
@@ -53,6 +54,7 @@ class TritonGraphStep:
         self._work = {
             window: TileWork(heads, each, [programs] * ROUNDS, 0, kept) for window, each in arena.tasks.items()
         }
+        self._out = torch.zeros(sizes.rows, sizes.heads, dim, dtype=sizes.dtype, device=self.place)
         self.clear()
 
     def clear(self) -> None:
@@ -81,4 +83,4 @@ class TritonGraphStep:
 
     def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         attention.store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        return self._work[window].first(rounds).run(q, pool, self._masks[window])
+        return self._work[window].first(rounds).run(q, pool, self._masks[window], self._out[: len(q)])
