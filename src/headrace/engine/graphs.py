@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.attention.plan import Plan
+from headrace.attention.plan import Plan, PlannedStep
 from headrace.device import Graph, current
 from headrace.engine.programs import Eager, Logits, StepRows
 from headrace.kernels import ops
@@ -102,10 +102,10 @@ class CudaGraphs:
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
         planned = step.planned
-        if not self._holds(planned.first, planned.steps, planned.plan):
+        plan, rows = planned.plan, planned.first.rows
+        if not self._holds(planned, plan):
             self.stats.eager += 1
             return self.eager.run(step)
-        rows, plan = planned.first.rows, planned.plan
         self.step.send(step.tokens(), plan.positions, plan.row_offsets)
         key = Key(next(size for size in self.sizes if size >= rows), self._rounds)
         recorded = self._recorded.get(key) or self._record(key)
@@ -115,11 +115,18 @@ class CudaGraphs:
         greatest = Greatest(values.view(torch.float32)[:rows].tolist(), best[:rows].tolist())
         return Logits(recorded.logits[:rows], greatest)
 
-    def _holds(self, first: Plan, steps: int, plan: Plan) -> bool:
+    def _holds(self, planned: PlannedStep, plan: Plan) -> bool:
         """Whether the step's tasks lie, or now lie, in the fixed memory."""
-        if steps and first is self._first:
+        first, grown = planned.first, planned.grown
+        before, self._first = self._first, None
+        if before is first and planned.steps:
+            self._first = first
             return True
-        self._first = None
+        if grown is not None and grown.before is before and not planned.steps:
+            rows = grown.rows
+            if self.step.grow(rows, plan.row_slots[rows], plan.positions[rows]):
+                self._first = first
+                return True
         items = {window: plan.items_within(window) for window in set(self.decoder.config.attention.windows)}
         rounds = self.step.fill(items, plan.positions, plan.row_slots)
         if rounds is None:

@@ -133,6 +133,10 @@ class GraphStep(Protocol):
         """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None, with nothing
         changed: there is no room for it."""
 
+    def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
+        """Goes on from the step that was sent last to one in which each of these rows, at `positions`, begins a chunk
+        of its own. False: there is no room, and the step is to be filled."""
+
     def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
         """Carries the step to the device: the one that was filled, or a later one of the same items (PreparedStep.go_on)."""
 

@@ -74,6 +74,11 @@ class TritonGraphStep:
         self._filled = True
         return max(len(each.rounds) for each in done.values())
 
+    def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
+        added = zip(rows.tolist(), slots.tolist(), positions.tolist(), strict=True)
+        self._filled = all([self.arena.grow(row, slot, position) for row, slot, position in added])
+        return self._filled
+
     def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
         arena = self.arena
         padded(arena.tokens.host, np.array(tokens, np.int32), 0)
