@@ -155,7 +155,10 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
             states.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    runner, offload = Runner(decoder, storage, capacity.backend, states), None
+    runner, offload = Runner(decoder, storage, capacity.backend, states, capacity.max_sequences), None
+    if config.model.on_gpu:
+        tell(LoadPhase("recording steps"))
+        runner.record()
     if config.tiers is not None:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)

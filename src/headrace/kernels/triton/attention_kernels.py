@@ -41,18 +41,32 @@ def _probabilities(scores, seen, factor):
 # One kernel, long as it is: what its parts would hand to one another lives in registers.
 @triton.jit
 def walk(
-    q, k, v, items, tasks, positions, bias, acc_of, m_of, z_of, out, factor, q_stride, bias_len, spans, window,
+    q, k, v, items, tasks, count, positions, bases, bias, acc_of, m_of, z_of, out, factor, q_stride, bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One task of one KV head, or of PART of its query heads. See TileSchedule for tasks and items.
+    """Every num_programs(0)-th of count[0] tasks, of one KV head or of PART of its query heads. See TileSchedule for
+    tasks, items and bases.
 
     q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D]; positions int32 [R];
-    bias fp32 [HEADS, bias_len]. SPLIT: leaves acc_of [R, spans, HEADS, D], m_of and z_of [R, spans, HEADS], going on
-    from them if RESUME. Otherwise: out [R, HEADS, D]. factor: of the scores, in units of log 2.
+    bias fp32 [HEADS, bias_len]. SPLIT: leaves acc_of [states, HEADS, D], m_of and z_of [states, HEADS], going on from
+    them if RESUME. Otherwise: out [R, HEADS, D]. factor: of the scores, in units of log 2.
     """
-    task = tasks + 4 * tl.program_id(0)
+    for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        _walk_task(
+            q, k, v, items, tasks + 4 * number, positions, bases, bias, acc_of, m_of, z_of, out, factor, q_stride,
+            bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, SPLIT, RESUME, WINDOW, BIAS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _walk_task(
+    q, k, v, items, task, positions, bases, bias, acc_of, m_of, z_of, out, factor, q_stride, bias_len, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
+    WINDOW: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     kv_head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     begin, end, first, count = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -72,7 +86,7 @@ def walk(
     acc = tl.zeros((LANES, P), tl.float32)
     total_m, total_z, total = m, z, acc
     span = tl.load(items + 4 * first + 1, mask=count > 0, other=0) // SPAN
-    state = (row.to(tl.int64) * spans + span) * HEADS + head
+    state = (tl.load(bases + row, mask=taken, other=0).to(tl.int64) + span) * HEADS + head
     if RESUME:
         m = tl.load(m_of + state, mask=taken, other=float("-inf"))
         z = tl.load(z_of + state, mask=taken, other=0.0)
@@ -127,12 +141,16 @@ def walk(
 
 @triton.jit
 def merge_spans(
-    acc_of, m_of, z_of, positions, out, spans, window,
+    acc_of, m_of, z_of, positions, bases, out, window,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr, SPAN: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The states of a row's spans, from left to right, for TOGETHER of its heads: out [R, HEADS, D]. See walk."""
+    """The states of a row's spans, from left to right, for TOGETHER of its heads: out [R, HEADS, D], which rows without
+    states leave as it is. See walk."""
     row = tl.program_id(0).to(tl.int64)
+    base = tl.load(bases + row).to(tl.int64)
+    if base < 0:
+        return
     head, d = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER), tl.arange(0, P)
     taken, fits = head < HEADS, d < D
     position = tl.load(positions + row)
@@ -141,7 +159,7 @@ def merge_spans(
     acc = tl.zeros((TOGETHER, P), tl.float32)
     first = tl.maximum(position - window + 1, 0) // SPAN if WINDOW else 0
     for span in range(first, position // SPAN + 1):
-        state = (row * spans + span) * HEADS + head
+        state = (base + span) * HEADS + head
         m2 = tl.load(m_of + state, mask=taken, other=float("-inf"))
         z2 = tl.load(z_of + state, mask=taken, other=0.0)
         acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
@@ -155,9 +173,12 @@ def merge_spans(
 def store(
     k_new, v_new, k, v, slots, offsets, k_stride, v_stride, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr
 ):
-    """A row's key and value of one KV head into the pools (see walk): key offsets[t] of chunk slots[t]."""
+    """A row's key and value of one KV head into the pools (see walk): key offsets[t] of chunk slots[t]; none of
+    a negative slot."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, offset = tl.load(slots + row).to(tl.int64), tl.load(offsets + row)
+    if slot < 0:
+        return
     d = tl.arange(0, P)
     fits = d < D
     chunk = (slot * KV_HEADS + head) * (64 * D)

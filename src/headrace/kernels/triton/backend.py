@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from headrace.device import current
-from headrace.kernels.backend import Backend
+from headrace.kernels.backend import GraphBackend, GraphSizes
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.triton.limits import capabilities
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import TritonStep
+    from headrace.kernels.triton.graph_step import TritonGraphStep
 
-__all__ = ["append", "attend", "capabilities", "described", "layout", "missing", "prepare"]
+__all__ = ["append", "attend", "capabilities", "described", "graph_step", "layout", "missing", "prepare"]
 
 
 def missing() -> str | None:
@@ -54,7 +55,13 @@ def prepare(step: StepInputs) -> TritonStep:
     return TritonStep(step)
 
 
+def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:
+    from headrace.kernels.triton.graph_step import TritonGraphStep
+
+    return TritonGraphStep(sizes, bias)
+
+
 if TYPE_CHECKING:  # it keeps the contract
     from headrace.kernels.triton import backend as this_module
 
-    _: Backend = this_module
+    _: GraphBackend = this_module
