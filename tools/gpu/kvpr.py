@@ -38,8 +38,11 @@ from headrace.types import CHUNK
 
 CUDA = torch.device("cuda", 0)
 SEQUENCES, TOKENS, DIM = 32, 1024, 128
-LAYERS = 8
-"""Layers that are timed together: the first fills the pipeline and is one of the figures' errors."""
+LAYERS = 16
+"""Layers that are timed together, of a model's 32 to 48: the first and the last are not overlapped."""
+BESIDE = (-0.2, -0.1, -0.05, 0.05, 0.1, 0.2)
+"""Splits that are tried beside the chosen one, by how much more of the chunks is projected."""
+ROUNDS = 3
 BF16 = torch.bfloat16
 AT_ONCE = 64
 """Chunks that are projected by one product."""
@@ -187,9 +190,9 @@ class Bench:
         return began.elapsed_time(ended) / LAYERS
 
     def costs(self) -> LayerCosts:
-        """What the solver is told, by events: the link by half of a layer's K and V, projecting by an eighth of its
+        """What the solver is told, by events: the link by half of a layer's K and V, projecting by a quarter of its
         chunks, the rest as it is, each alone."""
-        half, some = self.chunks // 2, max(1, self.whole // 8)
+        half, some = self.chunks // 2, max(1, self.whole // 4)
         kv, x = (sum(each.nbytes for each in parts) // self.chunks for parts in ((self.k, self.v), (self.x,)))
         link_s = (self.chunks - half) * kv / event_s(partial(self.load_kv, 0, half))
         project_s = event_s(partial(self.project, 0, 0, some)) / some
@@ -202,6 +205,7 @@ def event_s(run: Callable[[], object], rounds: int = 5) -> float:
     found = []
     for _ in range(rounds + 1):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)  # launches wait behind it
         began.record()
         run()
         ended.record()
@@ -211,12 +215,12 @@ def event_s(run: Callable[[], object], rounds: int = 5) -> float:
 
 
 def swept(bench: Bench, chosen: int, seconds: float) -> dict[int, list[float]]:
-    """Milliseconds of a layer by p, in turns, until the time is over: none, the choice, and a grid."""
-    step = max(1, bench.whole // 16)
-    counts = sorted({0, chosen, bench.whole, *range(0, bench.whole, step)})
+    """Milliseconds of a layer by p, in turns, until the time is over: none, all, the choice and some beside it."""
+    beside = [chosen + round(share * bench.chunks) for share in BESIDE]
+    counts = sorted({0, chosen, bench.whole, *(min(bench.whole, max(0, p)) for p in beside)})
     found: dict[int, list[float]] = {p: [] for p in counts}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or not all(len(each) >= 3 for each in found.values()):
+    while time.perf_counter() < end or not all(len(each) >= ROUNDS for each in found.values()):
         for p in counts:
             found[p].append(bench.layer_ms(p))
     return found
