@@ -140,8 +140,8 @@ def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, lends: bool) -> Non
 
 
 NEEDED = {
-    ("_carry", "wait_event"), ("wait", "wait_event"), ("filled", "wait_event"), ("filled", "synchronize"),
-    ("finish", "synchronize"),
+    ("_carry", "wait_event"), ("wait in read", "wait_event"), ("wait in wait", "wait_event"), ("filled", "wait_event"),
+    ("filled", "synchronize"), ("finish", "synchronize"),
 }  # fmt: skip
 """Functions that wait, and how."""
 LANDING = ("take", "synchronize")

@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.device import Device, Event, Graph, Stream
 
 T = TypeVar("T")
+ALLOCATING = ("aten::empty_like", "aten::new_empty")
+"""Operations that look at a tensor's shape alone."""
 Agent = object
 """A stream, or a thread."""
 
@@ -125,7 +127,7 @@ class StreamOrder(Device):
         self.lock = threading.RLock()
         self.clocks: defaultdict[Agent, Clock] = defaultdict(Clock)
         self._buffers: list[Buffer] = []
-        self._held: set[int] = set()
+        self._host: set[int] = set()
         self._local = threading.local()
         self._compute = RecordedStream(self, "compute")
         self._count = 0
@@ -136,7 +138,7 @@ class StreamOrder(Device):
         return None
 
     def holds(self, x: Tensor) -> bool:
-        return x.untyped_storage().data_ptr() in self._held
+        return x.untyped_storage().data_ptr() not in self._host
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.watch(torch.zeros(*shape, dtype=dtype), "pinned memory", held=False)
@@ -179,12 +181,13 @@ class StreamOrder(Device):
     # -- what tests tell it
 
     def watch(self, x: Tensor, name: str, held: bool = True) -> Tensor:
-        """From now on accesses of x are checked. held: x lies on the device."""
+        """From now on accesses of x are checked. held: x lies on the device, as all does that is not said to be the
+        host's."""
         storage = x.untyped_storage()
         with self.lock:
             self._buffers.append(Buffer(name, storage.data_ptr(), storage.nbytes(), x))
-            if held:
-                self._held.add(storage.data_ptr())
+            if not held:
+                self._host.add(storage.data_ptr())
         return x
 
     @contextmanager
@@ -218,7 +221,10 @@ class StreamOrder(Device):
         frame = sys._getframe(1)
         while frame.f_code.co_filename == __file__ and frame.f_back is not None:
             frame = frame.f_back
-        place = (frame.f_code.co_name, kind)
+        name = frame.f_code.co_name
+        if name == "wait" and frame.f_back is not None:  # a ticket's: who waits for it
+            name = f"{name} in {frame.f_back.f_code.co_name}"
+        place = (name, kind)
         self.seen.add(place)
         return place != self.dropped
 
@@ -277,7 +283,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
         view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
-        if not view:
+        if not view and schema.name not in ALLOCATING:
             ranges = []
             for place, given in zip(schema.arguments, args, strict=False):
                 writes = place.alias_info is not None and place.alias_info.is_write

@@ -31,6 +31,7 @@ from headrace.offload.stored_states import StoredStates
 from headrace.offload.tiers.base import HeadShare
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
+from headrace.offload.tiers.pinned import PinnedBuffers
 from headrace.offload.writeback import Writeback
 from headrace.parallel.rank import Rank
 from headrace.parallel.states import RankStates
@@ -63,7 +64,8 @@ def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Deco
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
     bringing = ThreadStream("restore", link) if device is None else CudaStream("restore", device, link)
     project = Projector(decoder, storage, backend_of(backend))
-    return Opened(open_tiers(config.tiers, device), codec, other, bringing, ThreadStream("look"), project)
+    tiers = open_tiers(config.tiers) if device is None else open_tiers(config.tiers, PinnedBuffers(device))
+    return Opened(tiers, codec, other, bringing, ThreadStream("look"), project)
 
 
 def device_of(config: EngineConfig) -> Device | None:

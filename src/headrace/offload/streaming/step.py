@@ -192,7 +192,7 @@ class StreamStep:
             self.transfers.load_weights(layer, batch, self.shape.slices, what)
         elif load.kind == "hidden":
             outside, written = self.outside[batch]
-            self.hidden[batch] = torch.empty_like(outside)
+            self.hidden[batch] = torch.empty_like(outside, device=self.decoder.device)
             self.tickets[key] = self.transfers.load_hidden(self.hidden[batch], outside, written)
         else:
             buffer, piece = self.index[key[1:]] % 2, self.pieces(layer, batch)[load.piece]
