@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from tests.support.offloading import MIXES, answer, flush, forced, prompts_of
+from tests.support.offloading import MIXES, answer, flush, forced, prompts_of, watched
 from tests.support.traces import Trace, run, same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -58,7 +58,7 @@ def test_preempted_and_evicted(truth: list[Trace]) -> None:
     """A pool for one prompt at a time: all others are stored when they are evicted, and come back."""
     llm = engine(kv_cache_tokens=576, max_model_len=512, kv_offloading_size=0.05)
     for _ in range(2):
-        same([run(llm, [prompt], PARAMS)[0] for prompt in prompts_of(llm)], truth)
+        same([watched(llm, [prompt], PARAMS)[0] for prompt in prompts_of(llm)], truth)
     llm.close()
 
 

@@ -226,8 +226,12 @@ def swept(bench: Bench, chosen: int, seconds: float) -> dict[int, list[float]]:
     return found
 
 
-def measured(shape: Shape, seconds: float) -> dict[str, Any]:
-    """One row of the table. Raises AssertionError where a split gives other bits."""
+Sweep = dict[int, tuple[float, float]]
+"""Milliseconds of a layer, measured and predicted, by the chunks that are projected."""
+
+
+def measured(shape: Shape, seconds: float) -> tuple[dict[str, Any], Sweep]:
+    """One row of the table, and its sweep. Raises AssertionError where a split gives other bits."""
     bench = Bench(shape)
     costs = bench.costs()
     chosen = chunks_to_project(bench.chunks, bench.whole, costs)
@@ -246,17 +250,18 @@ def measured(shape: Shape, seconds: float) -> dict[str, Any]:
         "token_ms": found[chosen] * shape.layers, "token_all_loaded_ms": found[0] * shape.layers,
         "less": 1 - found[chosen] / found[0], "over_best": found[chosen] / found[best] - 1,
         "prediction": predicted[chosen] / found[chosen] - 1,
-        "sweep_ms": {p: [found[p], predicted[p]] for p in found},
-    }  # fmt: skip
+    }, {p: (found[p], predicted[p]) for p in found}  # fmt: skip
 
 
 def table(seconds: float) -> dict[str, Any]:
     """Rows of all shapes, measured in about so many seconds beside what allocating takes."""
-    rows = []
+    rows, sweeps = [], {}
     for shape in SHAPES:
-        rows.append(measured(shape, seconds / len(SHAPES)))
+        row, sweeps[shape.name] = measured(shape, seconds / len(SHAPES))
+        rows.append(row)
         torch.cuda.empty_cache()
-    return {"device": torch.cuda.get_device_name(CUDA), "sequences": SEQUENCES, "tokens": TOKENS, "rows": rows}
+    given = {"device": torch.cuda.get_device_name(CUDA), "sequences": SEQUENCES, "tokens": TOKENS}
+    return {**given, "rows": rows, "sweeps_ms": sweeps}
 
 
 def told(row: dict[str, Any]) -> str:

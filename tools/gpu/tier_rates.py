@@ -1,6 +1,6 @@
 """Storing chunks of a GPU's pool in pinned host memory, and restoring them, over its real link.
 
-    python tools/gpu/restore.py [SECONDS]
+    python tools/gpu/tier_rates.py [SECONDS]
 
 Chunks of random numbers, bf16, LAYERS layers of a model's shape, through the engine's own codec, host tier and copy
 streams: encoded and stored one after the other, brought back as one restore with all checks. What comes back must be
