@@ -1,4 +1,4 @@
-"""A whole engine on a device that is none (tests.support.fake_device): steps replayed from graphs that outlive plans."""
+"""A whole engine on a fake device (tests.support.fake_device): steps replayed from graphs that outlive plans."""
 
 from __future__ import annotations
 

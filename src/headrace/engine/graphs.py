@@ -52,12 +52,14 @@ class Recorded(NamedTuple):
 class GraphAttention(Attend):
     """Attention of a recording."""
 
-    def __init__(self, step: GraphStep, rounds: int, storage: KVStorage, windows: tuple[int | None, ...]) -> None:
-        self.step, self.rounds, self.storage, self.windows = step, rounds, storage, windows
+    def __init__(self, step: GraphStep, rounds: int, storage: KVStorage, decoder: Decoder) -> None:
+        self.step, self.rounds, self.storage = step, rounds, storage
+        self.windows, self.sinks = decoder.config.attention.windows, decoder.sinks
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         assert rows is None, "all rows of a graph are wanted"
-        return self.step(self.rounds, self.storage.pool(layer), q, k, v, self.windows[layer])
+        sinks = None if self.sinks is None else self.sinks[layer]
+        return self.step(self.rounds, self.storage.pool(layer), q, k, v, self.windows[layer], sinks)
 
 
 def obstacle(config: ModelConfig, storage: KVStorage) -> str | None:
@@ -81,7 +83,7 @@ class CudaGraphs:
         length = min(config.max_model_len, storage.slots * CHUNK)
         sizes = GraphSizes(
             self.sizes[-1], length, frozenset(spec.windows), spec.heads, (storage.slots, *spec.shape(0)), storage.dtype,
-            spec.scale,
+            spec.scale, spec.score_cap,
         )  # fmt: skip
         self.step = backend.graph_step(sizes, decoder.key_bias)
         rope = decoder.rope
@@ -146,7 +148,7 @@ class CudaGraphs:
         """From the tokens to the logits, and the greatest of each row."""
         decoder, tokens = self.decoder, self.step.tokens[: key.rows]
         positions = self.step.positions[: key.rows].clamp(min=0)
-        attend = GraphAttention(self.step, key.rounds, self.storage, decoder.config.attention.windows)
+        attend = GraphAttention(self.step, key.rounds, self.storage, decoder)
         turns = None if self._turns is None else self._turns.index_select(0, positions)
         x = decoder.layers(decoder.embed(tokens, positions), turns, attend)
         logits = decoder.logits(decoder.leave(x))

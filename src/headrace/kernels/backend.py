@@ -108,8 +108,10 @@ class PreparedStep(Protocol):
 
 
 class GraphSizes(NamedTuple):
-    """What steps that replay graphs have at most: rows, positions below `length`; and what they have in common. windows:
-    of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale: see Mask."""
+    """What steps that replay graphs have at most: rows, and positions below `length`; and what they have in common.
+
+    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, cap: see Mask.
+    """
 
     rows: int
     length: int
@@ -118,6 +120,7 @@ class GraphSizes(NamedTuple):
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scale: float
+    cap: float | None = None
 
 
 class GraphStep(Protocol):
@@ -138,12 +141,21 @@ class GraphStep(Protocol):
         of its own. False: there is no room, and the step is to be filled."""
 
     def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
-        """Carries the step to the device: the one that was filled, or a later one of the same items (PreparedStep.go_on)."""
+        """Carries the step to the device: the one that was filled or grown, or a later one of the same items, as
+        PreparedStep.go_on."""
 
-    def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Stores k, v [T, Hkv, D] and attends: q [T, Hq, D] -> [T, Hq, D], for any T up to `rows` and at least the
-        step's. Rows of padding are not stored, and give what is finite. The result is valid until the
-        next call."""
+    def __call__(
+        self,
+        rounds: int,
+        pool: Pool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Stores k, v [T, Hkv, D] in the pool and attends: q [T, Hq, D] -> [T, Hq, D], valid until the next call, for any
+        T up to `rows` and at least the step's. Rows of padding are not stored, and what they give is finite."""
 
 
 class Backend(Protocol):

@@ -92,8 +92,6 @@ class TileWork:
     def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
         positions lie on the GPU, int32; its items are left alone."""
-        if mask.cap is not None or mask.sinks is not None:
-            raise ValueError("the Triton kernels know no soft caps and no sinks; use attention_backend 'reference'")
         q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         counts = self.arena.counts.there
         for number, programs in enumerate(self.rounds):
@@ -109,25 +107,26 @@ class TileWork:
     def _walk(
         self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int, **way: bool
     ) -> None:
-        heads, bias = self.heads, mask.bias
+        heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
         acc, m, z = self.states
         padded = self._padded
         attention_kernels.walk[(programs, heads.columns)](
             q=q, k=pool.k, v=pool.v, items=self.arena.items.there, tasks=tasks, count=count, positions=mask.positions,
-            bases=self.arena.bases.there, bias=q if bias is None else bias, acc_of=acc, m_of=m, z_of=z, out=out,
-            factor=mask.scale * LOG2_E, q_stride=q.stride(0), bias_len=0 if bias is None else bias.shape[-1],
+            bases=self.arena.bases.there, bias=q if bias is None else bias, sinks=q if sinks is None else sinks,
+            acc_of=acc, m_of=m, z_of=z, out=out, factor=mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap),
+            cap=(cap or 0.0) * LOG2_E, q_stride=q.stride(0), bias_len=0 if bias is None else bias.shape[-1],
             window=mask.window or 0, **self._shape(mask), **way,
             KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, LANES=tile_schedule.LANES,
-            BIAS=bias is not None, PRECISION="ieee",
+            BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
             num_warps=4 if padded <= 128 else 8, num_stages=3 if padded <= 128 else 2,
         )  # fmt: skip
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
         acc, m, z = self.states
-        together = min(16, max(1, 2048 // self._padded))
-        attention_kernels.merge_spans[(len(out), -(-self.heads.heads // together))](
-            acc_of=acc, m_of=m, z_of=z, positions=mask.positions, bases=self.arena.bases.there, out=out,
-            window=mask.window or 0, TOGETHER=together, **self._shape(mask), num_warps=4,
+        attention_kernels.merge_spans[(len(out), self.heads.heads)](
+            acc_of=acc, m_of=m, z_of=z, positions=mask.positions, bases=self.arena.bases.there,
+            sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0, AHEAD=8,
+            **self._shape(mask), num_warps=1,
         )  # fmt: skip
 
     @property
@@ -141,6 +140,7 @@ class TileWork:
             "P": self._padded,
             "SPAN": tile_schedule.SPAN,
             "WINDOW": mask.window is not None,
+            "SINKS": mask.sinks is not None,
         }
 
 

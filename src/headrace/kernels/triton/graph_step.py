@@ -7,6 +7,7 @@ R: rows of a step; T: rows of the recording, those behind the step's being paddi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ class TritonGraphStep:
         programs = max(1, PROGRAMS * attention.processors(self.place) // heads.columns)
         kept = heads.states(states, self.place)
         self._masks = {
-            window: Mask(each.items.there, self.positions, window=window, bias=bias, scale=sizes.scale)
+            window: Mask(each.items.there, self.positions, window=window, bias=bias, cap=sizes.cap, scale=sizes.scale)
             for window, each in arena.tasks.items()
         }
         self._work = {
@@ -86,6 +87,16 @@ class TritonGraphStep:
         arena.send(tasks=self._filled)
         self._filled = False
 
-    def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def __call__(
+        self,
+        rounds: int,
+        pool: Pool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         attention.store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        return self._work[window].first(rounds).run(q, pool, self._masks[window], self._out[: len(q)])
+        mask = replace(self._masks[window], sinks=sinks)
+        return self._work[window].first(rounds).run(q, pool, mask, self._out[: len(q)])
