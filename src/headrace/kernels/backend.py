@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
+
+if TYPE_CHECKING:
+    from headrace.kernels.qk_rotary import QKRotary
 
 DEVICES = {"cpu": "the CPU", "cuda": "a CUDA device"}
 
@@ -86,6 +89,11 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
 
+    def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
+        """The same from projected heads [T, Hq + 2 Hkv, D], which `rotary` norms and rotates; to the same bits."""
+        q, k, v = rotary(heads)
+        return self(layer, q, k, v) if rows is None else self(layer, q, k, v, rows)
+
 
 class PreparedStep(Protocol):
     """append and attend of one engine step, in one call for each layer. Index data was checked when it was made."""
@@ -98,6 +106,11 @@ class PreparedStep(Protocol):
         self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
+
+    def projected(
+        self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same from projected heads: see Attend.projected."""
 
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         """The step in layers with these pools, windows and sinks, from a backend that declares all_layers."""

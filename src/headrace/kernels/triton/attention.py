@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention_kernels, tile_schedule
 from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.rotary import rotate_and_store
 
 LOG2_E = math.log2(math.e)
 STATE_BYTES = 1 << 28
@@ -118,6 +120,15 @@ class TritonStep:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
         _store(pool, k, v, self.slots, self.offsets)
         return self.work[window].run(_rows(q), pool, replace(self.masks[window], sinks=sinks))
+
+    def projected(
+        self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same from projected heads [T, Hq + 2 Hkv, D], which one launch norms, rotates and stores."""
+        if rotary.plain:
+            return self(pool, *rotary(heads), window, sinks)
+        q = rotate_and_store(heads, rotary, pool, self.slots, self.offsets)
+        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks))
 
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         raise ValueError("the Triton kernels run one layer after another")
