@@ -21,8 +21,10 @@ Implementation = Literal["cpu", "torch", "ops"]
 
 NATIVE_OPS = ("attend", "append", *cpu.OPERATIONS)
 QUANTIZED = tuple(scheme for scheme in get_args(Quantization) if scheme != "none")
-TRITON_OPS = ("attend", "append", "linear", "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul")
-TRITON_OPS += ("sigmoid_mul", "gelu")
+TRITON_OPS = (
+    "attend", "append", "linear", "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul",
+    "sigmoid_mul", "gelu",
+)  # fmt: skip
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
 
