@@ -7,7 +7,6 @@ R: rows of a step; T: rows of the recording, those behind the step's being paddi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from headrace.device import current
 from headrace.kernels.backend import GraphSizes
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Mask
 from headrace.kernels.triton import attention
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
-from headrace.kernels.triton.attention import Heads, TileWork
+from headrace.kernels.triton.attention import ArenaStep, Heads, TileWork
 from headrace.kernels.triton.limits import check
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
 
@@ -87,16 +86,6 @@ class TritonGraphStep:
         arena.send(tasks=self._filled)
         self._filled = False
 
-    def __call__(
-        self,
-        rounds: int,
-        pool: Pool,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        window: int | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        attention.store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        mask = replace(self._masks[window], sinks=sinks)
-        return self._work[window].first(rounds).run(q, pool, mask, self._out[: len(q)])
+    def layers(self, rounds: int) -> ArenaStep:
+        work = {window: each.first(rounds) for window, each in self._work.items()}
+        return ArenaStep(self.arena, work, self._masks, self._out)
