@@ -163,7 +163,7 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
             states.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    runner, offload = Runner(decoder, storage, capacity.backend, states, capacity.max_sequences), None
+    runner, offload = Runner(decoder, storage, capacity.backend, states, _decoding_rows(config, capacity)), None
     if config.model.on_gpu:
         tell(LoadPhase("recording steps"))
         runner.record()
@@ -182,6 +182,12 @@ def _fitted(sized: Sized, decoder: Decoder) -> Sized:
     limit = _length_limit(config, sized.model.max_model_len, longest, None)
     capacity = replace(capacity, kv_cache_tokens=tokens, max_model_len=longest, length_limit=limit)
     return replace(sized, capacity=capacity, per_rank=tokens)
+
+
+def _decoding_rows(config: EngineConfig, capacity: Capacity) -> int:
+    """Rows of a step in which all sequences decode, each with its draft."""
+    drafted = config.speculation.tokens if config.speculation.on else 0
+    return min(capacity.max_sequences * (1 + drafted), config.scheduler.max_batch_tokens)
 
 
 def _state_storage(sized: Sized) -> StateStorage | None:
