@@ -23,7 +23,7 @@ from headrace.kernels import dispatch, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.qk_rotary import QKRotary
 from headrace.kernels.records import Pool, StepInputs
-from headrace.kernels.triton import attention, products, rotary
+from headrace.kernels.triton import agreement, attention, products, rotary
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.kernels.triton.tiles import Tile
 from headrace.models.decoder import Decoder
@@ -84,6 +84,36 @@ def test_tiles_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     products.linear(torch.zeros(512, 64), w.float(), None, wide=False)
     assert taken[-1] == products.EXACT  # blocks are of 16 bits
+
+
+def test_tiles_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose instructions add up otherwise all rows go by one kind of tile."""
+    taken: list[Tile] = []
+    monkeypatch.setattr(products, "product", lambda tile, *operands: taken.append(tile))
+    monkeypatch.setattr(products, "agrees", lambda *way: False)
+    for rows in (1, 100, 1000):
+        x = torch.zeros(rows, 64, dtype=torch.float16)
+        products.linear(x, torch.zeros(1024, 64, dtype=torch.float16), None, wide=False)
+        products.gated_linear(x, torch.zeros(1024, 64, dtype=torch.float16), None, "silu")
+    assert taken == 6 * [products.EXACT]
+
+
+def test_numbers_of_rows_at_which_cublas_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in which a single element has another bit is none."""
+
+    def mm(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+        out.copy_(torch.nn.functional.linear(x, w.t()))
+        out[-1, -1] += len(x) == 24
+        return out
+
+    def product(tile: Tile, x: Tensor, w: Tensor, bias: None, out: Tensor) -> None:
+        out.copy_(torch.nn.functional.linear(x, w))
+
+    monkeypatch.setattr(agreement, "SIZES", (16, 24, 32))
+    monkeypatch.setattr(agreement, "product", product)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "mm", mm)
+        assert agreement._compared(16, 64, torch.float64, CPU) == (16, 32)
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])

@@ -6,6 +6,7 @@ whether it cuts K, depends on the shape, the number of rows and the version. T: 
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from headrace.kernels.triton.rows import gated
 from headrace.kernels.triton.tiles import EXACT, Tile, product
+
+log = logging.getLogger(__name__)
 
 BATCH = 512
 SIZES = (128, 256, 384, *range(BATCH, 16 * BATCH + 1, BATCH))
@@ -52,6 +55,18 @@ def _cublas_batches(
     outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, flags: tuple[object, object]
 ) -> tuple[int, ...]:
     """flags: what torch lets cuBLAS do, which it reads at every call."""
+    try:
+        return _compared(outputs, inputs, dtype, device)
+    except torch.OutOfMemoryError:
+        log.warning(
+            "no memory to compare cuBLAS with our kernels for a weight of %d x %d: ours are used", outputs, inputs
+        )
+        return ()
+    finally:
+        torch.cuda.empty_cache()  # the pool is sized by what is free
+
+
+def _compared(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
     x, w = _drawn(SIZES[-1], inputs, dtype, device), _drawn(outputs, inputs, dtype, device)
     exact, theirs = (torch.empty(len(x), outputs, dtype=dtype, device=device) for _ in range(2))
     product(EXACT, x, w, None, exact)
