@@ -42,6 +42,10 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
         return quantized.Quantized(rounded, gated) if dispatch.native(weight) else rounded.dequantised(weight.dtype)
+    if dispatch.on_gpu(weight):
+        from headrace.kernels.triton import products
+
+        return products.prepare(weight)
     return cpu.Packed(weight, gated) if dispatch.native(weight) and cpu.can_pack(weight) else weight
 
 
@@ -69,9 +73,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     if isinstance(weight, quantized.Quantized | quantized.Parts):
         return quantized.linear(x, weight, bias, wide)
     if dispatch.on_gpu(x):
-        from headrace.kernels.triton import rows as gpu_rows
+        from headrace.kernels.triton import products
 
-        return gpu_rows.linear(x, weight, bias, wide)
+        return products.linear(x, weight, bias, wide)
     out = _plain_linear(x, weight, bias)
     return out.float() if wide else out
 
@@ -85,6 +89,10 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: st
         if isinstance(weight, cpu.Packed):
             return cpu.linear(x, weight, bias, gate=gate)
         return quantized.linear(x, weight, bias, gate=gate)
+    if isinstance(weight, Tensor) and dispatch.on_gpu(x):
+        from headrace.kernels.triton import products
+
+        return products.gated_linear(x, weight, bias, gate)
     return gated(linear(x, weight, bias), gate)
 
 
@@ -98,6 +106,8 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
 
     None where there is no such part: torch's product may add up in another order for another number of outputs.
     """
+    if isinstance(weight, Tensor) and dispatch.on_gpu(weight):
+        return weight[first:]
     if isinstance(weight, Tensor) or (isinstance(weight, quantized.Parts) and not weight.begins_block(first)):
         return None
     return (
