@@ -20,10 +20,12 @@ from torch import Tensor
 
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention_kernels, tile_schedule
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
 LOG2_E = math.log2(math.e)
@@ -89,10 +91,10 @@ class TileWork:
         """The same with so many rounds alone."""
         return replace(self, rounds=self.rounds[:rounds])
 
-    def run(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
-        """q [R, Hq, D] -> [R, Hq, D]. The mask's positions lie on the GPU, int32; its items are left alone. Rows of no
-        task stay undefined."""
-        q, out = _rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None) -> Tensor:
+        """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
+        positions lie on the GPU, int32; its items are left alone."""
+        q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         counts = self.arena.counts.there
         for number, programs in enumerate(self.rounds):
             tasks = self.arena.rounds[number].there
@@ -151,7 +153,41 @@ def schedules(
     return {window: tile_schedule.cut(each, positions, bounds, window) for window, each in items.items()}
 
 
-class TritonStep:
+class ArenaStep:
+    """append and attend of steps whose index data lies in an arena: what is launched there (work) by window, and what
+    the rows see. out: where attention is left; None: in new memory."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        work: Mapping[int | None, TileWork],
+        masks: Mapping[int | None, Mask],
+        out: Tensor | None = None,
+    ) -> None:
+        self.arena, self.work, self.masks, self.out = arena, work, masks, out
+
+    def __call__(
+        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D]."""
+        _store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
+        return self._attended(q, pool, window, sinks)
+
+    def projected(
+        self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same from projected heads [T, Hq + 2 Hkv, D], which one launch norms, rotates and stores."""
+        if rotary.plain:
+            return self(pool, *rotary(heads), window, sinks)
+        q = rotate_and_store(heads, rotary, pool, self.arena.slots.there, self.arena.offsets.there)
+        return self._attended(q, pool, window, sinks)
+
+    def _attended(self, q: Tensor, pool: Pool, window: int | None, sinks: Tensor | None) -> Tensor:
+        out = None if self.out is None else self.out[: len(q)]
+        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks), out)
+
+
+class TritonStep(ArenaStep):
     """Attention of one engine step. Of its inputs the bias lies on the GPU, all else on the CPU. Raises ValueError for
     a type or size that has no kernel."""
 
@@ -159,24 +195,16 @@ class TritonStep:
         place = device or current().place
         _, kv_heads, dim = step.shape
         check(step.dtype, dim)
-        heads = Heads(step.heads, kv_heads, dim)
-        self.arena, self.work = _arena_of(step.items, step.positions, heads, place)
-        padded(self.arena.slots.host, step.slots.numpy(), -1)
-        self.arena.move(step.positions.numpy(), step.offsets.numpy())
-        self.arena.send()
-        self.masks = step.masks(self.arena.positions.there)
+        arena, work = _arena_of(step.items, step.positions, Heads(step.heads, kv_heads, dim), place)
+        padded(arena.slots.host, step.slots.numpy(), -1)
+        arena.move(step.positions.numpy(), step.offsets.numpy())
+        arena.send()
+        super().__init__(arena, work, step.masks(arena.positions.there))
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
         """Other positions and offsets for the rows of the same items, each in the chunk in which it was."""
         self.arena.move(positions.numpy(), offsets.numpy())
         self.arena.send(tasks=False)
-
-    def __call__(
-        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
-        store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks))
 
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         raise ValueError("the Triton kernels run one layer after another")
@@ -208,7 +236,7 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
     """Writes k_new, v_new [T, Hkv, D] into the pool as key offsets[t] of chunk slots[t], int32 [T] each."""
     _check_scales(pool)
     check(k_new.dtype, k_new.shape[-1])
-    store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
+    _store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
 
 
 def _check_scales(pool: Pool) -> None:
@@ -221,7 +249,7 @@ def _rows(q: Tensor) -> Tensor:
     return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 
-def store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
     """`append` of checked tensors, those of the places on the device; rows of negative slots are not stored."""
     rows, kv_heads, dim = k.shape
     if not rows:

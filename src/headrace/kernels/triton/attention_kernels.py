@@ -42,7 +42,9 @@ def _finish(m, z, acc, sinks, head, taken, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _load_chunk(k, v, slot, kv_head, there, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr):
+def _load_chunk(
+    k, v, slot, kv_head, there, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr
+):
     """Keys [P, 64] and values [64, P] of one KV head of a chunk. ALL: every value has been written; otherwise those
     that are not `there` [64] become 0."""
     d, j = tl.arange(0, P), tl.arange(0, 64)

@@ -56,21 +56,22 @@ class TileSchedule:
     """Tasks int32 [n, 4]: (first row, row after the last, first item, number of items), the longest first.
 
     items int32 [m, 4]: those of a plan in the order of the tasks that walk them; behind the newest chunk of a row that
-    stands alone there is room for the rest of its span (see `grown`). rounds: of split tasks, one after another; each
+    stands alone there is room for the rest of its span. rounds: of split tasks, one after another; each
     but the first goes on from the states that those before it left. flash: of all other rows. bases int32 [R]: a row's
-    state of span s is number bases[row] + s; -1: the row leaves none. states: their number.
+    state of span s is number bases[row] + s; -1: the row leaves none. spans [R]: of how many spans it may leave one;
+    states: their number.
     """
 
     items: Int32
     rounds: list[Int32]
     flash: Int32
     bases: Int32
+    spans: Int64
     states: int
 
 
 def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = None) -> TileSchedule:
     """The tasks of a plan's items for its rows, which see their last `window` keys (None: all)."""
-    rows = len(positions)
     edges = run_edges(items, positions)
     states = positions // SPAN + 1
     lengths = np.diff(edges)
@@ -84,7 +85,7 @@ def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = Non
     if not split.all():
         own, flash = _flash(items, positions, edges, split, bounds, window, len(walked))
         walked = np.concatenate((walked, own))
-    return TileSchedule(walked, rounds, flash, bases, int(kept.sum()) if rows else 0)
+    return TileSchedule(walked, rounds, flash, bases, kept, int(kept.sum()))
 
 
 def run_edges(items: Int32, positions: Int64) -> Int64:
