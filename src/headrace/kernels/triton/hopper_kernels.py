@@ -88,7 +88,9 @@ def _operand(p, dtype: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def _scores(rows, k_ring, stage):
     """Scores [64, 64] under way."""
-    return warpgroup_mma(rows, k_ring.index(stage), gl.zeros([64, 64], gl.float32, _lanes(64)), use_acc=False, is_async=True)
+    return warpgroup_mma(
+        rows, k_ring.index(stage), gl.zeros([64, 64], gl.float32, _lanes(64)), use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
@@ -142,7 +144,9 @@ def _copy_values(v_desc, number, ring, stage):
 
 
 @gluon.jit
-def _flash_copy(k_desc, v_desc, items, first, count, kv_head, ring, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def _flash_copy(
+    k_desc, v_desc, items, first, count, kv_head, ring, KV_HEADS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):
     """Copies the chunks of a task. The values of one are freed with the keys of the next, and come with those after."""
     _, _, _, _, free = ring
     slot = gl.load(items + 4 * first)
@@ -192,8 +196,9 @@ def _flash_steps(
 
 @gluon.jit
 def _flash_lanes(
-    out, positions, begin, end, key0, count, kv_head, factor, rows, ring, FIRST_LANE: gl.constexpr,
+    out, positions, sinks, begin, end, key0, count, kv_head, factor, rows, ring, FIRST_LANE: gl.constexpr,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
     """A task for 64 of its lanes, by one warp group."""
     k_ring, v_ring, k_full, v_full, free = ring
@@ -228,6 +233,11 @@ def _flash_lanes(
     _forget_unwritten(values, gl.load(positions + end - 1) + 1 - (key0 + 64 * before), D)
     acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, values, _rescaled(acc, keep, D), is_async=True)])
     m, z, acc = _merge(total, (m, z, acc), D)
+    if SINKS:
+        lane = FIRST_LANE + gl.arange(0, 64, layout=gl.SliceLayout(1, _lanes(64)))
+        sink = gl.load(sinks + kv_head * GROUP + lane % GROUP)
+        log2_e = gl.full(sink.shape, 1.4426950408889634, gl.float32, gl.SliceLayout(1, _lanes(64)))
+        z = gl.where(z > 0.0, z + gl.exp2(gl.fma(sink, log2_e, -m)), z)
     result = acc / gl.convert_layout(gl.where(z == 0.0, 1.0, z), gl.SliceLayout(1, _lanes(D)))[:, None]
     result = gl.convert_layout(result.to(out.dtype.element_ty), _rows_of(D))
     lane = FIRST_LANE + gl.arange(0, 64, layout=gl.SliceLayout(1, _rows_of(D)))
@@ -239,39 +249,30 @@ def _flash_lanes(
 
 @gluon.jit
 def flash(
-    q, k_desc, v_desc, items, tasks, positions, out, factor, q_stride,
+    q, k_desc, v_desc, items, tasks, positions, sinks, out, factor, q_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Task program_id(0) of KV head program_id(1), by GROUPS warp groups of 64 lanes. q [R, HEADS, D], rows q_stride
+    """Task program_id(0) of KV head program_id(1), by two warp groups of 64 lanes. q [R, HEADS, D], rows q_stride
     apart; k_desc: blocks [D, 64] of the keys of all slots and KV heads, v_desc: blocks [64, D]; out [R, HEADS, D]."""
     task = tasks + 4 * gl.program_id(0)
     kv_head = gl.program_id(1)
     begin, end, first, count = gl.load(task), gl.load(task + 1), gl.load(task + 2), gl.load(task + 3)
     key0 = gl.load(items + 4 * first + 1)
     GROUP: gl.constexpr = HEADS // KV_HEADS
-    ring = _make_ring(k_desc, v_desc, GROUPS, D, STAGES)
+    ring = _make_ring(k_desc, v_desc, 2, D, STAGES)
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = q.dtype.element_ty
     one = gl.allocate_shared_memory(dtype, [64, D], ROWS, _load_rows(q, begin, end, kv_head, q_stride, 0, GROUP, D))
     two = gl.allocate_shared_memory(dtype, [64, D], ROWS, _load_rows(q, begin, end, kv_head, q_stride, 64, GROUP, D))
-    copy = (k_desc, v_desc, items, first, count, kv_head, ring, KV_HEADS, D, STAGES)
-    if GROUPS == 2:
-        fence_async_shared()
-        gl.warp_specialize([
-            (_flash_lanes, (out, positions, begin, end, key0, count, kv_head, factor, one, ring, 0, HEADS, KV_HEADS, D, SPAN, STAGES)),
-            (_flash_lanes, (out, positions, begin, end, key0, count, kv_head, factor, two, ring, 64, HEADS, KV_HEADS, D, SPAN, STAGES)),
-            (_flash_copy, copy),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        three = gl.allocate_shared_memory(dtype, [64, D], ROWS, _load_rows(q, begin, end, kv_head, q_stride, 128, GROUP, D))
-        fence_async_shared()
-        gl.warp_specialize([
-            (_flash_lanes, (out, positions, begin, end, key0, count, kv_head, factor, one, ring, 0, HEADS, KV_HEADS, D, SPAN, STAGES)),
-            (_flash_lanes, (out, positions, begin, end, key0, count, kv_head, factor, two, ring, 64, HEADS, KV_HEADS, D, SPAN, STAGES)),
-            (_flash_lanes, (out, positions, begin, end, key0, count, kv_head, factor, three, ring, 128, HEADS, KV_HEADS, D, SPAN, STAGES)),
-            (_flash_copy, copy),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize([
+        (_flash_lanes, (out, positions, sinks, begin, end, key0, count, kv_head, factor, one, ring, 0, HEADS, KV_HEADS,
+                        D, SPAN, STAGES, SINKS)),
+        (_flash_lanes, (out, positions, sinks, begin, end, key0, count, kv_head, factor, two, ring, 64, HEADS, KV_HEADS,
+                        D, SPAN, STAGES, SINKS)),
+        (_flash_copy, (k_desc, v_desc, items, first, count, kv_head, ring, KV_HEADS, D, STAGES)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit
