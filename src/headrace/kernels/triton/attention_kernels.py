@@ -66,13 +66,12 @@ def _walk_chunks(
     rows, m, z, acc, total_m, total_z, total, k, v, items, begin, end, kv_head, head, taken, position, last, bias,
     factor, cap, bias_len, window,
     KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, MASKED: tl.constexpr,
-    SPANS: tl.constexpr, GUARD: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    SPANS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state of a span (m, z, acc), and the total of those before it, after items begin .. end-1.
 
-    MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans. GUARD: a chunk may hold NaN of a
-    sequence that is not the lane's.
+    MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans.
     """
     j = tl.arange(0, 64)
     # One item ahead: the chunk's address is known before its turn to be loaded.
@@ -110,8 +109,7 @@ def _walk_chunks(
         keep = tl.exp2(m - base)
         p = tl.exp2(tl.fma(scores, unit * scale, -base[:, None]))
         m, z = new, tl.fma(z, keep, tl.sum(p, 1))
-        after = tl.dot(p.to(chunk_v.dtype), chunk_v, acc * keep[:, None], input_precision=PRECISION)
-        acc = tl.where((top == float("-inf"))[:, None], acc, after) if GUARD else after
+        acc = tl.dot(p.to(chunk_v.dtype), chunk_v, acc * keep[:, None], input_precision=PRECISION)
     return m, z, acc, total_m, total_z, total
 
 
@@ -174,7 +172,7 @@ def _walk_task(
             acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
         m, z, acc, _, _, _ = _walk_chunks(
             rows, m, z, acc, m, z, acc, k, v, items, first, first + count, kv_head, head, taken, position, last, bias,
-            factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, True, False, True, WINDOW, BIAS, CAP, PRECISION,
+            factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         tl.store(m_of + state, m, mask=taken)
         tl.store(z_of + state, z, mask=taken)
@@ -189,17 +187,17 @@ def _walk_task(
             m, z, acc, total_m, total_z, total = _walk_chunks(
                 rows, m, z, acc, total_m, total_z, total, k, v, items, first, first + low, kv_head, head, taken,
                 position, last, bias, factor, cap, bias_len, window,
-                KV_HEADS, D, P, SPAN, True, True, False, WINDOW, BIAS, CAP, PRECISION,
+                KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
             )  # fmt: skip
         m, z, acc, total_m, total_z, total = _walk_chunks(
             rows, m, z, acc, total_m, total_z, total, k, v, items, first + low, first + high, kv_head, head, taken,
             position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, False, True, False, WINDOW, BIAS, CAP, PRECISION,
+            KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         m, z, acc, total_m, total_z, total = _walk_chunks(
             rows, m, z, acc, total_m, total_z, total, k, v, items, first + high, first + count, kv_head, head, taken,
             position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, True, True, False, WINDOW, BIAS, CAP, PRECISION,
+            KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         m, z, acc = _merge(total_m, total_z, total, m, z, acc)
         result = _finish(m, z, acc, sinks, head, taken, SINKS)

@@ -39,7 +39,8 @@ class TritonGraphStep:
         heads = Heads(sizes.heads, kv_heads, dim)
         whole = sizes.rows * (-(-sizes.length // SPAN) + 1)  # spans of all rows, and one more of each
         states = min(heads.most_states, whole)
-        self.bounds = heads.bounds(self.place)._replace(states=states)
+        plain = bias is None and sizes.cap is None
+        self.bounds = heads.bounds(self.place, sizes.dtype, plain)._replace(states=states)
         tasks = min(whole, slots // SPAN_CHUNKS + TASKS * sizes.rows)
         later = [min(whole, LATER_TASKS * sizes.rows)] * (ROUNDS - 1)
         room = TaskSizes((tasks, *later), 0, (tasks + sum(later)) * SPAN_CHUNKS)
