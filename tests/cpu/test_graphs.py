@@ -1,4 +1,4 @@
-"""A whole engine on a device that is none (tests.support.fake_device): steps replayed from graphs that outlive plans."""
+"""A whole engine on a fake device (tests.support.fake_device): steps replayed from graphs that outlive plans."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine.gpu_memory import bytes_for_cache
 from headrace.engine.graphs import CudaGraphs, Key
 from headrace.engine.runner import Runner
+from headrace.host import GIB
 from headrace.kernels.backend import recorded
+from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.traces import Trace, run, same
 
@@ -132,3 +135,27 @@ def test_hidden_states_and_prompts_are_not_replayed(folder: Path, fake: FakeDevi
     llm = engine(folder)
     llm.generate([tokens(3, 1)], SamplingParams(max_tokens=1, prompt_logprobs=1))
     assert graphs_of(llm).stats.replayed == 0
+
+
+def test_the_pool_is_what_is_left_beside_the_largest_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GiB free, 1 GiB of them left, 2 GiB for a step: 1 GiB, or what all sequences can need."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    with fake_device(monkeypatch, memory=4 * GIB, peak=2 * GIB):
+        wide = {"kv_cache_tokens": None, "max_batch_tokens": 8}
+        assert engine(folder, **wide).capacity.kv_cache_tokens == 4 * SHAPE.context
+        assert bytes_for_cache(engine(folder, **wide).engine.loaded.decoder, "triton", 8, 1) == GIB
+    with fake_device(monkeypatch, memory=3 * GIB, peak=2 * GIB), pytest.raises(ValueError, match="no memory"):
+        engine(folder, **wide)
+
+
+def test_drafts_are_verified_by_replayed_steps(folder: Path, fake: FakeDevice) -> None:
+    """Right and wrong ones: steps whose sequences have several rows, one of which enters a new chunk."""
+    prompts = [tokens(60, 5), tokens(8, 6)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    llm = engine(folder, speculative="ngram", num_speculative_tokens=3, max_sequences=2)
+    truth = eagerly(llm, prompts, params)
+    drafts_from(llm, [answered(prompt, trace) for prompt, trace in zip(prompts, truth, strict=True)])
+    same(run(llm, prompts, params), truth)
+    spoken, graphs = llm.engine.stats().speculation, graphs_of(llm)
+    assert 0 < spoken.accepted < spoken.drafted
+    assert graphs.sizes[-1] == 8 and graphs.stats.replayed > 2 and not graphs.stats.eager

@@ -18,8 +18,9 @@ from headrace.attention.plan import Plan, PlannedStep
 from headrace.device import Graph, current
 from headrace.engine.programs import Eager, Logits, StepRows
 from headrace.kernels import ops
-from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep
+from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, LayerStep
 from headrace.kernels.model_step import Greatest
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
@@ -52,12 +53,20 @@ class Recorded(NamedTuple):
 class GraphAttention(Attend):
     """Attention of a recording."""
 
-    def __init__(self, step: GraphStep, rounds: int, storage: KVStorage, windows: tuple[int | None, ...]) -> None:
-        self.step, self.rounds, self.storage, self.windows = step, rounds, storage, windows
+    def __init__(self, step: LayerStep, storage: KVStorage, decoder: Decoder) -> None:
+        self.step, self.storage = step, storage
+        self.windows, self.sinks = decoder.config.attention.windows, decoder.sinks
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         assert rows is None, "all rows of a graph are wanted"
-        return self.step(self.rounds, self.storage.pool(layer), q, k, v, self.windows[layer])
+        return self.step(self.storage.pool(layer), q, k, v, self.windows[layer], self._sinks(layer))
+
+    def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
+        assert rows is None, "all rows of a graph are wanted"
+        return self.step.projected(self.storage.pool(layer), heads, rotary, self.windows[layer], self._sinks(layer))
+
+    def _sinks(self, layer: int) -> Tensor | None:
+        return None if self.sinks is None else self.sinks[layer]
 
 
 def obstacle(config: ModelConfig, storage: KVStorage) -> str | None:
@@ -81,7 +90,7 @@ class CudaGraphs:
         length = min(config.max_model_len, storage.slots * CHUNK)
         sizes = GraphSizes(
             self.sizes[-1], length, frozenset(spec.windows), spec.heads, (storage.slots, *spec.shape(0)), storage.dtype,
-            spec.scale,
+            spec.scale, spec.score_cap,
         )  # fmt: skip
         self.step = backend.graph_step(sizes, decoder.key_bias)
         rope = decoder.rope
@@ -146,7 +155,7 @@ class CudaGraphs:
         """From the tokens to the logits, and the greatest of each row."""
         decoder, tokens = self.decoder, self.step.tokens[: key.rows]
         positions = self.step.positions[: key.rows].clamp(min=0)
-        attend = GraphAttention(self.step, key.rounds, self.storage, decoder.config.attention.windows)
+        attend = GraphAttention(self.step.layers(key.rounds), self.storage, decoder)
         turns = None if self._turns is None else self._turns.index_select(0, positions)
         x = decoder.layers(decoder.embed(tokens, positions), turns, attend)
         logits = decoder.logits(decoder.leave(x))

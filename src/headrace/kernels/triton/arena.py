@@ -160,7 +160,7 @@ class Arena:
     def _end(self) -> int:
         """Behind the last item in use, of the last window."""
         last = next(reversed(self.tasks.values()))
-        return last.items.there.storage_offset() + 4 * last.used
+        return int(last.items.there.storage_offset()) + 4 * last.used
 
     def send(self, tasks: bool = True) -> None:
         """Carries it to the device, in the order of the current stream; without `tasks` the rows alone."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from headrace.device import current
 from headrace.kernels.backend import GraphSizes
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Mask
 from headrace.kernels.triton import attention
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
-from headrace.kernels.triton.attention import Heads, TileWork
+from headrace.kernels.triton.attention import ArenaStep, Heads, TileWork
 from headrace.kernels.triton.limits import check
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
 
@@ -39,7 +39,8 @@ class TritonGraphStep:
         heads = Heads(sizes.heads, kv_heads, dim)
         whole = sizes.rows * (-(-sizes.length // SPAN) + 1)  # spans of all rows, and one more of each
         states = min(heads.most_states, whole)
-        self.bounds = heads.bounds(self.place)._replace(states=states)
+        plain = bias is None and sizes.cap is None
+        self.bounds = heads.bounds(self.place, sizes.dtype, plain)._replace(states=states)
         tasks = min(whole, slots // SPAN_CHUNKS + TASKS * sizes.rows)
         later = [min(whole, LATER_TASKS * sizes.rows)] * (ROUNDS - 1)
         room = TaskSizes((tasks, *later), 0, (tasks + sum(later)) * SPAN_CHUNKS)
@@ -48,7 +49,7 @@ class TritonGraphStep:
         programs = max(1, PROGRAMS * attention.processors(self.place) // heads.columns)
         kept = heads.states(states, self.place)
         self._masks = {
-            window: Mask(each.items.there, self.positions, window=window, bias=bias, scale=sizes.scale)
+            window: Mask(each.items.there, self.positions, window=window, bias=bias, cap=sizes.cap, scale=sizes.scale)
             for window, each in arena.tasks.items()
         }
         self._work = {
@@ -86,6 +87,6 @@ class TritonGraphStep:
         arena.send(tasks=self._filled)
         self._filled = False
 
-    def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        attention.store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        return self._work[window].first(rounds).run(q, pool, self._masks[window], self._out[: len(q)])
+    def layers(self, rounds: int) -> ArenaStep:
+        work = {window: each.first(rounds) for window, each in self._work.items()}
+        return ArenaStep(self.arena, work, self._masks, self._out)
