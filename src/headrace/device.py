@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
@@ -105,7 +106,7 @@ class _Registered(mmap.mmap):
         self.address = address
 
     def __del__(self) -> None:
-        if self.address is not None:
+        if self.address is not None and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 

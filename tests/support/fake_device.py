@@ -23,6 +23,9 @@ class FakeEvent(Event):
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, later: Event) -> float:
+        return 0.5
+
 
 class FakeStream(Stream):
     """Does its work as it gets it."""
@@ -88,7 +91,7 @@ class FakeDevice(Device):
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def event(self, timing: bool = False) -> Event:
+    def event(self, timing: bool = False, blocking: bool = False) -> Event:
         return FakeEvent()
 
     def synchronize(self) -> None:
