@@ -21,8 +21,8 @@ from headrace.offload.tiers.stack import Tiers
 
 
 def open_tiers(asked: KVTiers, allocate: Allocate = empty) -> Tiers:
-    """The tiers asked for, fastest first. allocate: gives the host tier its buffers. Raises ValueError for a path or URL
-    that cannot work."""
+    """The tiers asked for, fastest first. allocate: gives the host tier its buffers. Raises ValueError for a path or
+    URL that cannot work."""
     tiers = [
         _module(own).open_tier(own, asked, *((allocate,) if own.kind == HostTier.kind else ())) for own in asked.each
     ]
