@@ -6,10 +6,12 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Mapping = TypeVar("Mapping", bound=mmap.mmap)
 HUGE = 2 << 20
 """Bytes of a huge page on most systems, and where one begins."""
 
@@ -18,16 +20,20 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros whose pages are mapped when first written (torch.zeros would do so at once), and huge where the system
     allows: reading 4 KB pages costs 5 to 20 % of the bandwidth. From 2 MB on all of them are, the last one too."""
     count = math.prod(shape)
-    size = max(1, count * dtype.itemsize)
+    memory, begin = mapped(max(1, count * dtype.itemsize), mmap.mmap)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(*shape)
+
+
+def mapped(size: int, kind: type[Mapping]) -> tuple[Mapping, int]:
+    """Such a mapping, and where in it `size` bytes begin."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=count).view(*shape)
+        return kind(-1, size), 0
     # A page is huge only where all of it belongs to the mapping, which begins anywhere.
     room = size if size < HUGE else -(-size // HUGE) * HUGE + HUGE
     # Private: shared memory, which is mmap's default, gets no huge pages on most systems.
-    memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = kind(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE if size >= HUGE else 0
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(*shape)
+    return memory, -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE if size >= HUGE else 0
 
 
 def copied(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headrace.offload import copy_streams, emulated_link
+from headrace.offload import emulated_link
 from headrace.offload.copy_streams import ThreadStream, copy_alone, open_copy_streams
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.ticket import Ticket
@@ -178,15 +178,10 @@ def test_closing_from_the_stream_itself() -> None:
 
 def test_copy_streams_of_a_cpu() -> None:
     """Two links: one direction does not hold up the other."""
-    both = open_copy_streams(torch.device("cpu"), EmulatedLink(1e9, 1e-3))
+    both = open_copy_streams(None, EmulatedLink(1e9, 1e-3))
     assert isinstance(both.into, ThreadStream) and isinstance(both.out, ThreadStream)
     assert both.into.link is not both.out.link
     assert (both.out.link.bytes_s, both.out.link.latency_s) == (1e9, 1e-3)
     both.close()
     with pytest.raises(ValueError, match="closed"):
         both.out.submit(lambda: None, 1, "kv")
-
-
-def test_a_cuda_stream_needs_a_device() -> None:
-    with pytest.raises(ValueError, match="ThreadStream"):
-        copy_streams.CudaStream("test", torch.device("cpu"))

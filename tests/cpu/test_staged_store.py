@@ -29,7 +29,7 @@ def store() -> Iterator[StagedStore]:
     for layer, pool in enumerate(outside.pools):
         pool.k[:] = torch.arange(SLOTS).view(-1, 1, 1, 1) + 100 * layer
         pool.v[:] = -pool.k.transpose(2, 3)
-    made = StagedStore(spec, outside, CAPACITY, open_copy_streams(CPU, EmulatedLink(latency_s=0.02)))
+    made = StagedStore(spec, outside, CAPACITY, open_copy_streams(None, EmulatedLink(latency_s=0.02)))
     submit = made.streams.out.submit
 
     def late(run: Callable[[], object], size: int, kind: str) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu
@@ -125,7 +124,7 @@ def test_every_family(kind: str, folder_of: FolderOf) -> None:
 def test_experts_are_read_where_they_lie(folder_of: FolderOf, tmp_path: Path) -> None:
     """Of a file: dense layers and routers are loaded layer by layer, experts never, and answers are the same."""
     folder = folder_of("qwen3_moe_mixed")
-    streams = open_copy_streams(torch.device("cpu"))
+    streams = open_copy_streams()
     layers = StreamedLayers(load_decoder(folder, "bfloat16"), streams.into, FileMemory(str(tmp_path), 1 << 24))
     names = {name for buffer in layers.buffers for name in buffer.room}
     assert names == {f"{name}.weight" for name in ("qkv", "out", "up", "down", "router")}

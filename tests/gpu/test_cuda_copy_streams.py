@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from headrace.device import current
 from headrace.offload.copy_streams import PINNED_BYTES, CopyStreams, CudaStream, open_copy_streams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture
 def both() -> Iterator[CopyStreams]:
-    both = open_copy_streams(torch.device("cuda", 0))
+    both = open_copy_streams(current())
     yield both
     both.close()
 
@@ -34,7 +35,7 @@ def test_there_and_back(both: CopyStreams, count: int, pinned: bool) -> None:
     there, back = torch.empty(count, dtype=torch.uint8, device="cuda"), torch.empty_like(source, pin_memory=pinned)
     both.into.copy(there, source, "kv").wait()
     assert torch.equal(there.cpu(), source)
-    both.out.copy(back, there, "kv").wait()
+    both.out.copy(back, there, "kv").synchronize()
     assert torch.equal(back, source)
 
 

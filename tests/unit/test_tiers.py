@@ -16,7 +16,7 @@ from headrace.config import EngineConfig, KVTiers, OffloadFormat
 from headrace.config.offload import RAW_IF_UNUSED, OffloadSettings
 from headrace.config.tiers import DiskTierSettings, TierSettings
 from headrace.offload.tiers import open as opening
-from headrace.offload.tiers.base import Tier
+from headrace.offload.tiers.base import Part, Tier
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.host import HostBuffer, HostTier
 from tests.support.tier_contract import SIZE, TierContract, content, get, name, put
@@ -95,6 +95,23 @@ def test_a_blob_that_is_being_read_is_not_overwritten() -> None:
     put(tier, 2), put(tier, 3), put(tier, 4)
     assert bytes(seen) == content(1)
     assert all(buffer is not seen for buffer in tier._buffers.values())
+
+
+def test_what_is_lent_stays_as_it_is() -> None:
+    """Until it is given back; then its buffer is used again."""
+    tier = HostTier(SIZE)
+    put(tier, 1)
+    lent, behind, absent = tier.lend([Part(name(1), 3, 5), Part(name(1), SIZE - 1, 2), Part(name(2), 0, 1)])
+    assert lent is not None and bytes(lent) == content(1)[3:8]
+    assert behind is None and absent is None
+    assert (tier.stats().reads, tier.stats().read_bytes, tier.stats().misses) == (1, 5, 2)
+    tier.drop([name(1)])
+    put(tier, 2)
+    assert bytes(lent) == content(1)[3:8] and get(tier, 2) == content(2)
+    tier.give_back([name(1)])
+    tier.drop([name(2)])
+    put(tier, 3), put(tier, 4)
+    assert get(tier, 4) == content(4)
 
 
 @dataclass(frozen=True, slots=True)

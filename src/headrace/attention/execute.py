@@ -14,6 +14,7 @@ from headrace.attention.plan import Int32, Plan, PlannedStep
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
 from headrace.kernels.cpu_step import Pools
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.kernels.records import StepInputs
 from headrace.kv.storage import KVStorage, LayerPools
 from headrace.types import CHUNK
@@ -81,6 +82,13 @@ class PlanAttention(Attend):
             mask = replace(mask, items=items_of(mask.items, rows), positions=mask.positions[rows])
         return self.kernels.attend(q, pool, mask)
 
+    def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
+        step = self.steps.get(self.spec.shape(layer))
+        if step is None or rows is not None:
+            return super().projected(layer, heads, rotary, rows)
+        sinks = None if self.sinks is None else self.sinks[layer]
+        return step.projected(self.storage.pool(layer), heads, rotary, self.spec.windows[layer], sinks)
+
 
 class StepAttention:
     """The PlanAttention of one step after another, made once for each run of steps (plan.PlannedStep)."""
@@ -126,10 +134,10 @@ class KeepActivations:
     def __init__(self, slots: Int32, offsets: Int32, storage: KVStorage) -> None:
         if storage.x is None:
             raise ValueError("this storage keeps no activations; make it with `hidden`")
-        kept = slots >= 0
-        self.rows = None if kept.all() else torch.from_numpy(kept.nonzero()[0])
+        kept, device = slots >= 0, storage.x[0].device
+        self.rows = None if kept.all() else torch.from_numpy(kept.nonzero()[0]).to(device)
         places = slots[kept].astype("int64") * CHUNK + offsets[kept]
-        self.pools, self.places = storage.x, torch.from_numpy(places)
+        self.pools, self.places = storage.x, torch.from_numpy(places).to(device)
 
     def __call__(self, layer: int, x: Tensor) -> None:
         """x [T, H], the residual stream as it enters the layer."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from headrace.config import EngineConfig
+from headrace.device import Device, current
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.runner import Runner
 from headrace.engine.stored_prefixes import StoredPrefixes
@@ -16,7 +17,7 @@ from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import ThreadStream
+from headrace.offload.copy_streams import CudaStream, ThreadStream
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.identity import chunk_identity, model_identity
 from headrace.offload.ranked.agent import Opened, TierAgent
@@ -30,6 +31,7 @@ from headrace.offload.stored_states import StoredStates
 from headrace.offload.tiers.base import HeadShare
 from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.offload.tiers.open import open_tiers
+from headrace.offload.tiers.pinned import PinnedBuffers
 from headrace.offload.writeback import Writeback
 from headrace.parallel.rank import Rank
 from headrace.parallel.states import RankStates
@@ -57,10 +59,18 @@ def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Deco
     assert config.tiers is not None
     spec = decoder.config.attention
     layout = backend_of(backend).layout(decoder.dtype, spec.shape(0)[1])
-    codec, other = (ChunkCodec(storage, spec, identity, decoder.dtype, layout) for _ in range(2))
+    device = device_of(config)
+    codec, other = (ChunkCodec(storage, spec, identity, decoder.dtype, layout, device=device) for _ in range(2))
     link = EmulatedLink(config.tiers.link.bytes_s, config.tiers.link.latency_s)
+    bringing = ThreadStream("restore", link) if device is None else CudaStream("restore", device, link)
     project = Projector(decoder, storage, backend_of(backend))
-    return Opened(open_tiers(config.tiers), codec, other, ThreadStream("restore", link), ThreadStream("look"), project)
+    tiers = open_tiers(config.tiers) if device is None else open_tiers(config.tiers, PinnedBuffers(device))
+    return Opened(tiers, codec, other, bringing, ThreadStream("look"), project)
+
+
+def device_of(config: EngineConfig) -> Device | None:
+    """The accelerator whose memory the pool lies in; None where that is the host's."""
+    return current() if config.model.on_gpu else None
 
 
 def _only_idle(config: EngineConfig, codec: ChunkCodec, profile: Profile) -> bool:
@@ -109,7 +119,7 @@ def open_offload(
     open_everywhere(peers, cache.identity)
     opened = peers.agents[0].opened
     brief, backend = config.tiers.write == "sparing", backend_of(capacity.backend)
-    profile = measure(rank.decoder, _pool_of(rank), backend, opened.tiers.tiers, brief, profile)
+    profile = measure(rank.decoder, _pool_of(rank), backend, opened.tiers.tiers, brief, profile, device_of(config))
     probe(opened.tiers, profile)
     profile.behind(config.tiers.link.bytes_s, config.tiers.link.latency_s)
     keep_notes(config, capacity, cache.identity)

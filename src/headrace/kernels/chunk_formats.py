@@ -21,7 +21,8 @@ Rounding to the pool's type: bf16 adds |y| / 256; int8 adds what storing y as in
 What a format cannot hold, a NaN or an infinity (int8, int4) or a number beyond 65504 (int4), is not stored: the
 functions then return False, the section is undefined, and the caller stores the chunk raw.
 
-All run on the calling thread alone and let other Python threads run meanwhile (the C++ kernels; torch may not).
+All run on the calling thread alone and let other Python threads run meanwhile (the C++ kernels; torch may not). Pools
+on a GPU, whose buffers lie there too, are torch's: raw chunks are handed to the current stream and not waited for.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def some_heads(
 ) -> Tensor:
     """Of sections of keys and values of `kv_heads` heads, uint8 [n, kv_bytes(...)], those of some heads alone."""
     codes, scales = FORMATS[format].sizes(CHUNK * dim, CHUNK, dtype)
-    found = torch.zeros(len(sections), kv_bytes(len(heads), dim, dtype, format), dtype=torch.uint8)
+    size = kv_bytes(len(heads), dim, dtype, format)
+    found = torch.zeros(len(sections), size, dtype=torch.uint8, device=sections.device)
     start = at = 0
     for size in (codes, codes, scales, scales):  # of one head: K, V, and the scales of each
         found[:, at : at + len(heads) * size] = sections[:, start + heads.start * size : start + heads.stop * size]
@@ -119,13 +121,13 @@ def _kv_planes(pool: Pool, dtype: torch.dtype | None, layout: Layout | None) -> 
     if pool.k.dim() != 4 or stored not in ELEMENTS:
         raise ValueError(f"k_pool must be [slots, Hkv, D, 64], got {list(pool.k.shape)} of {stored}")
     slots, heads, dim = pool.shape
-    check("k_pool", pool.k, stored, (slots, heads, dim, CHUNK))
-    check("v_pool", pool.v, stored, (slots, heads, CHUNK, dim))
+    _check_pool("k_pool", pool.k, stored, (slots, heads, dim, CHUNK))
+    _check_pool("v_pool", pool.v, stored, (slots, heads, CHUNK, dim))
     if (pool.k_scale is None) != (pool.v_scale is None) or (pool.k_scale is None) == (stored == torch.int8):
         raise ValueError(f"int8 pools, and no others, have k_scale and v_scale; these are of {stored}")
     for name, scale in (("k_scale", pool.k_scale), ("v_scale", pool.v_scale)):
         if scale is not None:
-            check(name, scale, torch.float32, (slots, heads, CHUNK))
+            _check_pool(name, scale, torch.float32, (slots, heads, CHUNK))
     if stored == torch.int8 and dtype is None and layout is None:
         raise ValueError("int8 pools lie as the type that is computed in asks for: say dtype or layout")
     if layout is None:
@@ -140,29 +142,35 @@ def _x_planes(x_pool: Tensor) -> list[Plane]:
     if x_pool.dim() != 3 or x_pool.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"activations must be [slots, 64, H], got {list(x_pool.shape)} of {x_pool.dtype}")
     slots, _, hidden = x_pool.shape
-    check("x_pool", x_pool, x_pool.dtype, (slots, CHUNK, hidden))
+    _check_pool("x_pool", x_pool, x_pool.dtype, (slots, CHUNK, hidden))
     return [Plane(x_pool.view(slots, 1, CHUNK, hidden), None, False, False)]
 
 
 def _store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: OffloadFormat, size: int) -> list[bool]:
-    _check(buffer, slots, size)
+    place = planes[0].pool
+    _check(buffer, slots, size, place)
     buffer[:, _used(planes, format) :] = 0  # nothing of what was in memory before goes to disk
-    if not dispatch.in_cpp():
+    if dispatch.on_gpu(place) or not dispatch.in_cpp():
         _check_slots(planes, slots)
-        return chunk_formats_torch.store(buffer, planes, slots.long(), FORMATS[format])
+        return chunk_formats_torch.store(buffer, planes, _indices(slots, place), FORMATS[format])
     fits = torch.empty(len(slots), dtype=torch.bool)
     _move(fits.data_ptr(), buffer, planes, slots, format)
     return fits.tolist()
 
 
 def _load(buffer: Tensor, planes: list[Plane], slots: Tensor, format: OffloadFormat, size: int) -> None:
-    _check(buffer, slots, size)
-    if dispatch.in_cpp():
+    place = planes[0].pool
+    _check(buffer, slots, size, place)
+    if not dispatch.on_gpu(place) and dispatch.in_cpp():
         return _move(0, buffer, planes, slots, format)
     if not len(slots):
         return
     _check_slots(planes, slots)
-    chunk_formats_torch.load(buffer, planes, slots.long(), FORMATS[format])
+    chunk_formats_torch.load(buffer, planes, _indices(slots, place), FORMATS[format])
+
+
+def _indices(slots: Tensor, pool: Tensor) -> Tensor:
+    return slots.to(pool.device, torch.int64, non_blocking=True)
 
 
 def _used(planes: list[Plane], format: OffloadFormat) -> int:
@@ -184,13 +192,21 @@ def _move(fits: int, buffer: Tensor, planes: list[Plane], slots: Tensor, format:
     )  # fmt: skip
 
 
-def _check(buffer: Tensor, slots: Tensor, size: int) -> None:
+def _check_pool(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """As extension.check, for a pool that may lie on a GPU."""
+    if not dispatch.on_gpu(x):
+        check(name, x, dtype, shape)
+    elif x.dtype != dtype or x.shape != shape or not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")
+
+
+def _check(buffer: Tensor, slots: Tensor, size: int, pool: Tensor) -> None:
     check("slots", slots, torch.int32, (len(slots),))
-    shape = (len(slots), size)
-    if buffer.dtype != torch.uint8 or buffer.shape != shape or not buffer.is_cpu or buffer.stride(1) != 1:
+    shape, place = (len(slots), size), pool.device
+    if buffer.dtype != torch.uint8 or buffer.shape != shape or buffer.device != place or buffer.stride(1) != 1:
         raise ValueError(
-            f"the buffer must be a CPU tensor {list(shape)} of torch.uint8 with contiguous rows, got "
-            f"{list(buffer.shape)} of {buffer.dtype} with strides {buffer.stride()}"
+            f"the buffer must be a tensor {list(shape)} of torch.uint8 on {place} with contiguous rows, got "
+            f"{list(buffer.shape)} of {buffer.dtype} on {buffer.device} with strides {buffer.stride()}"
         )
     if buffer.data_ptr() % 4 or buffer.stride(0) % 4:
         raise ValueError("sections must start at multiples of 4 bytes")

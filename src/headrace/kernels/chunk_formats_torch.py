@@ -68,8 +68,8 @@ class ChunkFormat(Protocol):
     def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
         """Bytes of `numbers` numbers of a pool's type and of the scales beside them. tokens: one for each head."""
 
-    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers, scales and whether the format holds them, of each chunk."""
+    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Numbers, scales and whether the format holds them, of each chunk; None: it holds any."""
 
     def decode(self, plane: Plane, code: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         """Numbers and scales as the pool has them, of bytes [n, ...] each."""
@@ -81,10 +81,9 @@ class RawChunks:
     def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
         return numbers * dtype.itemsize, 4 * tokens if dtype == torch.int8 else 0
 
-    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         x, scale = plane.get(slots)
-        none = torch.empty(len(slots), 0)
-        return x, none if scale is None else scale, torch.ones(len(slots), dtype=torch.bool)
+        return x, x.new_empty(len(slots), 0) if scale is None else scale, None
 
     def decode(self, plane: Plane, code: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         stored = None if plane.scale is None else scale.view(torch.float32).view(len(code), -1, CHUNK)
@@ -97,7 +96,7 @@ class Int8Chunks(RawChunks):
     def sizes(self, numbers: int, tokens: int, dtype: torch.dtype) -> tuple[int, int]:
         return numbers, 4 * tokens
 
-    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(self, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         if plane.scale is not None:
             return super().encode(plane, slots)
         wide = plane.get(slots)[0].float()
@@ -130,15 +129,15 @@ FORMATS: dict[OffloadFormat, ChunkFormat] = {"raw": RawChunks(), "int8": Int8Chu
 
 def store(buffer: Tensor, planes: list[Plane], slots: Tensor, format: ChunkFormat) -> list[bool]:
     """Fills the rows of buffer [n, bytes]: for each, whether the format holds its numbers."""
-    codes, scales, fits = [], [], torch.ones(len(slots), dtype=torch.bool)
+    codes, scales, fits = [], [], list[Tensor]()
     for plane in planes:
         code, scale, good = format.encode(plane, slots)
-        fits &= good
+        fits += [] if good is None else [good]
         codes.append(_bytes(code))
         scales.append(_bytes(scale))
     packed = torch.cat(codes + scales, dim=1)
     buffer[:, : packed.shape[1]] = packed
-    return fits.tolist()
+    return torch.stack(fits).all(0).tolist() if fits else [True] * len(slots)
 
 
 def load(buffer: Tensor, planes: list[Plane], slots: Tensor, format: ChunkFormat) -> None:

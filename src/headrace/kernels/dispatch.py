@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionBackend, Quantization
+from headrace.device import current
 from headrace.kernels import cpu, registry
 from headrace.kernels.backend import backend_of, listed
 
@@ -21,7 +22,10 @@ Implementation = Literal["cpu", "torch", "ops"]
 
 NATIVE_OPS = ("attend", "append", *cpu.OPERATIONS)
 QUANTIZED = tuple(scheme for scheme in get_args(Quantization) if scheme != "none")
-TRITON_OPS = ("attend", "append", "rms_norm", "linear")
+TRITON_OPS = (
+    "attend", "append", "linear", "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul",
+    "sigmoid_mul", "gelu",
+)  # fmt: skip
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
 
@@ -66,7 +70,8 @@ def native(x: Tensor) -> bool:
     """Whether the C++ kernels take x. They know no gradients, so torch keeps a tensor that asks for one."""
     if _forced == "torch":
         return False
-    taken = cpu.available() and x.is_cpu and cpu.supports(x.dtype) and not (x.requires_grad and torch.is_grad_enabled())
+    wants_gradient = x.requires_grad and torch.is_grad_enabled()
+    taken = cpu.available() and x.is_cpu and cpu.supports(x.dtype) and not wants_gradient and not on_gpu(x)
     if _forced == "cpu" and not taken:
         raise ValueError(f"implementation 'cpu' does not take {x.dtype} on {x.device}")
     return taken
@@ -74,7 +79,7 @@ def native(x: Tensor) -> bool:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether the Triton kernels take x."""
-    return x.is_cuda and _forced != "torch" and not (x.requires_grad and torch.is_grad_enabled())
+    return current().holds(x) and _forced != "torch" and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def in_cpp() -> bool:
@@ -138,7 +143,7 @@ def reasons(gpu: bool = False) -> dict[str, str]:
     """The table as text: operation -> 'cpu: C++ avx512'. gpu: of an engine on a CUDA device."""
     if not gpu:
         return {name: str(choice) for name, choice in table().items()}
-    ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own")
+    ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own, one launch")
     return (
         {name: "torch: one row or element at a time" for name in NATIVE_OPS}
         | ours

@@ -39,7 +39,7 @@ class KVStorage(LayerPools):
 
     dtype: bfloat16, float32, or int8, which has scales. pools: one for each layer that has keys and values of its own.
     With `hidden`, the model's hidden size H, activations are kept as well: x, [slots, 64, H] per layer in x_dtype, the
-    type computed in. Otherwise x is None. device: of keys and values; the CPU, if it is not given.
+    type computed in. Otherwise x is None. device: where all of it lies; the CPU, if it is not given.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class KVStorage(LayerPools):
         self._source = spec.source
         self.x: list[Tensor] | None = None
         if hidden is not None:
-            self.x = [zeros((slots, CHUNK, hidden), _computed(x_dtype)) for _ in range(spec.stored)]
+            self.x = [new((slots, CHUNK, hidden), _computed(x_dtype)) for _ in range(spec.stored)]
 
     def pool(self, layer: int) -> Pool:
         return self.pools[self._source(layer)]

@@ -7,16 +7,20 @@ sections have one size, and the last ones of a layer are filled up with zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from headrace.config import AttentionSpec
+from headrace.device import Device
 from headrace.kernels import chunk_formats
 from headrace.kernels.records import Layout
 from headrace.kv.storage import KVStorage
 from headrace.offload import frame
+from headrace.offload.landing import HostLanding, Landing, PinnedLanding
 from headrace.offload.tiers.base import BlobFormat, BlobKind, BlobParts
 
 
@@ -24,7 +28,8 @@ class ChunkCodec:
     """The pool of a model as blobs. identity: 32 bytes that the model, its types and arithmetic went into.
 
     layout: how chunks lie in the pool (Backend.layout). heads: which of the KV heads of a stored chunk the pool has, if
-    not all; such a codec loads only.
+    not all; such a codec loads only. device: of a pool that lies on one; what is encoded then goes by a stream of its
+    own, behind what the stream that was the current one when the codec was made has been given.
 
     `encode` may be called by one thread at a time, beside others that load: its result is valid until the next call.
     """
@@ -37,11 +42,18 @@ class ChunkCodec:
         dtype: torch.dtype,
         layout: Layout,
         heads: range | None = None,
+        device: Device | None = None,
     ) -> None:
         self.storage, self.spec, self.identity, self.dtype = storage, spec, identity, dtype
-        self.layout, self.heads = layout, heads
+        self.layout, self.heads, self.device = layout, heads, device
+        self._out = None if device is None else _Outward(device)
         self.header_bytes = frame.header_bytes(self.sections("k")[-1].stop)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    @cached_property
+    def landing(self) -> Landing:
+        """Memory for what is loaded; of the one thread that loads."""
+        return HostLanding() if self.device is None else PinnedLanding(self.device)
 
     @property
     def keeps_activations(self) -> bool:
@@ -78,16 +90,26 @@ class ChunkCodec:
         """The blob of the chunk in a slot; as "raw" where its numbers cannot be rounded so."""
         size, sections = self.section_bytes(kind, form), self.sections(kind)
         count = sections[-1].stop
-        if len(self._scratch) < count * size:
-            self._scratch = torch.empty(count * size, dtype=torch.uint8)
-        data = self._scratch[: count * size]
-        for layer, own in enumerate(sections):
-            if not self._store(data[own.start * size : own.stop * size], layer, slot, kind, form):
-                return self.encode(slot, digest, kind, "raw")
+
+        def fill(data: Tensor) -> bool:
+            parts = [data[own.start * size : own.stop * size] for own in sections]
+            return all(self._store(part, layer, slot, kind, form) for layer, part in enumerate(parts))
+
+        data = self._filled(count * size, fill)
+        if data is None:
+            return self.encode(slot, digest, kind, "raw")
         payload = memoryview(data.numpy().data).cast("B")
         sums = [frame.checksum(payload[section * size : (section + 1) * size]) for section in range(count)]
         layout = frame.BlobLayout(self.identity, count, size, kind, form)
         return frame.make_header(layout, digest, sums), payload
+
+    def _filled(self, size: int, fill: Callable[[Tensor], bool]) -> Tensor | None:
+        """Host memory, uint8 [size], that `fill` has filled, be it over the device's; None where it could not."""
+        if self._out is not None:
+            return self._out.filled(size, fill)
+        if len(self._scratch) < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size] if fill(self._scratch[:size]) else None
 
     def _store(self, section: Tensor, layer: int, slot: int, kind: BlobKind, form: BlobFormat) -> bool:
         where = torch.tensor([slot], dtype=torch.int32)
@@ -102,6 +124,16 @@ class ChunkCodec:
         assert self.storage.x is not None, "the pool keeps no activations"
         return self.storage.x[layer]
 
+    def _arrived(self, sections: Tensor | Sequence[Tensor]) -> Tensor:
+        """The sections, where the pool is."""
+        if self.device is None:
+            return sections if isinstance(sections, Tensor) else torch.stack(list(sections))
+        shape, parts = (len(sections), len(sections[0])), [sections] if isinstance(sections, Tensor) else sections
+        there = torch.empty(shape, dtype=torch.uint8, device=self.device.place)
+        for into, part in zip([there] if isinstance(sections, Tensor) else there, parts, strict=True):
+            into.copy_(part, non_blocking=True)
+        return there
+
     def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
         """Raises frame.DamagedBlob for a blob that is not this chunk's, or not as this pool needs it."""
         header = frame.read_header(data, digest, kind, self.identity)
@@ -111,8 +143,12 @@ class ChunkCodec:
         return header
 
     @torch.inference_mode()
-    def load(self, layer: int, kind: BlobKind, form: BlobFormat, sections: Tensor, slots: list[int]) -> None:
-        """Puts the checked sections of a layer, uint8 [n, bytes of all of them], into n slots."""
+    def load(
+        self, layer: int, kind: BlobKind, form: BlobFormat, sections: Tensor | Sequence[Tensor], slots: list[int]
+    ) -> None:
+        """Puts the checked sections of a layer, uint8 [n, bytes of all of them] or each by itself, into n slots. On a
+        device the current stream is given that to do, and reads them later."""
+        sections = self._arrived(sections)
         where = torch.tensor(slots, dtype=torch.int32)
         if kind == "x":
             chunk_formats.load_x_many(sections, self.activations(layer), where, form)
@@ -123,3 +159,28 @@ class ChunkCodec:
             else:
                 sections = sections[:, : self._kv_bytes(layer, form)]
             chunk_formats.load_kv_many(sections, self.storage.pool(layer), where, form, self.dtype, self.layout)
+
+
+class _Outward:
+    """The way of chunks from a device's memory to the host's: put together there, and copied by one copy."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.stream, self.compute = device, device.stream(), device.current_stream()
+        self._there, self._here = torch.empty(0), torch.empty(0)
+
+    def filled(self, size: int, fill: Callable[[Tensor], bool]) -> Tensor | None:
+        """See ChunkCodec._filled."""
+        device, written = self.device, self.device.event()
+        written.record(self.compute)
+        with device.on(self.stream):
+            self.stream.wait_event(written)
+            if len(self._here) < size:
+                self._there = torch.empty(size, dtype=torch.uint8, device=device.place)
+                self._here = device.pinned((size,), torch.uint8)
+            there, here = self._there[:size], self._here[:size]
+            fits = fill(there)
+            here.copy_(there, non_blocking=True)
+            copied = device.event(blocking=True)
+            copied.record(self.stream)
+        copied.synchronize()
+        return here if fits else None

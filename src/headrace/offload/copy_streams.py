@@ -2,7 +2,7 @@
 
 KVPR's streams (section 3.3, Algorithm 1): weights, KV, activations and hidden states in, KV and hidden states out. All
 that goes in shares one link, and so does all that goes out. On a CPU a copy stream is a thread; on a GPU it is a thread
-that drives a CUDA stream of its own.
+that hands copies to a CUDA stream, whose end is an event: the computation's stream waits for it, not the host.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.device import Device, Event, current
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.ticket import Ticket
 
@@ -50,7 +51,9 @@ class ThreadStream:
         self._thread.start()
 
     def submit(self, run: Callable[[], object], size: int, stream: str) -> Ticket:
-        ticket = Ticket(size, stream)
+        return self._put(Ticket(size, stream), run)
+
+    def _put(self, ticket: Ticket, run: Callable[[], object]) -> Ticket:
         with self._lock:
             if self._closed:
                 raise ValueError("the copy stream is closed; open another one")
@@ -63,15 +66,17 @@ class ThreadStream:
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
-            ticket, run = item
-            ticket.began_s, error = time.perf_counter(), None
-            try:
-                run()
-                self.link.carried(ticket.size, ticket.began_s)
-            except BaseException as raised:  # of any kind: the caller that waits for the ticket gets it
-                error = raised
-            ticket.end(error)
-            del item, run, ticket, error
+            self._carry(*item)
+            del item
+
+    def _carry(self, ticket: Ticket, run: Callable[[], object]) -> None:
+        ticket.began_s, error = time.perf_counter(), None
+        try:
+            run()
+            self.link.carried(ticket.size, ticket.began_s)
+        except BaseException as raised:  # of any kind: the caller that waits for the ticket gets it
+            error = raised
+        ticket.end(error)
 
     def close(self) -> None:
         with self._lock:
@@ -82,45 +87,101 @@ class ThreadStream:
             self._thread.join()
 
 
-class CudaStream(ThreadStream):
-    """A copy stream of a CUDA device: a thread that drives a CUDA stream, so that copies run beside the kernels.
+class CudaTicket(Ticket):
+    """A transfer by a stream of a device. It ends when its copies have; its times are the device's.
 
-    A copy begins after what the submitting thread's current stream was given before it. Its ticket ends when the copy
-    has: what is computed after `Ticket.wait` sees it, on any stream. Memory that is not pinned goes through two pinned
-    buffers in turn, since copies from pageable memory do not run beside kernels. Work given to `submit` runs with that
-    stream as the current one.
+    `wait` waits until they are handed over, and has the caller's current stream wait for their end: what is computed
+    after it sees them, and the host goes on. Behind an emulated link, of which a stream knows nothing, the host waits.
     """
 
-    def __init__(self, name: str, device: torch.device, link: EmulatedLink | None = None) -> None:
-        if device.type != "cuda":
-            raise ValueError(f"a CUDA copy stream needs a CUDA device, got {device}; use a ThreadStream")
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self._pinned = [torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._free: list[torch.cuda.Event | None] = [None, None]
+    __slots__ = ("began", "device", "emulated", "handed", "keeps", "over", "ready")
+
+    def __init__(self, size: int, stream: str, device: Device, emulated: bool) -> None:
+        super().__init__(size, stream)
+        self.device, self.emulated, self.handed = device, emulated, threading.Event()
+        self.keeps: object = None  # memory that is copied from, which nobody else may be given before the end
+        self.ready, self.began = device.event(), device.event(timing=True)
+        self.over = device.event(timing=True, blocking=True)
+        self.ready.record(device.current_stream())
+
+    def wait(self) -> None:
+        if self.emulated:
+            self.synchronize()
+        self._until(self.handed)
+        if self.error is not None:
+            raise self.error
+        self.device.current_stream().wait_event(self.over)
+
+    def finish(self, link: EmulatedLink) -> None:
+        """Waits for its end on the device, and ends it."""
+        try:
+            if self.error is None:
+                self.over.synchronize()
+                self.began_s = time.perf_counter() - self.began.elapsed_time(self.over) / 1e3
+                link.carried(self.size, self.began_s)
+        except BaseException as raised:  # the caller that waits for the ticket gets it
+            self.error = raised
+        self.keeps = None
+        self.end(self.error)
+
+
+class CudaStream(ThreadStream):
+    """A copy stream of a GPU: a thread hands copies to a stream of the device, so that they run beside kernels, and
+    another waits for their end.
+
+    A copy begins after what the submitting thread's current stream was given before it. See CudaTicket for when it has
+    come. Memory that is not pinned goes through two pinned buffers in turn, since copies from pageable memory do not
+    run beside kernels. Work given to `submit` runs with the copy stream as the current one, and hands over what it
+    copies without waiting for it.
+    """
+
+    def __init__(self, name: str, device: Device, link: EmulatedLink | None = None) -> None:
+        self.device, self.stream = device, device.stream()
+        self._pinned = [device.pinned((PINNED_BYTES,), torch.uint8) for _ in range(2)]
+        self._free: list[Event | None] = [None, None]
+        self._under_way: queue.SimpleQueue[CudaTicket | None] = queue.SimpleQueue()
+        self._finisher = threading.Thread(target=self._finish, name=f"headrace-{name}-end", daemon=True)
+        self._finisher.start()
         super().__init__(name, link)
 
     def submit(self, run: Callable[[], object], size: int, stream: str) -> Ticket:
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
-
-        def on_stream() -> None:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                self.stream.wait_event(ready)
-                run()
-                self.stream.synchronize()
-
-        return super().submit(on_stream, size, stream)
+        return self._put(CudaTicket(size, stream, self.device, self.link.slow), run)
 
     def copy(self, into: Tensor, source: Tensor, stream: str) -> Ticket:
         check_alike(into, source)
         return self.submit(lambda: self._copy(into, source), into.nbytes, stream)
 
+    def _carry(self, ticket: Ticket, run: Callable[[], object]) -> None:
+        assert isinstance(ticket, CudaTicket)
+        ticket.keeps = run
+        try:
+            with torch.inference_mode(), self.device.on(self.stream):
+                self.stream.wait_event(ticket.ready)
+                ticket.began.record(self.stream)
+                run()
+                ticket.over.record(self.stream)
+        except BaseException as raised:  # as above
+            self.stream.synchronize()  # what was handed over before the error
+            ticket.error = raised
+        ticket.handed.set()
+        self._under_way.put(ticket)
+
+    def _finish(self) -> None:
+        while (ticket := self._under_way.get()) is not None:
+            ticket.finish(self.link)
+            del ticket
+
+    def close(self) -> None:
+        super().close()
+        self._under_way.put(None)
+        if threading.current_thread() is not self._finisher:
+            self._finisher.join()
+
     def _copy(self, into: Tensor, source: Tensor) -> None:
         """On the thread and its stream."""
-        host = source if into.is_cuda else into
+        pageable = [x for x in (into, source) if not self.device.holds(x) and not x.is_pinned()]
         flat = into.is_contiguous() and source.is_contiguous() and into.dtype == source.dtype
-        if host.is_cuda or host.is_pinned() or not flat:
+        if not pageable or not flat:
             into.copy_(source, non_blocking=True)
             return
         there, here = into.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)
@@ -132,7 +193,7 @@ class CudaStream(ThreadStream):
         buffer, free = self._pinned[turn][: into.numel()], self._free[turn]
         if free is not None:
             free.synchronize()
-        if into.is_cuda:
+        if self.device.holds(into):
             copy_alone(buffer, source)
             into.copy_(buffer, non_blocking=True)
             self._free[turn] = self.stream.record_event()
@@ -151,11 +212,13 @@ def check_alike(into: Tensor, source: Tensor) -> None:
 def copy_alone(into: Tensor, source: Tensor) -> None:
     """Copies between host tensors by this thread alone and without the interpreter's lock.
 
-    Tensor.copy_ would start a team of threads for a large one, which fights the computation's for its cores.
+    Tensor.copy_ would start a team of threads for a large one, which fights the computation's for its cores. A copy
+    from or to a device is given to the current stream.
     """
-    on_host = into.device.type == source.device.type == "cpu"
+    device = current()
+    on_host = not device.holds(into) and not device.holds(source)
     if not on_host or into.dtype != source.dtype or not (into.is_contiguous() and source.is_contiguous()):
-        into.copy_(source)
+        into.copy_(source, non_blocking=True)
         return
     there, here = (x.detach().view(-1).view(torch.uint8).numpy() for x in (into, source))
     np.copyto(there, here)
@@ -172,9 +235,9 @@ class CopyStreams(NamedTuple):
             stream.close()
 
 
-def open_copy_streams(device: torch.device, link: EmulatedLink | None = None) -> CopyStreams:
-    """The copy streams of a device, over two links like `link`: CUDA streams of a GPU, threads of anything else."""
+def open_copy_streams(device: Device | None = None, link: EmulatedLink | None = None) -> CopyStreams:
+    """The copy streams of a device, over two links like `link`; of the host, where there is none, threads."""
     there = link or EmulatedLink()
-    if device.type == "cuda":
+    if device is not None:
         return CopyStreams(CudaStream("in", device, there), CudaStream("out", device, there.twin()))
     return CopyStreams(ThreadStream("in", there), ThreadStream("out", there.twin()))

@@ -17,6 +17,11 @@ class EmulatedLink:
         self.bytes_s, self.latency_s = bytes_s, latency_s
         self._free = 0.0
 
+    @property
+    def slow(self) -> bool:
+        """Whether it makes transfers wait."""
+        return self.bytes_s is not None or self.latency_s > 0
+
     def twin(self) -> EmulatedLink:
         """Another link like this one, with nothing on it: the way back."""
         return EmulatedLink(self.bytes_s, self.latency_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from headrace.arrival import Arrival
@@ -28,8 +29,16 @@ class Ticket(Arrival):
         super().end(error)
 
     def wait(self) -> None:
-        if not self.done:
-            began = time.perf_counter()
-            self._ended.wait()
-            self.waited_s += time.perf_counter() - began
+        """Until what the caller computes from now on sees it; raises what went wrong."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Until it has come, in the host's time; raises what went wrong."""
+        self._until(self._ended)
         super().wait()
+
+    def _until(self, event: threading.Event) -> None:
+        if not event.is_set():
+            began = time.perf_counter()
+            event.wait()
+            self.waited_s += time.perf_counter() - began

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.ranked.words import Place
-from headrace.offload.restore.transfer import WantedChunk
+from headrace.offload.restore.pieces import WantedChunk
 from headrace.offload.tiers.base import BlobKind, HeadShare, name_of
 from headrace.offload.tiers.stack import Tiers
 
@@ -55,12 +55,16 @@ def _form(codec: ChunkCodec, mine: HeadShare, parts: int) -> StoredForm:
         several = parts // mine.parts
         first = mine.part * several
         spec = replace(codec.spec, kv_heads=heads // several)
-        own = ChunkCodec(codec.storage.split(several), spec, codec.identity, codec.dtype, codec.layout)
+        own = ChunkCodec(
+            codec.storage.split(several), spec, codec.identity, codec.dtype, codec.layout, device=codec.device
+        )
         return StoredForm(own, tuple(HeadShare(first + i, parts) for i in range(several)))
     several = mine.parts // parts
     first = mine.part % several * heads
     spec = replace(codec.spec, kv_heads=heads * several)
-    own = ChunkCodec(codec.storage, spec, codec.identity, codec.dtype, codec.layout, range(first, first + heads))
+    own = ChunkCodec(
+        codec.storage, spec, codec.identity, codec.dtype, codec.layout, range(first, first + heads), codec.device
+    )
     return StoredForm(own, (HeadShare(mine.part // several, parts),))
 
 

@@ -14,6 +14,7 @@ from headrace import host
 from headrace.attention import plan as planning
 from headrace.attention import recurrence
 from headrace.attention.execute import PlanAttention
+from headrace.device import Device
 from headrace.kernels import ops
 from headrace.kernels.backend import Backend
 from headrace.kv.storage import KVStorage
@@ -53,16 +54,20 @@ def measure(
     tiers: Sequence[Tier],
     brief: bool = False,
     profile: Profile | None = None,
+    device: Device | None = None,
 ) -> Profile:
     """The profile, with projecting and moving chunks, in about a second or less. Writes to the first slots of the pool,
     which must be empty. A tier that is not in memory begins as it guesses itself; see `probe`.
 
     profile: of several ranks, which is completed; None: one rank, whose prefill is measured too. brief: each is timed
     by a single call, as it is anyway while nothing is stored outside memory: first figures last until others are seen.
+    device: what decoder and pool lie on, if not in host memory.
     """
     far = [tier for tier in tiers if not tier.in_memory]
     brief |= len(far) == len(tiers) > 0 and not any(tier.stats().blobs for tier in far)
     seconds = timing.brief_seconds if brief else timing.call_seconds
+    if device is not None:
+        seconds = timing.synchronised(seconds, device)
     alone = profile is None
     if profile is None:
         shape = ModelShape.of(decoder.config, decoder.dtype.itemsize)
@@ -70,13 +75,13 @@ def measure(
     project = (
         timing.projection_rate(_Projection(decoder, storage, backend), seconds) if storage.keeps_activations else None
     )
-    move = _Move()
+    move = _Move(device)
     near = [tier.kind for tier in tiers if tier.in_memory] or ["memory"]
-    moved = {kind: timing.read_rate(kind, move, seconds) for kind in near}
+    moved = {kind: timing.read_rate(kind, move, seconds, shares_cores=device is None) for kind in near}
     guessed = {tier.kind: TierLink(kind=tier.kind, rate=tier.read_guess) for tier in tiers}
     profile.complete([*(guessed | moved).values()], project)
     if alone and decoder.share is None:  # tensor ranks compute together, when all are asked to
-        _forward(decoder, storage, backend, profile, seconds)
+        _forward(decoder, storage, backend, profile, seconds, brief)
     return profile
 
 
@@ -112,16 +117,23 @@ class _Projection:
 
 
 class _Move:
-    """Bytes from one place in memory to another, checked: what a restore from host memory takes on the copy stream."""
+    """Bytes from one place in memory to another, checked, and on to a device, if there is one: what a restore from host
+    memory takes on the copy stream."""
 
-    def __init__(self) -> None:
-        self.source, self.into = (torch.ones(timing.SIZES[-1], dtype=torch.uint8) for _ in range(2))
+    def __init__(self, device: Device | None) -> None:
+        self.source = torch.ones(timing.SIZES[-1], dtype=torch.uint8)
+        self.into, self.on = torch.ones_like(self.source), None
+        if device is not None:
+            self.into = device.pinned(self.source.shape, torch.uint8)
+            self.on = torch.empty(self.source.shape, dtype=torch.uint8, device=device.place)
 
     def __call__(self, size: int) -> None:
         for at in range(0, size, PIECE):
             end = min(size, at + PIECE)
             copy_alone(self.into[at:end], self.source[at:end])
             frame.checksum(self.into[at:end].numpy().data)
+            if self.on is not None:
+                self.on[at:end].copy_(self.into[at:end], non_blocking=True)
 
 
 def _one_rank(decoder: Decoder, seconds: timing.Seconds) -> Machine:
@@ -134,7 +146,7 @@ def _one_rank(decoder: Decoder, seconds: timing.Seconds) -> Machine:
     elements = sum(w.shape[0] * w.shape[1] for w in matrices)
 
     def products(rows: int) -> float:
-        inputs = [torch.ones(rows, w.shape[1], dtype=decoder.dtype) for w in matrices]
+        inputs = [torch.ones(rows, w.shape[1], dtype=decoder.dtype, device=decoder.device) for w in matrices]
         return seconds(lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)])
 
     flops_s = 2 * LINEAR_ROWS * elements / products(LINEAR_ROWS)
@@ -145,10 +157,12 @@ def _one_rank(decoder: Decoder, seconds: timing.Seconds) -> Machine:
     )  # fmt: skip
 
 
-def _forward(decoder: Decoder, storage: KVStorage, backend: Backend, found: Profile, seconds: timing.Seconds) -> None:
+def _forward(
+    decoder: Decoder, storage: KVStorage, backend: Backend, found: Profile, seconds: timing.Seconds, brief: bool
+) -> None:
     """Tells the profile what a short prompt takes, and a short step after it, where that is soon done."""
     most = min(storage.slots * CHUNK, decoder.config.max_model_len)
-    for tokens in FORWARD if seconds is timing.call_seconds else FORWARD[-1:]:
+    for tokens in FORWARD[-1:] if brief else FORWARD:
         if tokens <= most and float(found.prefill(0, tokens)) <= FORWARD_S:
             break
     else:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from headrace.device import Device
 from headrace.planner.machine import PieceRate, TierLink
 
 SIZES = (1 << 18, 1 << 23)
@@ -50,6 +51,19 @@ def brief_seconds(work: Callable[[], object], most_s: float = 0.05) -> float:
     return taken
 
 
+def synchronised(seconds: Seconds, device: Device) -> Seconds:
+    """The same of work that a device does: until it is done."""
+
+    def timed(work: Callable[[], object], most_s: float = 0.05) -> float:
+        def done() -> None:
+            work()
+            device.synchronize()
+
+        return seconds(done, most_s)
+
+    return timed
+
+
 def projection_rate(project: Callable[[int], object], seconds: Seconds = call_seconds) -> PieceRate:
     """project(tokens): K and V of so many tokens of one layer, from X, with the model's own weights."""
     few, many = (seconds(lambda rows=rows: project(rows)) for rows in ROWS)  # type: ignore[misc]
@@ -57,12 +71,15 @@ def projection_rate(project: Callable[[int], object], seconds: Seconds = call_se
     return PieceRate(token_s, max(few - token_s * ROWS[0], 0.0))
 
 
-def read_rate(kind: str, read: Callable[[int], object], seconds: Seconds = call_seconds) -> TierLink:
-    """read(size): a read of about so many bytes from a tier of this kind, as restores do it."""
+def read_rate(
+    kind: str, read: Callable[[int], object], seconds: Seconds = call_seconds, shares_cores: bool = True
+) -> TierLink:
+    """read(size): a read of about so many bytes from a tier of this kind, as restores do it. shares_cores: with the
+    computation."""
     small, large = (seconds(lambda size=size: read(size)) for size in SIZES)  # type: ignore[misc]
     began = time.thread_time()
     read(SIZES[1])
-    taken = (time.thread_time() - began) / SIZES[1]
+    taken = (time.thread_time() - began) / SIZES[1] if shares_cores else 0.0
     byte_s = max((large - small) / (SIZES[1] - SIZES[0]), 0.1 * large / SIZES[1])
     rate = PieceRate(byte_s, max(small - byte_s * SIZES[0], 0.0))
     return TierLink(kind=kind, rate=rate, cpu_s_per_byte=min(taken, byte_s))

@@ -23,23 +23,21 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from headrace.arrival import Arrival
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
+from headrace.offload.restore.pieces import LentPiece, Piece, ReadPiece, Sections, WantedChunk, read
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.report import LayerProjection
+from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.ticket import Ticket
-from headrace.offload.tiers.base import BlobFormat, BlobKind, Read, name_of
+from headrace.offload.tiers.base import BlobFormat, BlobKind, Lender
 from headrace.offload.tiers.stack import Tiers
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
-
-PIECE_BYTES = 2 << 20
-"""Read, checked and moved on together: little enough to stay in the processor's cache."""
 
 
 class LayerTransfer(NamedTuple):
@@ -48,25 +46,6 @@ class LayerTransfer(NamedTuple):
     ticket: Ticket
     kind: BlobKind
     layer: int
-
-
-@dataclass(slots=True)
-class WantedChunk:
-    """A chunk of the run: its number in the sequence, its name, its slot, and the tier that has what is to come.
-
-    header: what its blob's header says, once that was read.
-    """
-
-    chunk: int
-    digest: bytes
-    slot: int
-    kind: BlobKind
-    tier: int
-    header: frame.BlobHeader | None = None
-
-    @property
-    def name(self) -> bytes:
-        return name_of(self.digest, self.kind)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +57,7 @@ class RestoreTransfer:
     projected: slot by number of all chunks that do, to this rank or to another tensor rank.
 
     layers: of each layer, what a step that reads it waits for, in this order. good: chunks up to the first one that was
-    lost; reason: why it was. cpu_s: what the copy stream took from the cores.
+    lost; reason: why it was. cpu_s: what the copy stream took from the cores, where these compute.
     """
 
     codec: ChunkCodec
@@ -93,8 +72,7 @@ class RestoreTransfer:
     reason: str = ""
     cpu_s: float = 0.0
     transfers: list[LayerTransfer] = field(default_factory=list)
-    projections: list[LayerProjection] = field(default_factory=list)
-    _staging: Tensor = field(default_factory=lambda: torch.empty(PIECE_BYTES, dtype=torch.uint8))
+    _projected: list[_Projected] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.good = len(self.chunks)
@@ -113,9 +91,10 @@ class RestoreTransfer:
             for kind in kinds:
                 there: Ticket | None = None
                 if some := [w for w in self.chunks if w.kind == kind]:
-                    each = len(self.codec.sections(kind)[layer])
+                    each, lent = len(self.codec.sections(kind)[layer]), list[LentPiece]()
                     size = sum(each * self.codec.section_bytes(kind, self.tiers.format(w.tier)) for w in some)
-                    there = self._submit(stream, partial(self._carry, layer, kind, some), size, kind, layer)
+                    there = self._submit(stream, partial(self._carry, layer, kind, some, lent), size, kind, layer)
+                    there.then(partial(_give_back, lent))
                 if kind == "x" and self.projected:
                     self.layers[layer].append(Projection(self, layer, there))
                 elif there is not None:
@@ -144,6 +123,12 @@ class RestoreTransfer:
     def projects(self) -> bool:
         """Whether whoever waits has a part in it."""
         return bool(self.projected)
+
+    @property
+    def projections(self) -> list[LayerProjection]:
+        """What projecting took, of layers during all or none of which the copy stream was at work; on a device, which
+        computes beside it, of all."""
+        return [LayerProjection(each.tokens, each.watch.seconds(), each.beside_copies) for each in self._projected]
 
     @property
     def waited_s(self) -> float:
@@ -175,13 +160,14 @@ class RestoreTransfer:
         except Exception as error:
             log.exception("stored chunks could not be brought back; they are computed again")
             self.good, self.reason = 0, f"{type(error).__name__}: {error}"
-        self.cpu_s += time.thread_time() - began
+        if self.codec.device is None:
+            self.cpu_s += time.thread_time() - began
 
     def _read_headers(self) -> None:
         size = self.codec.header_bytes
         data = torch.empty(len(self.chunks), size, dtype=torch.uint8)
         views = [memoryview(row.numpy()) for row in data]
-        for wanted, view, there in zip(self.chunks, views, self._read(self.chunks, 0, views), strict=True):
+        for wanted, view, there in zip(self.chunks, views, read(self.tiers, self.chunks, 0, views), strict=True):
             try:
                 if not there:
                     raise frame.DamagedBlob("is gone")
@@ -190,53 +176,43 @@ class RestoreTransfer:
                 self._lost(wanted, str(error))
                 return
 
-    def _carry(self, layer: int, kind: BlobKind, chunks: list[WantedChunk]) -> None:
-        """Brings one layer of some chunks."""
+    def _carry(self, layer: int, kind: BlobKind, chunks: list[WantedChunk], lent: list[LentPiece]) -> None:
+        """Brings one layer of some chunks. lent: what of them tiers have lent until they have come."""
         known = [(w, w.header) for w in chunks if w.header is not None]
-        for form, alike in groupby(known, lambda pair: pair[1].format):
+        for (form, _), alike in groupby(known, lambda pair: (pair[1].format, self._lender(pair[0].tier))):
             left = [w for w, _ in alike]
-            size = self.codec.section_bytes(kind, form)
-            most = max(1, PIECE_BYTES // (size * len(self.codec.sections(kind)[layer])))
+            size, sections = self.codec.section_bytes(kind, form), self.codec.sections(kind)
+            own = Sections(sections[layer], size, frame.section_at(sections[-1].stop, size, sections[layer].start))
+            most = max(1, self.codec.landing.piece_bytes // own.bytes)
             for first in range(0, len(left), most):
-                if self.cancelled or not self._piece(layer, kind, form, size, left[first : first + most]):
+                some = [w for w in left[first : first + most] if w.chunk < self.end]
+                if self.cancelled or not self._bring(layer, kind, form, some, self._piece(some, own, lent)):
                     return
 
-    def _piece(self, layer: int, kind: BlobKind, form: BlobFormat, size: int, piece: list[WantedChunk]) -> bool:
-        """Whether all of it came."""
-        piece = [w for w in piece if w.chunk < self.end]
-        sections = self.codec.sections(kind)
-        own, count = sections[layer], sections[-1].stop
-        each = len(own) * size
-        if len(self._staging) < len(piece) * each:
-            self._staging = torch.empty(len(piece) * each, dtype=torch.uint8)
-        data = self._staging[: len(piece) * each].view(len(piece), each)
-        views = [memoryview(row.numpy()) for row in data]
-        offset = frame.section_at(count, size, own.start)
+    def _lender(self, tier: int) -> Lender | None:
+        """A tier that a device's copies can run from."""
+        return None if self.codec.device is None else self.tiers.lender(tier)
+
+    def _piece(self, chunks: list[WantedChunk], sections: Sections, lent: list[LentPiece]) -> Piece:
+        """From where a tier has them, if that lends, and a device copies; else through landing memory."""
+        lender = self._lender(chunks[0].tier)
+        if lender is None:
+            return ReadPiece(chunks, sections, self.tiers, self.codec.landing)
+        lent.append(LentPiece(chunks, sections, lender))
+        return lent[-1]
+
+    def _bring(self, layer: int, kind: BlobKind, form: BlobFormat, chunks: list[WantedChunk], piece: Piece) -> bool:
+        """Whether all of a piece came."""
         whole = 0
-        for wanted, view, there in zip(piece, views, self._read(piece, offset, views), strict=True):
-            try:
-                if not there:
-                    raise frame.DamagedBlob("is gone")
-                assert wanted.header is not None
-                for place, section in enumerate(own):
-                    wanted.header.check(section, view[place * size : (place + 1) * size])
-            except frame.DamagedBlob as error:
-                self._lost(wanted, str(error))
+        for wanted, wrong in zip(chunks, self.codec.landing.read(len(chunks), piece.arrive), strict=True):
+            if wrong:
+                self._lost(wanted, wrong)
                 break
             whole += 1
         if whole:
-            self.codec.load(layer, kind, form, data[:whole], [w.slot for w in piece[:whole]])
-        return whole == len(piece)
-
-    def _read(self, chunks: list[WantedChunk], offset: int, views: list[memoryview]) -> list[bool]:
-        """Whether each was read; by tier, in few calls."""
-        found = [False] * len(chunks)
-        for tier in {w.tier for w in chunks}:
-            mine = [i for i, w in enumerate(chunks) if w.tier == tier]
-            there = self.tiers.read(tier, [Read(chunks[i].name, offset, views[i]) for i in mine])
-            for i, each in zip(mine, there, strict=True):
-                found[i] = each
-        return found
+            self.codec.load(layer, kind, form, piece.rows(whole), [w.slot for w in chunks[:whole]])
+            piece.left()
+        return whole == len(chunks)
 
     @property
     def end(self) -> float:
@@ -257,12 +233,26 @@ class RestoreTransfer:
         must project alike, and another may have lost others."""
         if self.project is None:
             return
-        busy, began = not self.done, time.perf_counter()
+        busy, device = not self.done, self.codec.device
+        watch = Stopwatch(device)
         x = self.codec.activations(layer)[[w.slot for w in self.chunks if w.kind == "x"]]
         self.project(layer, x, list(self.projected), list(self.projected.values()), self.prompt_len)
-        if busy == (not self.done):
-            seconds = time.perf_counter() - began
-            self.projections.append(LayerProjection(len(self.projected) * CHUNK, seconds, busy))
+        watch.stop()
+        if device is not None or busy == (not self.done):
+            self._projected.append(_Projected(len(self.projected) * CHUNK, watch, busy and device is None))
+
+
+class _Projected(NamedTuple):
+    """A layer's projection, under way on a device."""
+
+    tokens: int
+    watch: Stopwatch
+    beside_copies: bool
+
+
+def _give_back(lent: list[LentPiece]) -> None:
+    for piece in lent:
+        piece.give_back()
 
 
 class Projection(Arrival):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headrace import memory
 from headrace.config import EngineConfig, KVStreaming
-from headrace.kernels.backend import backend_of, in_pieces
+from headrace.device import Device, current
+from headrace.kernels.backend import backend_of
 from headrace.kernels.records import Allocate, Pool
 from headrace.models.decoder import Decoder
 from headrace.models.shards import shard
@@ -102,7 +106,17 @@ def sizes(
                 f"{limit}: each rank stages a layer of {longest} tokens; raise it, or lower max_model_len {wanted}"
             )
     bound = bound if longest < wanted else "max_model_len"
+    if config.model.on_gpu and staged < chunks:
+        each = -(-chunks * (buffers * (kv // spec.layers) + BUFFERS * staged_x) // 2**20)
+        raise ValueError(
+            f"{limit}: on a GPU each staging buffer takes a layer of all {chunks} chunks that lie outside; raise "
+            f"offload_staging_mb to {each}, or lower {asked.room[0]}"
+        )
     return StreamSizes(chunks, min(chunks, staged), min(wanted, longest), bound)
+
+
+def _on(device: Device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=dtype, device=device.place)
 
 
 def _stored(config: EngineConfig, each: int) -> int:
@@ -144,7 +158,7 @@ def open_staged(
     )
     if config.cache.prefault:
         store.prefault()
-    streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
+    streams = open_copy_streams(None, EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
     x = None
     if hidden:
         x = StagedX(decoder, backend_of(backend), store, sized.staged, BUFFERS, asked.x_resident)
@@ -164,15 +178,17 @@ def open_streamer(
     """Store, staging and copy streams for a decoder, whose matrices leave it if weight_offload is set. Measures link
     and projection."""
     asked, model, dtype = asked_of(config), decoder.config, decoder.dtype
-    hidden = hidden_kept(asked, model, kv_dtype, dtype)
-    outside = _outside(asked, decoder, sized.store, kv_dtype, hidden)
+    hidden, device = hidden_kept(asked, model, kv_dtype, dtype), current() if config.model.on_gpu else None
+    outside, fast = _outside(asked, decoder, sized.store, kv_dtype, hidden), memory.zeros
+    if device is not None:
+        fast, outside = partial(_on, device), outside if asked.path else device.pinned
     store = OutsideStore(
-        model.attention, sized.store, kv_dtype, dtype, hidden, outside, memory.zeros if asked.x_resident else None
+        model.attention, sized.store, kv_dtype, dtype, hidden, outside, fast if asked.x_resident else None
     )
     if config.cache.prefault:
         store.prefault()
-    staging = Staging(model.attention, sized.staged, kv_dtype, dtype, hidden)
-    streams = open_copy_streams(torch.device("cpu"), EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
+    staging = Staging(model.attention, sized.staged, kv_dtype, dtype, hidden, fast)
+    streams = open_copy_streams(device, EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
     layers: ResidentLayers | StreamedLayers = ResidentLayers(decoder)
     weight_bytes = 0
     if asked.weights:
@@ -184,9 +200,7 @@ def open_streamer(
         asked.path or "host memory", staging.capacity,
         "not kept" if not hidden else "in memory" if asked.x_resident else "outside",
     )  # fmt: skip
-    transfers = Transfers(
-        store, staging, layers, streams, in_pieces(backend_of(backend)), weight_bytes, asked.x_resident
-    )
+    transfers = Transfers(store, staging, layers, streams, backend_of(backend), weight_bytes, asked.x_resident, device)
     measure(decoder, transfers)
     return Streamer(decoder, transfers, options)
 

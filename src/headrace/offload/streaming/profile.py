@@ -23,7 +23,8 @@ PROJECTED = 4
 
 def measure(decoder: Decoder, transfers: Transfers) -> None:
     """Tells transfers.throughput. The second of two calls counts. Writes to the first staging buffer."""
-    transfers.throughput.carried(_copied(transfers.staging.kv[0].k, transfers.streams.into))
+    staged, stored = transfers.staging.kv[0].k, transfers.store.pools[0].k
+    transfers.throughput.carried(_copied(staged, stored, transfers.streams.into))
     if not transfers.store.hidden:
         return
     transfers.layers.start()
@@ -31,13 +32,14 @@ def measure(decoder: Decoder, transfers: Transfers) -> None:
     count = min(PROJECTED, transfers.staging.capacity)
     positions = torch.arange(count * CHUNK)
     for _ in range(2):
-        seconds = project(decoder, transfers, 0, 0, count, positions, positions + 1)
-    transfers.throughput.projected(count, seconds)
+        watch = project(decoder, transfers, 0, 0, count, positions, positions + 1)
+    transfers.throughput.projected(count, watch.seconds())
 
 
 def measure_staged(x: StagedX, streams: CopyStreams) -> None:
     """As `measure`, on one rank of several, before its weights leave. What tensor ranks exchange is not timed."""
-    x.throughput.carried(_copied(x.store.pools[0].k, streams.into))
+    pool = x.store.pools[0].k
+    x.throughput.carried(_copied(pool, torch.zeros_like(pool.view(-1)[:COPY_ELEMENTS]), streams.into))
     positions = torch.arange(PROJECTED * CHUNK)
     rows = torch.zeros(len(positions), x.store.hidden, dtype=x.store.rows)
     decoder = x.decoder.unsent()
@@ -48,11 +50,11 @@ def measure_staged(x: StagedX, streams: CopyStreams) -> None:
     x.throughput.projected(PROJECTED, seconds)
 
 
-def _copied(pool: Tensor, stream: CopyStream) -> Ticket:
-    """The second of two copies into the beginning of a pool that holds zeros."""
-    into = pool.view(-1)[:COPY_ELEMENTS]
-    source = torch.zeros_like(into)
+def _copied(into: Tensor, source: Tensor, stream: CopyStream) -> Ticket:
+    """The second of two copies of zeros from the beginning of one pool into another's, which holds zeros."""
+    size = min(COPY_ELEMENTS, into.numel(), source.numel())
+    there, here = into.view(-1)[:size], source.view(-1)[:size]
     for _ in range(2):
-        ticket = stream.submit(partial(copy_alone, into, source), into.nbytes, "kv")
-        ticket.wait()
+        ticket = stream.submit(partial(copy_alone, there, here), there.nbytes, "kv")
+        ticket.synchronize()
     return ticket

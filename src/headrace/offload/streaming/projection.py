@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
 from headrace.models.decoder import Decoder
+from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.streaming.transfers import Transfers
 from headrace.types import CHUNK
 
-AT_ONCE = 4
-"""Chunks that are projected at a time: what is between the products stays in the cache."""
+AT_ONCE, ON_DEVICE = 4, 64
+"""Chunks that are projected at a time: what is between the products stays in the cache, and does not in a device's."""
 
 
 def project(
@@ -23,17 +22,19 @@ def project(
     count: int,
     positions: Tensor,
     lengths: Tensor | None,
-) -> float:
-    """K and V of the first `count` chunks of a staging buffer from X; the seconds it took."""
-    began = time.perf_counter()
+) -> Stopwatch:
+    """K and V of the first `count` chunks of a staging buffer from X; the time it takes."""
+    watch = Stopwatch(transfers.device)
     compute, staging = transfers.layers.layer(layer).project, transfers.staging
-    cos_sin = decoder.rope.at(positions, lengths) if decoder.rope else None
-    for low in range(0, count, AT_ONCE):
-        high = min(count, low + AT_ONCE)
+    cos_sin = decoder.rope.at(positions, lengths).to(decoder.device) if decoder.rope else None
+    some = AT_ONCE if transfers.device is None else ON_DEVICE
+    for low in range(0, count, some):
+        high = min(count, low + some)
         rows = slice(low * CHUNK, high * CHUNK)
         x = staging.x[buffer][low:high].view((high - low) * CHUNK, -1)
         k, v = compute(x, None if cos_sin is None else cos_sin[rows])
         slots = torch.arange(low, high, dtype=torch.int32).repeat_interleave(CHUNK)
         offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(high - low)
         transfers.kernels.append(staging.kv[buffer], k, v, slots, offsets)
-    return time.perf_counter() - began
+    watch.stop()
+    return watch

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace import memory
 from headrace.attention.plan import Int32, Plan
 from headrace.config import AttentionSpec
-from headrace.kernels.records import Pool
+from headrace.kernels.records import Allocate, Pool
 from headrace.offload.copy_streams import copy_alone
 from headrace.offload.streaming.store import OutsideStore
 from headrace.types import CHUNK
@@ -48,6 +48,11 @@ class StagingPiece:
     @property
     def to_project(self) -> Int32:
         return self.slots[: self.projected]
+
+    @property
+    def written(self) -> list[int]:
+        """Staging slots of the chunks that its rows are written to."""
+        return sorted(set(self.row_slots.tolist()))
 
     @property
     def to_load(self) -> Int32:
@@ -130,17 +135,31 @@ def _lookup(slots: Int32) -> Callable[[Int32], Int32]:
 
 
 class Staging:
-    """Two buffers of `capacity` chunks of one layer, with X where that is kept, in fast memory."""
+    """Two buffers of `capacity` chunks of one layer, with X where that is kept, in fast memory (allocate)."""
 
-    def __init__(self, spec: AttentionSpec, capacity: int, dtype: torch.dtype, rows: torch.dtype, hidden: int) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        capacity: int,
+        dtype: torch.dtype,
+        rows: torch.dtype,
+        hidden: int,
+        allocate: Allocate = memory.zeros,
+    ) -> None:
         self.capacity = capacity
-        self.kv = [Pool.make(capacity, spec.kv_heads, spec.head_dim, dtype, memory.zeros) for _ in range(2)]
-        self.x = [memory.zeros((capacity, CHUNK, hidden), rows) for _ in range(2 if hidden else 0)]
+        self.kv = [Pool.make(capacity, spec.kv_heads, spec.head_dim, dtype, allocate) for _ in range(2)]
+        self.x = [allocate((capacity, CHUNK, hidden), rows) for _ in range(2 if hidden else 0)]
 
     def load_kv(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:
         """Copies K and V of the piece's loaded chunks; the rest of the buffer is left alone."""
         for into, pool in zip(self.kv[buffer].tensors, store.pools[layer].tensors, strict=True):
             gather(into, pool, piece.to_load, piece.projected)
+
+    def store_kv(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:
+        """Copies K and V of the chunks that the piece's rows are written to back into the store, each whole."""
+        for pool, staged in zip(store.pools[layer].tensors, self.kv[buffer].tensors, strict=True):
+            for mine in piece.written:
+                copy_alone(pool[int(piece.slots[mine])], staged[mine])
 
     def load_x(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:
         """Copies X of the piece's projected chunks."""
@@ -155,3 +174,12 @@ def gather(into: Tensor, pool: Tensor, slots: Int32, first: int = 0) -> None:
             low, count = int(run[0]), len(run)
             copy_alone(into[first : first + count], pool[low : low + count])
             first += count
+
+
+def gather_rows(into: Tensor, rows: Tensor, places: NDArray[np.int64]) -> None:
+    """into[places[i]] = rows[i]; neighbours go in one copy."""
+    breaks, at = np.flatnonzero(np.diff(places) != 1) + 1, 0
+    for run in np.split(places, breaks):
+        low, count = int(run[0]), len(run)
+        copy_alone(into[low : low + count], rows[at : at + count])
+        at += count

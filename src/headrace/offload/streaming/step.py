@@ -5,9 +5,10 @@ T: rows of a batch, n: rows whose states are wanted, H: hidden size, Hq, Hkv: qu
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from headrace.attention.execute import items_of
 from headrace.attention.plan import Plan
-from headrace.kernels.backend import Attend
-from headrace.kernels.records import Mask, Pool
+from headrace.device import Device
+from headrace.kernels.backend import Attend, PreparedStep, in_pieces
+from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.models.decoder import Decoder, TokenBatch
+from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.streaming.projection import project
 from headrace.offload.streaming.schedule import Prefetch, Schedule, Stage, StepShape, first_loads, stages
 from headrace.offload.streaming.staging import ChunkCounts, StagingPiece, StagingPlan
@@ -80,7 +83,9 @@ class StreamStep:
         self.hidden: list[Tensor] = []
         self.outside: dict[int, tuple[Tensor, Ticket]] = {}
         self.rotations: list[Tensor | None] = []
-        self.waited = self.projecting = 0.0
+        self.times = OperationTimes(transfers.device)
+        self.later: list[Callable[[], None]] = []
+        self.prepared: dict[tuple[int, int | None], PreparedStep] = {}
 
     def pieces(self, layer: int, batch: int) -> list[StagingPiece]:
         """How the batch meets its chunks in the layer, divided once for all layers alike."""
@@ -89,7 +94,7 @@ class StreamStep:
         key = (batch, window, last and given.rows is not None)
         if key not in self._pieces:
             items = given.plan.items_within(window)
-            if key[2] and given.rows is not None:
+            if key[2] and given.rows is not None and self.transfers.device is None:
                 items = items_of(torch.from_numpy(items), given.rows).numpy()
             staged = StagingPlan(given.plan, items, self.transfers.staging.capacity)
             self._pieces[key] = staged.pieces(self._projected(staged.counts, work))
@@ -125,6 +130,11 @@ class StreamStep:
                 self._operation(at, stage)
         return self.hidden
 
+    def note(self) -> None:
+        """Takes the times of what a device has done by now."""
+        for each in self.later:
+            each()
+
     def _predicted(self) -> float:
         """Seconds that the step should take, by the throughput so far."""
         operations = []
@@ -137,7 +147,7 @@ class StreamStep:
     def _operation(self, at: int, stage: Stage) -> None:
         """One layer over one batch: all its stages, from `at` on."""
         layers, layer, batch = self.transfers.layers, stage.layer, stage.batch
-        began, self.waited, self.projecting = time.perf_counter(), 0.0, 0.0
+        self.times = times = OperationTimes(self.transfers.device)
         pieces = self.pieces(layer, batch)
         self._begin(at)
         self._project(at)
@@ -152,16 +162,23 @@ class StreamStep:
             self.outside[batch] = self.transfers.send_hidden(x)
         if self.shape.weights and (self.shape.schedule == "row" or batch + 1 == self.shape.batches):
             layers.done(layer)
-        self._note(batch, pieces, time.perf_counter() - began)
+        times.whole.stop()
+        if self.transfers.device is None:
+            self._note(batch, pieces, times)
+        else:
+            self.later.append(partial(self._note, batch, pieces, times))
 
-    def _note(self, batch: int, pieces: list[StagingPiece], seconds: float) -> None:
+    def _note(self, batch: int, pieces: list[StagingPiece], times: OperationTimes) -> None:
         """Takes the operation's figures into the totals and the throughput."""
         totals, throughput = self.transfers.totals, self.transfers.throughput
         projected, loaded = sum(p.projected for p in pieces), sum(p.loaded for p in pieces)
         totals.projected, totals.loaded = totals.projected + projected, totals.loaded + loaded
-        totals.waited_s += self.waited
-        throughput.projected(projected, self.projecting)
-        throughput.computed(self.work[batch], seconds - self.waited - self.projecting)
+        waited, projecting = (sum(each.seconds() for each in some) for some in (times.waits, times.projecting))
+        totals.waited_s += waited
+        for ticket in times.carried:
+            throughput.carried(ticket)
+        throughput.projected(projected, projecting)
+        throughput.computed(self.work[batch], times.whole.seconds() - waited - projecting)
 
     def _begin(self, at: int) -> None:
         for load in self.stages[at].prefetch:
@@ -175,7 +192,7 @@ class StreamStep:
             self.transfers.load_weights(layer, batch, self.shape.slices, what)
         elif load.kind == "hidden":
             outside, written = self.outside[batch]
-            self.hidden[batch] = torch.empty_like(outside)
+            self.hidden[batch] = torch.empty_like(outside, device=self.decoder.device)
             self.tickets[key] = self.transfers.load_hidden(self.hidden[batch], outside, written)
         else:
             buffer, piece = self.index[key[1:]] % 2, self.pieces(layer, batch)[load.piece]
@@ -193,7 +210,9 @@ class StreamStep:
         self._wait_weights(stage.layer, "kv", *(() if transfers.layers.layer(stage.layer).splits else ("q",)))
         positions = torch.from_numpy((piece.keys[:, None] + np.arange(CHUNK)).reshape(-1))
         lengths = self._lengths(stage, piece, positions)
-        self.projecting += project(self.decoder, transfers, stage.layer, buffer, piece.projected, positions, lengths)
+        transfers.claim(buffer)
+        done = project(self.decoder, transfers, stage.layer, buffer, piece.projected, positions, lengths)
+        self.times.projecting.append(done)
 
     def _lengths(self, stage: Stage, piece: StagingPiece, positions: Tensor) -> Tensor | None:
         """TokenBatch.rope_lengths of the projected rows: as when they were computed first."""
@@ -206,17 +225,51 @@ class StreamStep:
         return torch.maximum(torch.from_numpy(batch.prompts[rows]).repeat_interleave(CHUNK), positions + 1)
 
     def _wait(self, ticket: Ticket | None) -> None:
-        if ticket is None:
-            return
-        began = time.perf_counter()
-        ticket.wait()
-        self.waited += time.perf_counter() - began
-        self.transfers.throughput.carried(ticket)
+        if ticket is not None:
+            with self.times.waiting():
+                ticket.wait()
+            self.times.carried.append(ticket)
 
     def _wait_weights(self, layer: int, *parts: WeightPart) -> None:
-        began = time.perf_counter()
-        self.transfers.layers.wait(layer, *parts)
-        self.waited += time.perf_counter() - began
+        with self.times.waiting():
+            self.transfers.layers.wait(layer, *parts)
+
+    def prepare(self, layer: int, batch: int, piece: StagingPiece) -> PreparedStep:
+        """Append and attention over the staged piece that is all of an operation, prepared once for layers alike."""
+        key = (batch, self.spec.windows[layer])
+        if key not in self.prepared:
+            transfers, given = self.transfers, self.batches[batch]
+            slots = np.empty_like(piece.row_slots)
+            offsets = np.empty_like(piece.row_offsets)
+            slots[piece.rows], offsets[piece.rows] = piece.row_slots, piece.row_offsets
+            items, positions, rows, at = (
+                torch.from_numpy(x) for x in (piece.items, given.plan.positions, slots, offsets)
+            )
+            prepared = transfers.kernels.prepare(StepInputs(
+                {key[1]: items}, positions, rows, at, heads=self.spec.heads, dtype=transfers.store.dtype,
+                shape=transfers.staging.kv[0].shape, scale=self.spec.scale, cap=self.spec.score_cap,
+                bias=self.decoder.key_bias,
+            ))  # fmt: skip
+            assert prepared is not None, "kernels of a device prepare steps"
+            self.prepared[key] = prepared
+        return self.prepared[key]
+
+
+class OperationTimes:
+    """What an operation takes: all of it, in waiting for what comes in, in projecting; and what came in."""
+
+    def __init__(self, device: Device | None) -> None:
+        self._device, self.whole = device, Stopwatch(device)
+        self.waits: list[Stopwatch] = []
+        self.projecting: list[Stopwatch] = []
+        self.carried: list[Ticket] = []
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        watch = Stopwatch(self._device)
+        yield
+        watch.stop()
+        self.waits.append(watch)
 
 
 class _StagedAttend(Attend):
@@ -227,6 +280,8 @@ class _StagedAttend(Attend):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         step, transfers = self.step, self.step.transfers
+        if transfers.device is not None:
+            return self._on_device(layer, q, k, v, rows)
         batch = step.batches[step.stages[self.at].batch]
         positions = torch.from_numpy(batch.plan.positions)
         if rows is not None:
@@ -242,14 +297,28 @@ class _StagedAttend(Attend):
             if self.count == 1:
                 out = kernels.attend(q, pool, mask)
             else:
-                state = kernels.partial(q, pool, mask, state)
+                state = in_pieces(kernels).partial(q, pool, mask, state)
         # Each call of a OneLayer has memory of its own for these: nothing is written over them.
         transfers.write(layer, batch.plan, k, v, self.x)
         step._wait_weights(layer, "out", "up", "down")
         if out is not None:
             return out
         assert state is not None, "an operation has pieces"
-        return kernels.finish(state, q.dtype, sinks)
+        return in_pieces(kernels).finish(state, q.dtype, sinks)
+
+    def _on_device(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
+        """Of all rows, over the one piece that an operation is there (streaming.open sees to that)."""
+        step, transfers, buffer = self.step, self.step.transfers, self.at % 2
+        number = step.stages[self.at].batch
+        batch, (piece,) = step.batches[number], step.pieces(layer, number)
+        step._wait(step.tickets.pop(("kv", layer, number, 0), None))
+        transfers.claim(buffer)
+        sinks = None if step.decoder.sinks is None else step.decoder.sinks[layer]
+        prepared = step.prepare(layer, number, piece)
+        out = prepared(transfers.staging.kv[buffer], q, k, v, step.spec.windows[layer], sinks)
+        transfers.write_back(layer, buffer, piece, batch.plan, self.x)
+        step._wait_weights(layer, "out", "up", "down")
+        return out if rows is None else out[rows.to(out.device)]
 
     def _arrive(self, index: int, k: Tensor, v: Tensor) -> tuple[Pool, Tensor]:
         """The buffer with the chunks of piece `index`, this step's rows among them, and the items over it."""

@@ -38,6 +38,9 @@ class Streamer:
         try:
             step = StreamStep(self.decoder, self.transfers, self.options, batches)
             states = [self.decoder.leave(x) for x in step.run()]
+            if (device := self.transfers.device) is not None:
+                device.current_stream().synchronize()
+            step.note()
         except BaseException as error:
             self.failed = error
             raise

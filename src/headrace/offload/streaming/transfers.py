@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Plan
-from headrace.kernels.backend import PiecewiseBackend
+from headrace.device import Device
+from headrace.kernels.backend import Backend
 from headrace.offload.copy_streams import CopyStreams, copy_alone
-from headrace.offload.streaming.staging import Staging, StagingPiece, gather
+from headrace.offload.streaming.staging import Staging, StagingPiece, gather, gather_rows
 from headrace.offload.streaming.store import OutsideStore
 from headrace.offload.streaming.throughput import Throughput
 from headrace.offload.streaming_totals import StreamingTotals
@@ -29,19 +30,21 @@ class Transfers:
     """Between the store and its staging, by a copy stream each way; and what they tell of the link.
 
     weight_bytes: of the matrices that a layer loads. x_resident: the store's X lies in fast memory. ValueError if the
-    store keeps none. Copies raise nothing here: their tickets do.
+    store keeps none. device: whose memory the fast one is; None: the host's. Copies raise nothing: their tickets do.
     """
 
     store: OutsideStore
     staging: Staging
     layers: LayerSource
     streams: CopyStreams
-    kernels: PiecewiseBackend
+    kernels: Backend
     weight_bytes: int = 0
     x_resident: bool = False
+    device: Device | None = None
     totals: StreamingTotals = field(default_factory=StreamingTotals)
     throughput: Throughput = field(init=False)
     _writes: list[Ticket] = field(default_factory=list)
+    _out_of: dict[int, Ticket] = field(default_factory=dict)  # the last copy out of each staging buffer
 
     def __post_init__(self) -> None:
         if self.x_resident and not self.store.hidden:
@@ -60,7 +63,11 @@ class Transfers:
         """K and V of the piece's loaded chunks; None where there are none."""
         if not piece.loaded:
             return None
-        run = partial(self.staging.load_kv, buffer, self.store, layer, piece)
+
+        def run() -> None:
+            self.claim(buffer)
+            self.staging.load_kv(buffer, self.store, layer, piece)
+
         return self._load(run, piece.loaded * self.store.chunk_bytes, "kv")
 
     def load_x(self, buffer: int, layer: int, piece: StagingPiece) -> Ticket | None:
@@ -88,11 +95,17 @@ class Transfers:
 
         return self._load(run, outside.nbytes, "hidden")
 
+    def claim(self, buffer: int) -> None:
+        """Whoever writes to the buffer's K and V from now on, a thread or its current stream, does so after what was
+        copied out of it."""
+        if (out := self._out_of.get(buffer)) is not None:
+            out.wait()
+
     # -- out
 
     def send_hidden(self, x: Tensor) -> tuple[Tensor, Ticket]:
         """A copy outside of hidden states that must wait."""
-        outside = torch.empty_like(x)
+        outside = torch.empty_like(x) if self.device is None else self.device.pinned(x.shape, x.dtype)
         return outside, self._send(partial(copy_alone, outside, x), x.nbytes, "hidden")
 
     def write(self, layer: int, plan: Plan, k: Tensor, v: Tensor, x: Tensor | None) -> None:
@@ -110,6 +123,25 @@ class Transfers:
             self._keep(layer, slots, offsets, x)
         self._send(run, size, "kv")
 
+    def write_back(self, layer: int, buffer: int, piece: StagingPiece, plan: Plan, x: Tensor | None) -> None:
+        """As `write`, of a device, where a piece has all rows of its batch: the chunks that these were written to go
+        back whole out of the staging buffer, since only a device's kernels know rows from chunks fast."""
+        size = len(piece.written) * self.store.chunk_bytes + (0 if x is None or self.x_resident else x.nbytes)
+        slots, offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
+
+        def run() -> None:
+            self.staging.store_kv(buffer, self.store, layer, piece)
+            if x is not None and not self.x_resident:
+                self._keep_outside(layer, slots, offsets, x)
+
+        if x is not None and self.x_resident:
+            self._keep(layer, slots.to(x.device), offsets.to(x.device), x)
+        self._out_of[buffer] = self._send(run, size, "kv")
+
+    def _keep_outside(self, layer: int, slots: Tensor, offsets: Tensor, x: Tensor) -> None:
+        """Copies rows of X to the store's memory; rows that lie behind each other there go in one copy."""
+        gather_rows(self.store.x[layer].view(-1, self.store.hidden), x, (slots.long() * CHUNK + offsets).numpy())
+
     def _keep(self, layer: int, slots: Tensor, offsets: Tensor, x: Tensor) -> None:
         """Writes rows of X to the store's memory."""
         self.store.x[layer].view(-1, self.store.hidden)[slots.long() * CHUNK + offsets] = x
@@ -123,5 +155,5 @@ class Transfers:
     def settle(self) -> None:
         """Until all that was written is in the store. Raises what a copy raised."""
         for ticket in self._writes:
-            ticket.wait()
+            ticket.synchronize()
         self._writes.clear()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from headrace.config import OffloadFormat as BlobFormat
 from headrace.planner.machine import PieceRate
@@ -19,8 +19,8 @@ from headrace.stats import TierStats
 from headrace.types import CHUNK
 
 __all__ = [
-    "BlobFormat", "BlobKind", "BlobParts", "HeadShare", "Read", "Tier", "TierStats", "flat", "name_of",
-    "tokens_of",
+    "BlobFormat", "BlobKind", "BlobParts", "HeadShare", "Lender", "Part", "Read", "Tier", "TierStats", "flat",
+    "name_of", "tokens_of",
 ]  # fmt: skip
 
 BlobKind = Literal["k", "x", "s"]
@@ -68,6 +68,25 @@ class Read(NamedTuple):
     name: bytes
     offset: int
     into: memoryview
+
+
+class Part(NamedTuple):
+    """`size` bytes of a blob from `offset` on."""
+
+    name: bytes
+    offset: int
+    size: int
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """A tier in memory that others may read where it lies."""
+
+    def lend(self, parts: Sequence[Part]) -> list[memoryview | None]:
+        """Each part, or None where it is not there. What is lent stays as it is until `give_back`."""
+
+    def give_back(self, names: Sequence[bytes]) -> None:
+        """Nobody reads any more what was lent of these, each as often as a part of it was."""
 
 
 class Tier(Protocol):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import HostTierSettings
-from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, flat
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Part, Read, TierStats, flat
 from headrace.offload.tiers.index import BlobEntry, Index
 from headrace.planner.machine import PieceRate
 
@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 HostBuffer = NDArray[np.uint8]
+Allocate = Callable[[int], HostBuffer]
 
 
 def empty(size: int) -> HostBuffer:
@@ -49,7 +50,7 @@ class HostTier:
         budget_bytes: int,
         format: BlobFormat = "raw",
         quota: float = 0.25,
-        allocate: Callable[[int], HostBuffer] = empty,
+        allocate: Allocate = empty,
     ) -> None:
         self.format: BlobFormat = format
         self._allocate = allocate
@@ -141,6 +142,26 @@ class HostTier:
             self._stats.misses += len(done) - sum(done)
         return done
 
+    def lend(self, parts: Sequence[Part]) -> list[memoryview | None]:
+        with self._lock:
+            found = [self._lent(part) for part in parts]
+            there = [part for part, view in zip(parts, found, strict=True) if view is not None]
+            self._stats.reads += len(there)
+            self._stats.read_bytes += sum(part.size for part in there)
+            self._stats.misses += len(parts) - len(there)
+        return found
+
+    def _lent(self, part: Part) -> memoryview | None:
+        buffer = self._buffers.get(part.name)
+        if buffer is None or part.offset + part.size > len(buffer):
+            return None
+        self._readers[part.name] += 1
+        return buffer.data[part.offset : part.offset + part.size]
+
+    def give_back(self, names: Sequence[bytes]) -> None:
+        with self._lock:
+            self._release(names)
+
     def _release(self, names: Iterable[bytes]) -> None:
         for name in names:
             self._readers[name] -= 1
@@ -171,8 +192,8 @@ class HostTier:
                 self._free_bytes = 0
 
 
-def open_tier(own: HostTierSettings, shared: OffloadSettings) -> HostTier:
-    return HostTier(int(own.size * GIB), own.format, shared.tenant_quota)
+def open_tier(own: HostTierSettings, shared: OffloadSettings, allocate: Allocate = empty) -> HostTier:
+    return HostTier(int(own.size * GIB), own.format, shared.tenant_quota, allocate)
 
 
 def findings(own: HostTierSettings, shared: OffloadSettings, free_memory: int) -> dict[str, Any]:

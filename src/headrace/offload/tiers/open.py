@@ -2,7 +2,7 @@
 
 A record of settings (config.tiers) names its module by `opens`. The module has two functions:
 
-    open_tier(own, shared) -> Tier
+    open_tier(own, shared) -> Tier                 the host tier's also takes what allocates its buffers
     findings(own, shared, free_memory) -> dict    name of a finding -> what was found
 
 own: the tier's record; shared: what all tiers share.
@@ -16,12 +16,16 @@ from typing import Any
 from headrace.config import EngineConfig, KVTiers
 from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import TierSettings
+from headrace.offload.tiers.host import Allocate, HostTier, empty
 from headrace.offload.tiers.stack import Tiers
 
 
-def open_tiers(asked: KVTiers) -> Tiers:
-    """The tiers asked for, fastest first. Raises ValueError for a path or URL that cannot work."""
-    tiers = [_module(own).open_tier(own, asked) for own in asked.each]
+def open_tiers(asked: KVTiers, allocate: Allocate = empty) -> Tiers:
+    """The tiers asked for, fastest first. allocate: gives the host tier its buffers. Raises ValueError for a path or
+    URL that cannot work."""
+    tiers = [
+        _module(own).open_tier(own, asked, *((allocate,) if own.kind == HostTier.kind else ())) for own in asked.each
+    ]
     return Tiers(tiers, queue_bytes=asked.queue_mb << 20, timeout_s=asked.timeout_s)
 
 

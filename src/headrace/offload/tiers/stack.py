@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, Tier, TierStats
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Lender, Read, Tier, TierStats
 from headrace.offload.tiers.writer import Write, Writer
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,11 @@ class Tiers:
     def read(self, index: int, reads: Sequence[Read]) -> list[bool]:
         """Tier.read of that tier."""
         return self.tiers[index].read(reads)
+
+    def lender(self, index: int) -> Lender | None:
+        """That tier, if it lends what it holds."""
+        tier = self.tiers[index]
+        return tier if isinstance(tier, Lender) else None
 
     def offer(self, index: int, name: bytes, tenant: bytes, parts: BlobParts, size: int) -> bool:
         """Gives a blob of `size` bytes to that tier: written now (in memory) or queued. False: dropped, and counted.

@@ -1,0 +1,104 @@
+"""What streamed decoding does on streams of a device: the bits of the host, every access ordered, each wait needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from headrace import LLM, SamplingParams, arrival, device
+from headrace.kernels import dispatch, reference
+from headrace.kernels.records import Pool, StepInputs
+from headrace.offload import copy_streams, ticket
+from headrace.offload.copy_streams import open_copy_streams
+from tests.support.stream_order import StreamOrder, ordered_threads
+from tests.support.traces import run, same, words
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"dtype": "float32", "attention_backend": "reference", "max_model_len": 512}
+FORMS: dict[str, dict[str, Any]] = {
+    "row": {"offload_schedule": "row"},
+    "row, X in memory": {"offload_schedule": "row", "offload_x_resident": True},
+    "column": {"offload_schedule": "column", "offload_batches": 2},
+}
+
+
+EVERY = {("_carry", "wait_event"), ("wait in _wait", "wait_event"), ("wait in claim", "wait_event")}
+"""Functions that wait, and how."""
+NEEDED = {form: EVERY | ({("wait in run", "wait_event")} if form == "column" else set()) for form in FORMS}
+"""Hidden states that wait outside come back after they have left."""
+TIMES = {("seconds", "synchronize"), ("run", "synchronize"), ("finish", "synchronize")}
+"""Waits that order nothing that is not ordered without: for times and errors."""
+
+
+class Prepared:
+    """Append and attention in one call, by torch."""
+
+    def __init__(self, step: StepInputs) -> None:
+        self.step, self.masks = step, step.masks(step.positions)
+
+    def __call__(self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Any = None) -> Tensor:
+        reference.append(pool, k, v, self.step.slots, self.step.offsets)
+        return reference.attend(q, pool, self.masks[window])
+
+
+@contextmanager
+def streaming(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, **form: Any) -> Iterator[LLM]:
+    """An engine whose staging is the device's, and whose kernels are torch's operations on it."""
+    ordered_threads(order, monkeypatch, (arrival, ticket, copy_streams))
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)
+    llm = LLM("tiny", kv_offloading_size=0.01, kv_offload_activations="on", **form, **SETTINGS)
+    streamer = llm.engine.loaded.executor.streamer  # type: ignore[attr-defined]
+    streamer.options.share = 0.5
+    transfers = streamer.transfers
+    transfers.streams.close()
+    with device.use(order):
+        transfers.device, transfers.streams = order, open_copy_streams(order)
+        transfers.kernels = SimpleNamespace(append=reference.append, prepare=Prepared)
+        for buffer, pool in enumerate(transfers.staging.kv):
+            for x in (*pool.tensors, transfers.staging.x[buffer]):
+                order.watch(x, f"staging {buffer}")
+        for layer, (pool, kept) in enumerate(zip(transfers.store.pools, transfers.store.x, strict=True)):
+            for x in pool.tensors:
+                order.watch(x, f"the store's layer {layer}", held=False)
+            order.watch(kept, f"the store's X of layer {layer}", held=transfers.x_resident)
+        with order.recording():
+            yield llm
+        transfers.streams.close()
+
+
+def answers(llm: LLM) -> Any:
+    """Two sequences that share a chunk and one of its own; then the first again, on what is stored."""
+    first = words(llm, 150, seed=1)
+    prompts = [first, first[:70] + words(llm, 30, seed=2), words(llm, 80, seed=3)]
+    return run(llm, prompts, PARAMS) + run(llm, prompts[:1], PARAMS)
+
+
+@pytest.fixture(scope="module")
+def truth() -> Any:
+    return answers(LLM("tiny", kv_cache_tokens=2048, **SETTINGS))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_is_ordered(form: str, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = StreamOrder()
+    with streaming(order, monkeypatch, **FORMS[form]) as llm:
+        same(answers(llm), truth)
+    assert not order.violations
+    assert order.seen == NEEDED[form] | TIMES
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [("row", place) for place in sorted(EVERY)] + [("column", ("wait in run", "wait_event"))],
+    ids=lambda given: given if isinstance(given, str) else "-".join(given).replace(" ", "-"),
+)
+def test_a_dropped_wait_is_found(form: str, place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    order = StreamOrder(dropped=place)
+    with streaming(order, monkeypatch, **FORMS[form]) as llm:
+        answers(llm)
+    assert order.violations

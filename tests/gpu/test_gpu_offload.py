@@ -1,0 +1,85 @@
+"""Tiers below a GPU's pool, and streamed decoding: every schedule, the bits of an engine that has all at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from tests.support.offloading import MIXES, answer, flush, forced, prompts_of, watched
+from tests.support.traces import Trace, run, same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+STREAMED: dict[str, dict[str, Any]] = {
+    "row": {"offload_schedule": "row"},
+    "row, X in GPU memory": {"offload_schedule": "row", "offload_x_resident": True},
+    "column": {"offload_schedule": "column", "offload_batches": 2},
+}
+
+
+def engine(**settings: Any) -> LLM:
+    given = {"dtype": "bfloat16", "attention_backend": "triton", "max_batch_tokens": 256, "max_model_len": 1024}
+    return LLM("tiny", **{**given, **settings})
+
+
+@pytest.fixture(scope="module")
+def truth() -> list[Trace]:
+    llm = engine(kv_cache_tokens=8192)
+    return [run(llm, [prompt], PARAMS)[0] for prompt in prompts_of(llm)]
+
+
+def restored(llm: LLM, truth: list[Trace]) -> None:
+    """Answers before and after everything went below the pool."""
+    prompts = prompts_of(llm)
+    same(answer(llm, prompts, PARAMS), truth)
+    flush(llm)
+    same(answer(llm, prompts, PARAMS), truth)
+    llm.close()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_restored_is_the_same_as_computed(mix: str, truth: list[Trace]) -> None:
+    llm = engine(kv_cache_tokens=8192, kv_offloading_size=0.05, kv_offload_activations="on")
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(*MIXES[mix])
+    restored(llm, truth)
+
+
+def test_from_a_disk(tmp_path: Path, truth: list[Trace]) -> None:
+    restored(engine(kv_cache_tokens=8192, kv_offload_path=str(tmp_path)), truth)
+
+
+def test_preempted_and_evicted(truth: list[Trace]) -> None:
+    """A pool for one prompt at a time: all others are stored when they are evicted, and come back."""
+    llm = engine(kv_cache_tokens=576, max_model_len=512, kv_offloading_size=0.05)
+    for _ in range(2):
+        same([watched(llm, [prompt], PARAMS)[0] for prompt in prompts_of(llm)], truth)
+    llm.close()
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize("form", STREAMED)
+def test_streamed_is_the_same_as_resident(form: str, share: float | None, truth: list[Trace]) -> None:
+    llm = engine(kv_offloading_size=0.05, kv_offload_activations="on", **STREAMED[form])
+    llm.engine.loaded.executor.streamer.options.share = share  # type: ignore[attr-defined]
+    prompts = prompts_of(llm)
+    same(run(llm, prompts, PARAMS), truth)
+    same(run(llm, prompts[::-1], PARAMS), truth[::-1])  # on cached prefixes
+    llm.close()
+
+
+def test_a_file_may_hold_what_is_streamed(tmp_path: Path, truth: list[Trace]) -> None:
+    """Its memory is not pinned."""
+    llm = engine(kv_offload_path=str(tmp_path), kv_offload_disk_size=0.05, **STREAMED["row"])
+    same(run(llm, prompts_of(llm), PARAMS), truth)
+    llm.close()
+
+
+def test_staging_must_hold_a_layer() -> None:
+    with pytest.raises(ValueError, match="raise offload_staging_mb to"):
+        engine(kv_offloading_size=0.5, offload_staging_mb=1, **STREAMED["row"])

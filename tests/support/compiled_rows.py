@@ -1,0 +1,72 @@
+"""The kernels of products, norms, activations and heads, as models of Llama's size launch them: for compile_triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.kernels.triton import product_kernels, products, rotary_kernels, row_kernels
+from headrace.kernels.triton.tiles import AHEAD, EXACT, TOGETHER, Tile
+
+INTEGERS = ("rows", "inputs", "outputs", "x_stride", "width", "stride", "heads", "row_heads")
+INTEGERS += ("turn_stride",)
+NUMBERS = ("eps", "offset")
+OTHERS = {"slots": "*i32", "offsets": "*i32", "cos_sin": "*fp32"}
+
+
+@dataclass
+class Compiled:
+    """A kernel with its constants, options, and the types of arguments that are not told by their names."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    options: dict[str, int]
+    types: dict[str, str] = field(default_factory=dict)
+
+    def signature(self) -> dict[str, str]:
+        return {name: self._kind(name) for name in self.kernel.arg_names}
+
+    def _kind(self, name: str) -> str:
+        if name in self.constants:
+            return "constexpr"
+        if name in self.types:
+            return self.types[name]
+        if name in INTEGERS:
+            return "i32"
+        return "fp32" if name in NUMBERS else OTHERS.get(name, "*bf16")
+
+
+def cases() -> list[Compiled]:
+    found = [_product(tile) for tile in (EXACT, *products.FEW)]
+    found += [_product(tile, "silu") for tile in products.GATED]
+    found += [_by_blocks(tile) for tile in products.MANY if tile.blocks]
+    norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": True}
+    for name, rms in (("rms", True), ("layer", False)):
+        constants = norms | {"RMS": rms, "BIAS": not rms}
+        found.append(Compiled(f"norm {name}", row_kernels.norm, constants, dict(num_warps=8), {"heads": "i32"}))
+    constants = {"WIDTH": 1024, "KIND": "silu", "GATED": True, "OVERLAPS": True}
+    found.append(Compiled("activate", row_kernels.activate, constants, dict(num_warps=4)))
+    heads = {"Q": 32, "KV": 8, "D": 128, "P": 128, "TURNED": 128, "NORM": True, "STORE": True, "TOGETHER": 8}
+    types = {"heads": "*bf16"}
+    found.append(Compiled("rotate_heads", rotary_kernels.rotate_heads, heads, dict(num_warps=4), types))
+    return found
+
+
+def _product(tile: Tile, gate: str = "") -> Compiled:
+    constants = _sizes(tile) | {"EVEN": True, "GATE": gate, "AHEAD": AHEAD, "PRECISION": "ieee"}
+    options = dict(num_warps=tile.warps, num_stages=tile.stages)
+    return Compiled(
+        f"product {tile.rows} x {tile.columns} {gate}".rstrip(), product_kernels.product, constants, options
+    )
+
+
+def _by_blocks(tile: Tile) -> Compiled:
+    shapes = {"x": (tile.rows, tile.step), "w": (tile.columns, tile.step), "out": (tile.rows, tile.columns // 2)}
+    types = {name: f"tensordesc<bf16{list(shape)}>" for name, shape in shapes.items()}
+    options, name = dict(num_warps=tile.warps, num_stages=tile.stages), f"blocks {tile.rows} x {tile.columns}"
+    return Compiled(name, product_kernels.product_by_blocks, _sizes(tile), options, types)
+
+
+def _sizes(tile: Tile) -> dict[str, Any]:
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step, "TOGETHER": TOGETHER, "BIAS": True}
