@@ -53,11 +53,11 @@ def cases() -> list[Compiled]:
     return found
 
 
-def _product(tile: Tile, gate: str = "") -> Compiled:
-    constants = _sizes(tile) | {"EVEN": True, "GATE": gate, "AHEAD": AHEAD, "PRECISION": "ieee"}
+def _product(tile: Tile, kind: str = "") -> Compiled:
+    constants = _sizes(tile) | {"EVEN": True, "KIND": kind, "GATED": kind != "", "AHEAD": AHEAD, "PRECISION": "ieee"}
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
     return Compiled(
-        f"product {tile.rows} x {tile.columns} {gate}".rstrip(), product_kernels.product, constants, options
+        f"product {tile.rows} x {tile.columns} {kind}".rstrip(), product_kernels.product, constants, options
     )
 
 

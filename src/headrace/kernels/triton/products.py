@@ -43,12 +43,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
     """f(gate) * up for x [T, K] times weight [2 I, K] transposed, plus bias [2 I], = (gate, up): [T, I]. To the bits of
     `linear` and rows.gated, in one launch where rows are few. gate: as in ops.gated_linear."""
-    few = next((tile for tile in GATED if 0 < len(x) <= tile.rows and agrees(tile, x.dtype, x.device, gate)), None)
-    if few is None:
-        return gpu_rows.gated(linear(x, weight, bias, wide=False), gate)
-    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    product(few, x if x.stride(1) == 1 else x.contiguous(), weight, bias, out, gate)
-    return out
+    out = _activated(GATED, x, weight, bias, gate, gated=True)
+    return gpu_rows.gated(linear(x, weight, bias, wide=False), gate) if out is None else out
+
+
+def activated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """f of `linear`: [T, N]. To the bits of that and rows.activate, in one launch where rows are few. kind: relu, gelu
+    or gelu_tanh."""
+    out = _activated(FEW, x, weight, bias, kind, gated=False)
+    return gpu_rows.activate(linear(x, weight, bias, wide=False), kind) if out is None else out
+
+
+def _activated(
+    tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, gated: bool
+) -> Tensor | None:
+    """The product with its activation; None where none of the tiles takes so many rows, or agrees."""
+    for tile in tiles:
+        if 0 < len(x) <= tile.rows and agrees(tile, x.dtype, x.device, kind, gated):
+            out = torch.empty(len(x), len(weight) // (1 + gated), dtype=x.dtype, device=x.device)
+            product(tile, x if x.stride(1) == 1 else x.contiguous(), weight, bias, out, kind, gated)
+            return out
+    return None
 
 
 def prepare(weight: Tensor) -> Tensor:
