@@ -83,7 +83,8 @@ def test_tiles_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         products.MANY[0],
     ]
     products.linear(torch.zeros(512, 64), w.float(), None, wide=False)
-    assert taken[-1] == products.EXACT  # blocks are of 16 bits
+    products.linear(torch.zeros(512, 64).half(), w, None, wide=True)
+    assert taken[-2:] == [products.EXACT, products.MANY[2]]  # blocks are of 16 bits in and out
 
 
 def test_tiles_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from headrace.kernels.triton import rows
 from headrace.kernels.triton.tiles import EXACT, Tile, product
@@ -28,8 +29,8 @@ ALIGNED = 256
 
 @cache
 def agrees(tile: Tile, dtype: torch.dtype, device: torch.device, kind: str = "", gated: bool = False) -> bool:
-    """Whether tiles of this kind, and with this activation, give the bits of EXACT and of the activation after it. In
-    Triton's interpreter, whose bits are numpy's, they do."""
+    """Whether tiles of this kind, and with this activation, fit the GPU and give the bits of EXACT and of the
+    activation after it. In Triton's interpreter, whose bits are numpy's, they do."""
     if (tile == EXACT and not kind) or device.type != "cuda":
         return True
     x, w = _drawn(300, 2048, dtype, device), _drawn(512, 2048, dtype, device)
@@ -38,7 +39,11 @@ def agrees(tile: Tile, dtype: torch.dtype, device: torch.device, kind: str = "",
     if kind:
         exact = rows.gated(exact, kind) if gated else rows.activate(exact, kind)
     ours = torch.empty_like(exact)
-    product(tile, x, w, None, ours, kind, gated)
+    try:
+        product(tile, x, w, None, ours, kind, gated)
+    except OutOfResources as error:
+        log.info("%s is too large for this GPU: %s", tile, error)
+        return False
     return torch.equal(ours, exact)
 
 

@@ -17,8 +17,13 @@ from headrace.kernels.triton.tiles import EXACT, Tile, product, takes_blocks
 FEW = (Tile(16, 32, 256, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 128, 4, 5))
 GATED = (Tile(16, 16, 256, 4, 4), Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 4, 4))
 """Of up to so many rows, for plain products and for gates with what they let through."""
-MANY = (Tile(128, 256, 64, 8, 4, blocks=True), Tile(128, 128, 64, 4, 4, blocks=True), EXACT)
-"""Of more rows, the largest first: those of which there are enough for the multiprocessors are taken."""
+MANY = (
+    Tile(128, 256, 64, 8, 3, blocks=True),
+    Tile(128, 128, 64, 4, 4, blocks=True),
+    Tile(128, 128, 64, 8, 3),
+    EXACT,
+)
+"""Of more rows of 16 bits, the largest first: those of which there are enough for the multiprocessors are taken."""
 ENOUGH = 0.75
 """Tiles for each multiprocessor."""
 
@@ -68,7 +73,7 @@ def _activated(
 
 def prepare(weight: Tensor) -> Tensor:
     """The weight, once all ways to multiply by it have been compared: so that no step does, nor any recorded one."""
-    for tile in (*FEW, *MANY):
+    for tile in (*FEW, *(MANY if weight.element_size() == 2 else ())):
         agrees(tile, weight.dtype, weight.device)
     cublas_batches(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device), weight)
     return weight
@@ -80,7 +85,7 @@ def _tile(x: Tensor, weight: Tensor, out: Tensor) -> Tile:
         if len(x) <= tile.rows and agrees(tile, x.dtype, x.device):
             return tile
     wanted, blocks = ENOUGH * processors(x.device), takes_blocks(x, weight, out)
-    for tile in MANY:
+    for tile in MANY if x.element_size() == 2 else ():
         count = -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
         if count >= wanted and (blocks or not tile.blocks) and agrees(tile, x.dtype, x.device):
             return tile

@@ -74,11 +74,10 @@ def overlaps(device: torch.device) -> bool:
 
 
 def takes_blocks(x: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Whether `product_by_blocks` takes these: 16 bits each, rows that begin at multiples of 16 bytes."""
-    return (
-        x.dtype == weight.dtype == out.dtype
-        and x.element_size() == 2
-        and all(
-            each.data_ptr() % 16 == 0 and each.stride(0) % 8 == 0 and each.stride(1) == 1 for each in (x, weight, out)
-        )
-    )
+    """Whether `product_by_blocks` takes these: 16 bits each, rows that begin at multiples of 16 bytes, and a GPU that
+    copies blocks by itself (elsewhere they are loaded one at a time)."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return False
+    alike = x.dtype == weight.dtype == out.dtype and x.element_size() == 2
+    tensors = (x, weight, out)
+    return alike and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in tensors)
