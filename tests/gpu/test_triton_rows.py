@@ -51,6 +51,18 @@ def test_gated_products(size: tuple[int, int], gate: str) -> None:
         assert torch.equal(products.gated_linear(x[:rows], w, None, gate), truth[:rows]), rows
 
 
+@pytest.mark.parametrize("kind", ["relu", "gelu", "gelu_tanh"])
+def test_products_with_an_activation(kind: str) -> None:
+    from headrace.kernels.triton import products
+    from headrace.kernels.triton import rows as gpu_rows
+
+    x, w = (torch.randn(rows, 768, device="cuda").bfloat16() for rows in (ROWS[-1], 3072))
+    bias = torch.randn(3072, device="cuda").bfloat16()
+    truth = gpu_rows.activate(products.linear(x, w, bias, wide=False), kind)
+    for rows in ROWS:
+        assert torch.equal(products.activated_linear(x[:rows], w, bias, kind), truth[:rows]), rows
+
+
 def test_outputs_alone() -> None:
     """The last outputs of a weight, as keys are projected from activations."""
     from headrace.kernels import ops

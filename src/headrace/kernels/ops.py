@@ -96,6 +96,16 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: st
     return gated(linear(x, weight, bias), gate)
 
 
+def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, kind: str = "relu") -> Tensor:
+    """f of x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N]. kind: relu, gelu or gelu_tanh."""
+    if isinstance(weight, Tensor) and dispatch.on_gpu(x):
+        from headrace.kernels.triton import products
+
+        return products.activated_linear(x, weight, bias, kind)
+    out = linear(x, weight, bias)
+    return relu(out) if kind == "relu" else gelu(out, "tanh" if kind == "gelu_tanh" else "none")
+
+
 def gated(gate_up: Tensor, gate: str) -> Tensor:
     """The halves of gate_up [T, 2 I] = (gate, up) put together as `gated_linear` does: [T, I]."""
     return {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai_mul}[gate](gate_up)
