@@ -97,12 +97,19 @@ def test_prefill_in_chunks_is_the_same(form: str, budget: int, llm: LLM, truth: 
     other.close()
 
 
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def long_truth(llm: LLM) -> list[Trace]:
+    return run(llm, prompts_of(llm), LONG)
+
+
 @pytest.mark.parametrize(("form", "size"), [("row, X in memory", 0.0015), ("column, weights outside", 0.003)])
-def test_preempted_in_mid_request_is_the_same(form: str, size: float, llm: LLM) -> None:
+def test_preempted_in_mid_request_is_the_same(form: str, size: float, llm: LLM, long_truth: list[Trace]) -> None:
     """size: GiB of a store that holds some 1,000 tokens."""
-    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     other = streamed(share=0.5, kv_offloading_size=size, max_batch_tokens=200, **FORMS[form])
-    same(run(other, prompts_of(llm), long), run(llm, prompts_of(llm), long))
+    same(run(other, prompts_of(llm), LONG), long_truth)
     stats = other.engine.stats()
     assert stats.scheduler.preemptions > 0 and stats.kv.evictions > 0
     other.close()
