@@ -3,14 +3,17 @@ in every form of theirs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace import LLM
+from headrace.types import PoolingKind
 from tests.support.checkpoints import FolderOf
-from tests.support.likelihoods import defined, reported
+from tests.support.likelihoods import check_ranks, defined, reported
 from tests.support.offloading import MIXES, counters, flush, offloading
+from tests.support.thread_group import ranks_as_threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,6 +49,23 @@ def test_every_place_and_form(kind: str, form: dict[str, Any], place: dict[str, 
     assert reported(other) == truth, "cached"
     assert other.engine.cache.used == 0
     other.close()
+
+
+CHAIN: dict[str, Any] = {"context_parallel_size": 2, "prefill_strategy": "chain"}
+RANKS: list[tuple[PoolingKind, dict[str, Any]]] = [
+    ("mean", CHAIN | {"quantization": "int8"}),
+    ("mean", {"tensor_parallel_size": 2}),
+    ("cls", CHAIN | {"prefill_strategy": "ring-kv"}),
+    *(("last", CHAIN | {"prefill_strategy": each}) for each in ("ring-q", "gather")),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("pooling", "settings"), RANKS)
+def test_several_ranks(pooling: PoolingKind, settings: dict[str, Any], tmp_path: Path) -> None:
+    """As threads. As processes: tests/processes/test_likelihood_ranks.py."""
+    with ranks_as_threads():
+        check_ranks(pooling, settings | {"threads": 1}, tmp_path)
 
 
 @pytest.mark.parametrize("mix", ["all three", *(pytest.param(m, marks=pytest.mark.matrix) for m in list(MIXES)[:3])])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -52,3 +54,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
         return None
     config.option.loadscopereorder = False  # by the number of their tests
     return Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end: each full collection would look through some millions of objects."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries tell of objects that are never freed
