@@ -52,7 +52,7 @@ def test_shared_is_the_same_as_unshared(llm: LLM, truth: list[Trace]) -> None:
     assert private.engine.stats().tokens.cached == 0
 
 
-LONG = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

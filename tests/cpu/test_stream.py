@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,7 @@ def test_prefill_in_chunks_is_the_same(form: str, budget: int, llm: LLM, truth: 
     other.close()
 
 
-LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -146,16 +148,26 @@ def test_experts_are_read_where_they_lie(folder_of: FolderOf, tmp_path: Path) ->
     other.close()
 
 
+@pytest.fixture(scope="module")
+def truth_of() -> Callable[..., list[Trace]]:
+    """truth_of(**settings): some of the prompts on an engine without streaming."""
+
+    @lru_cache(None)
+    def truth(**settings: Any) -> list[Trace]:
+        resident = LLM("tiny", **{"dtype": "bfloat16", "kv_cache_tokens": 8192, **settings})
+        return run(resident, prompts_of(resident)[4:10])
+
+    return truth
+
+
 @pytest.mark.parametrize("settings", [
     {"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}, {"attention_backend": "reference"},
     {"dtype": "float32"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("form", ["row", "column, weights outside"])
-def test_every_type(form: str, settings: dict[str, Any]) -> None:
-    resident = LLM("tiny", **{"dtype": "bfloat16", "kv_cache_tokens": 8192, **settings})
-    prompts = prompts_of(resident)[4:10]
+def test_every_type(form: str, settings: dict[str, Any], truth_of: Callable[..., list[Trace]], llm: LLM) -> None:
     other = streamed(share=0.5, pieces=4, **{**FORMS[form], **settings})
-    same(run(other, prompts), run(resident, prompts))
+    same(run(other, prompts_of(llm)[4:10]), truth_of(**settings))
     assert totals(other).projected > 0
     other.close()
 

@@ -41,7 +41,9 @@ def test_every_three_are_met_in_both_together(sizes: list[int], seed: int) -> No
     drawn = draw(cases, Random(seed))
     rest = others(cases, drawn, Random(seed))
     assert not drawn & rest and (len(cases) > MANY or len(drawn | rest) == len(cases))
-    assert {each for case in cases for each in met(case, 3)} == {each for n in drawn | rest for each in met(cases[n], 3)}
+    assert {each for case in cases for each in met(case, 3)} == {
+        each for n in drawn | rest for each in met(cases[n], 3)
+    }
 
 
 def test_of_many_cases_some_run_nowhere_but_alone() -> None:
