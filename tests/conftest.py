@@ -21,7 +21,6 @@ pytest.register_assert_rewrite(*(f"tests.support.{path.stem}" for path in HERE.g
 
 # No test fails because the machine is busy.
 settings.register_profile("headrace", deadline=None)
-settings.register_profile("headrace-sample", deadline=None, max_examples=50)  # see tests.support.sampling
 settings.load_profile("headrace")
 
 # Idle threads sleep instead of spinning: on a busy machine a spinning team takes the cores from whoever has work.

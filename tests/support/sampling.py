@@ -26,6 +26,9 @@ FEW = 6
 MANY = 60
 """Of functions with more cases than this some run nowhere but without this plugin."""
 
+EXAMPLES = 50
+"""What Hypothesis tries with the sample, where a test says nothing else."""
+
 SPREAD = {"isa": 1, "kind": 3}
 """Parameter -> values that a function keeps: instruction sets and families of models stand in many functions, which
 together meet them all."""
@@ -40,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("matrices") == "sample":
+        settings.register_profile("headrace-sample", settings.default, max_examples=EXAMPLES)
         settings.load_profile("headrace-sample")
 
 
