@@ -72,7 +72,7 @@ def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, folder_of: Fold
 def test_every_schedule_gives_the_same_bits(kind: str, backend: str, folder_of: FolderOf) -> None:
     """bf16: alone, in a batch, cached, in prefill chunks, unshared, speculated."""
     prompts = [prompt(200), prompt(200)[:150] + prompt(60, seed=1), prompt(64, seed=2), prompt(5, seed=3)]
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
     def fresh(**settings: Any) -> LLM:
         return engine(folder_of(kind), "bfloat16", attention_backend=backend, **settings)
