@@ -7,8 +7,9 @@ marked `matrix`, one that differs from others in little and takes long, is not k
 
 With --matrices rest (`make test-matrix`) run the cases that the sample leaves out: all of them, or, of a function with
 more than MANY cases in four parameters or more, so many that with the sample's each three values of three parameters
-stand together in one. Without this plugin everything runs. Where a test of Hypothesis says nothing else, it draws half as
-much with the sample as otherwise.
+stand together in one. Without this plugin everything runs.
+
+Where a test of Hypothesis says nothing else, it draws half as much with the sample as otherwise.
 """
 
 from __future__ import annotations
