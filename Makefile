@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev# with the tools for development, and kernels for all instruction sets
 USE := $(if $(wildcard $(DEV)),$(DEV),$(READY))# what there is, for those whom either serves
-AT_ONCE ?= 2# tests that run at the same time
+AT_ONCE ?= 3# tests that run at the same time: of three on two cores one often waits
 # A worker that crashes ends the run: pytest-xdist would start another and wait for it for ever.
 SHARED := -n $(AT_ONCE) --max-worker-restart 0 -p tests.support.scheduling -p tests.support.sampling
 # The engines of bench-peers: those of a run are all in memory at once, about 20 GB.

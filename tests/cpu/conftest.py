@@ -59,13 +59,14 @@ def ours_of(folder_of: FolderOf) -> OursOf:
 
 @pytest.fixture(scope="session")
 def theirs_of(folder_of: FolderOf) -> TheirsOf:
-    """theirs_of(kind, dtype): a new model of transformers (dynamic NTK makes it remember what it has seen)."""
+    """theirs_of(kind, dtype): the model of transformers; each time another where it remembers what it has seen."""
 
     def load(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder_of(kind), dtype=dtype)
         return model.eval()
 
-    return load
+    kept = lru_cache(None)(load)
+    return lambda kind, *dtype: (load if kind == "llama_dynamic" else kept)(kind, *dtype)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from headrace import LLM, SamplingParams
 from headrace.kernels import cpu
 from headrace.types import Request
 from tests.support.checkpoints import VOCAB
+from tests.support.greedy_answers import greedy_behind
 from tests.support.hybrid_checkpoints import make_checkpoint
 from tests.support.traces import Trace, run, same
 
@@ -55,12 +57,8 @@ def test_the_answers_are_those_of_transformers(folder: Path) -> None:
         difference = llm.logits(words(300)) - model(torch.tensor([words(300)])).logits[0]
     assert difference.abs().max() < 1e-4
     given = [words(n, n) for n in (300, 64, 37)]
-    for prompt, output in zip(given, llm.generate(given, LONG), strict=True):
-        theirs = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=140, do_sample=False,
-            pad_token_id=0,
-        )  # fmt: skip
-        assert output.token_ids[:64] == theirs[0, len(prompt) :].tolist()[:64]
+    for prompt, output in zip(given, llm.generate(given, replace(SHORT, max_tokens=64)), strict=True):
+        assert output.token_ids == greedy_behind(model, prompt, output.token_ids)
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_batch_tokens": 96}, {"max_batch_tokens": 64, "recurrent_states": 3}])

@@ -18,7 +18,7 @@ from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.layers import OneByOne
 from tests.support.checkpoints import VOCAB
 from tests.support.hybrid_checkpoints import Sequence, make_checkpoint, states_of
-from tests.support.naive_attention import batch_of, naive
+from tests.support.naive_attention import NaiveAttend, batch_of, naive
 from tests.support.traces import Trace, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason="there are no kernels")]
@@ -51,7 +51,7 @@ def test_the_bits_of_single_operations(kind: str, quantization: Quantization, tm
     """With as many rows as go through a layer together, and more."""
     fast, slow = both(make_checkpoint(kind, tmp_path), quantization)
     for count in (1, 70, 1030):
-        got, want = (Sequence(each).logits(words(count)) for each in (fast, slow))
+        got, want = (Sequence(each, NaiveAttend).logits(words(count)) for each in (fast, slow))
         assert want.isfinite().all() and want.std() > 0.1
         assert torch.equal(got, want), count
 

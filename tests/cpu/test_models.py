@@ -15,6 +15,7 @@ from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
 from tests.support.checkpoints import EVERY_ALIKE, EVERY_KIND, VOCAB, FolderOf, OursOf, TheirsOf, seeds_for_rounding
+from tests.support.greedy_answers import greedy_behind
 from tests.support.naive_attention import (
     BatchAttend,
     NaiveAttend,
@@ -32,7 +33,8 @@ TOLERANCE = 1e-4
 PROMPT_LENGTH = 300
 UNEVEN = (300, 171, 37, 1)
 LONG = 200  # beyond the own length of the dynamic NTK model
-GREEDY_PROMPTS, GREEDY_STEPS = (100, 300), 64  # the first goes past the windows and the dynamic NTK's length on its way
+GREEDY_STEPS = ((100, 64), (300, 16))
+"""Lengths of prompts and answers. The first goes past the windows and the dynamic NTK's length on its way."""
 
 all_kinds = pytest.mark.parametrize("kind", EVERY_KIND)
 
@@ -80,19 +82,14 @@ def test_fp32_logits_of_an_uneven_batch_equal_transformers(kind: str, ours_of: O
     assert difference.abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("length", GREEDY_PROMPTS)
+@pytest.mark.parametrize(("length", "steps"), GREEDY_STEPS)
 @all_kinds
-def test_greedy_tokens_equal_transformers(kind: str, length: int, ours_of: OursOf, theirs_of: TheirsOf) -> None:
+def test_greedy_tokens_equal_transformers(
+    kind: str, length: int, steps: int, ours_of: OursOf, theirs_of: TheirsOf
+) -> None:
     tokens = prompt(length)
-    theirs = theirs_of(kind).generate(
-        torch.tensor([tokens]),
-        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
-        max_new_tokens=GREEDY_STEPS,
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=0,
-    )
-    assert greedy(ours_of(kind), tokens, GREEDY_STEPS) == theirs[0, length:].tolist()
+    answer = greedy(ours_of(kind), tokens, steps)
+    assert answer == greedy_behind(theirs_of(kind), tokens, answer)
 
 
 @all_kinds
@@ -122,20 +119,20 @@ def test_a_row_has_the_same_bits_on_two_threads(kind: str, dtype: str, ours_of: 
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", EVERY_ALIKE)
-def test_blocks_give_the_bits_of_single_operations(
-    kind: str, threads: int, folder_of: FolderOf, ours_of: OursOf
-) -> None:
+def test_blocks_give_the_bits_of_single_operations(kind: str, folder_of: FolderOf, ours_of: OursOf) -> None:
+    """On one thread and two."""
     decoder = ours_of(kind, "bfloat16")
     with dispatch.force("ops"):
         single = load_decoder(folder_of(kind), "bfloat16")
-    torch.set_num_threads(threads)
     try:
         for rows in (1, 3, 64, 300):
             batch = batch_of(prompt(rows), 0, rows)
-            hidden = decoder.forward(batch, naive(decoder))
-            assert torch.equal(hidden, single.forward(batch, naive(single))), rows
+            torch.set_num_threads(1)
+            want = single.forward(batch, naive(single))
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                assert torch.equal(decoder.forward(batch, naive(decoder)), want), (rows, threads)
     finally:
         torch.set_num_threads(1)
 

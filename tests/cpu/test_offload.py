@@ -90,7 +90,7 @@ def test_fp32(folder_of: FolderOf) -> None:
 )
 def test_eviction_in_mid_request(mix: str) -> None:
     """A pool too small for what runs: sequences are preempted, their chunks evicted, stored and brought back."""
-    long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     whole = engine("tiny", kv_cache_tokens=40_000)
     prompts = traces.prompts_of(whole)
     truth = run(whole, prompts, long)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -63,6 +65,16 @@ def one_rank(decoder: Decoder, prompts: list[list[int]], wanted: int = 1, **sett
     return prefill(loopback, "single", {Conversation(loopback): p for p in prompts}, wanted)
 
 
+PROMPTS = [tokens_of(count, count) for count in UNEVEN]
+Alone = Callable[..., list[Tensor]]
+
+
+@pytest.fixture(scope="module")
+def alone(ours_of: Any) -> Alone:
+    """alone(kind, dtype): the last 70 states of each of PROMPTS on one rank."""
+    return lru_cache(None)(lambda kind, dtype, **settings: one_rank(ours_of(kind, dtype), PROMPTS, 70, **settings))
+
+
 def same(ours: list[Tensor], truth: list[Tensor]) -> None:
     assert len(ours) == len(truth)
     assert all(torch.equal(x, y) for x, y in zip(ours, truth, strict=True))
@@ -74,26 +86,21 @@ def same(ours: list[Tensor], truth: list[Tensor]) -> None:
     "kind",
     ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4", "gemma4", "granite_moe_shared"],
 )
-def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of: Any) -> None:
+def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of: Any, alone: Alone) -> None:
     """MHA, GQA and MQA; rotary, learned positions and ALiBi; more in the layer. Gather and chain cut inside chunks."""
-    decoder: Decoder = ours_of(kind, "bfloat16")
-    prompts = [tokens_of(count, count) for count in UNEVEN]
-    loopback = LoopbackRanks(decoder, size)
-    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, wanted=70)
-    same(ours, one_rank(decoder, prompts, 70))
+    loopback = LoopbackRanks(ours_of(kind, "bfloat16"), size)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in PROMPTS}, wanted=70)
+    same(ours, alone(kind, "bfloat16"))
     assert loopback.hub.left_over() == 0
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["llama_gqa", "opt", "falcon7"])
-def test_fp32(kind: str, size: int, strategy: str, ours_of: Any) -> None:
-    decoder: Decoder = ours_of(kind, "float32")
-    prompts = [tokens_of(count, count) for count in UNEVEN]
-    loopback = LoopbackRanks(decoder, size)
-    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, wanted=70)
-    truth = one_rank(decoder, prompts, 70)
-    same(ours, truth)
+def test_fp32(kind: str, size: int, strategy: str, ours_of: Any, alone: Alone) -> None:
+    loopback = LoopbackRanks(ours_of(kind, "float32"), size)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in PROMPTS}, wanted=70)
+    same(ours, alone(kind, "float32"))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +153,19 @@ def test_whatever_arrives_first(seed: int, strategy: str, ours_of: Any) -> None:
     same(ours, one_rank(decoder, [tokens], 3, slots=150))
 
 
+@pytest.fixture(scope="module")
+def turns_of_one(ours_of: Any) -> Callable[[str], list[Tensor]]:
+    """turns_of_one(kind): `turns` on one rank."""
+    return lru_cache(None)(lambda kind: turns(LoopbackRanks(ours_of(kind, "float32"), 1), "single", CHUNK))
+
+
 def turns(loopback: LoopbackRanks, strategy: str, unit: int) -> list[Tensor]:
-    """Five turns of two conversations, the second of which begins like the first; six tokens decoded after each."""
+    """Five turns of two conversations, the second of which begins like the first; three tokens decoded after each."""
     talks, found = [Conversation(loopback), Conversation(loopback)], []
     for turn in range(5):
         new = {talk: talk.rewind() + tokens_of(50 + 16 * turn + 13 * i, 10 * turn + i) for i, talk in enumerate(talks)}
-        found += prefill(loopback, strategy if loopback.size > 1 else "single", new, 2, unit)
-        for step in range(6):
+        found += prefill(loopback, strategy, new, 2, unit)
+        for step in range(3):
             parts = []
             for i, talk in enumerate(talks):
                 home = talk.home()
@@ -166,12 +179,12 @@ def turns(loopback: LoopbackRanks, strategy: str, unit: int) -> list[Tensor]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["llama_gqa", "falcon_rw", "gemma4_small"])
-def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of: Any) -> None:
+def test_turns_with_decode_between(
+    kind: str, size: int, strategy: str, ours_of: Any, turns_of_one: Callable[[str], list[Tensor]]
+) -> None:
     """Cached prefixes of uneven lengths, owned by whoever computed them."""
-    decoder = ours_of(kind, "float32")
-    truth = turns(LoopbackRanks(decoder, 1), strategy, CHUNK)
-    ours = turns(LoopbackRanks(decoder, size), strategy, CHUNK)
-    same(ours, truth)
+    ours = turns(LoopbackRanks(ours_of(kind, "float32"), size), strategy, CHUNK)
+    same(ours, turns_of_one(kind))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -190,12 +203,10 @@ def test_turns_with_decode_between(kind: str, size: int, strategy: str, ours_of:
         "gpt_oss",
     ],
 )
-def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any) -> None:
-    decoder = ours_of(kind, "bfloat16")
-    prompts = [tokens_of(count, count) for count in UNEVEN]
-    loopback = LoopbackRanks(decoder, 3, kv=dtype)
-    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
-    same(ours, one_rank(decoder, prompts, 70, kv=dtype))
+def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any, alone: Alone) -> None:
+    loopback = LoopbackRanks(ours_of(kind, "bfloat16"), 3, kv=dtype)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in PROMPTS}, 70)
+    same(ours, alone(kind, "bfloat16", kv=dtype))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -209,23 +220,20 @@ def test_sinks(strategy: str, dtype: str, folder_of: FolderOf, ours_of: Any) -> 
     for layer in range(config.layers):
         weights[f"layers.{layer}.attention.sinks"] = 2 * torch.randn(4, generator=g).to(plain.dtype)
     decoder = Decoder(config, weights)
-    prompts = [tokens_of(count, count) for count in UNEVEN]
-    loopback, truth = LoopbackRanks(decoder, 3), one_rank(decoder, prompts, 70)
-    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
+    loopback, truth = LoopbackRanks(decoder, 3), one_rank(decoder, PROMPTS, 70)
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in PROMPTS}, 70)
     same(ours, truth)
     if dtype == "float32":
-        rows = torch.stack(one_rank(decoder, prompts[:1], 70))
-        want = decoder.forward(batch_of(prompts[0], 0, 300), naive(decoder))[-70:]
+        rows = torch.stack(one_rank(decoder, PROMPTS[:1], 70))
+        want = decoder.forward(batch_of(PROMPTS[0], 0, 300), naive(decoder))[-70:]
         torch.testing.assert_close(rows, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_reference_backend(strategy: str, ours_of: Any) -> None:
-    decoder = ours_of("llama_gqa", "float32")
-    prompts = [tokens_of(count, count) for count in UNEVEN]
-    loopback = LoopbackRanks(decoder, 3, backend="reference")
-    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in prompts}, 70)
-    same(ours, one_rank(decoder, prompts, 70, backend="reference"))
+def test_the_reference_backend(strategy: str, ours_of: Any, alone: Alone) -> None:
+    loopback = LoopbackRanks(ours_of("llama_gqa", "float32"), 3, backend="reference")
+    ours = prefill(loopback, strategy, {Conversation(loopback): p for p in PROMPTS}, 70)
+    same(ours, alone("llama_gqa", "float32", backend="reference"))
 
 
 def test_a_chain_passes_on_half_of_what_a_gather_does(ours_of: Any) -> None:

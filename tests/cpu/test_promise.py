@@ -52,13 +52,19 @@ def test_shared_is_the_same_as_unshared(llm: LLM, truth: list[Trace]) -> None:
     assert private.engine.stats().tokens.cached == 0
 
 
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def long_truth(llm: LLM) -> list[Trace]:
+    return run(llm, prompts_of(llm), LONG)
+
+
 @pytest.mark.parametrize("sharing", [True, False])
-def test_preempted_is_the_same_as_undisturbed(sharing: bool, llm: LLM) -> None:
+def test_preempted_is_the_same_as_undisturbed(sharing: bool, llm: LLM, long_truth: list[Trace]) -> None:
     """Answers outgrow a small cache: sequences are preempted, chunks evicted, and everything is computed again."""
-    long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
-    prompts = prompts_of(llm)
     small = engine(kv_cache_tokens=1024, max_batch_tokens=200, enable_prefix_caching=sharing)
-    same(run(small, prompts, long), run(llm, prompts, long))
+    same(run(small, prompts_of(llm), LONG), long_truth)
     stats = small.engine.stats()
     assert stats.scheduler.preemptions > 0 and (stats.kv.evictions > 0 or not sharing)
 
@@ -95,7 +101,8 @@ def test_sixteen_requests_compute_their_common_prefix_once(llm: LLM) -> None:
     """They arrive in the same step on a cold cache (budgets of one step, and of many)."""
     prefix = words(llm, 2000, seed=5)
     prompts = [prefix + words(llm, 30, seed=100 + i) for i in range(16)]
-    alone = [output.token_ids for prompt in prompts for output in engine().generate([prompt], GREEDY)]
+    private = engine(enable_prefix_caching=False)
+    alone = [output.token_ids for prompt in prompts for output in private.generate([prompt], GREEDY)]
     whole_chunks, own = 2000 // 64 * 64, 2000 % 64 + 30
     for budget in (8192, 300):
         cold = engine(max_batch_tokens=budget)

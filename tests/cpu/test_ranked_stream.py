@@ -86,7 +86,7 @@ def test_families_and_types(every: bool, types: dict[str, Any], folder_of: Folde
 
 def test_a_store_too_small(llm: LLM) -> None:
     """Sequences are preempted, their chunks evicted and computed again."""
-    long = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     asked = [each for each in prompts_of(llm) if len(each) < 520]
     other = streamed_ranks(2, kv_offloading_size=0.001, max_model_len=640, max_batch_tokens=192)
     assert other.capacity.kv_cache_tokens == 1280

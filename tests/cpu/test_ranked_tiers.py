@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,22 @@ def prompts_of(llm: LLM) -> list[list[int]]:
 def truth() -> list[Trace]:
     llm = LLM("tiny", kv_cache_tokens=8192, max_model_len=4096, dtype="bfloat16", enable_prefix_caching=False)
     return run(llm, prompts_of(llm), PARAMS)
+
+
+ToldByOne = Callable[[str, str], tuple[list[list[int]], list[Trace]]]
+
+
+@pytest.fixture(scope="module")
+def told_by_one(folder_of: FolderOf) -> ToldByOne:
+    """told_by_one(kind, kv): some prompts, and what one rank says to them."""
+
+    @lru_cache(None)
+    def told(kind: str, kv: str) -> tuple[list[list[int]], list[Trace]]:
+        one = LLM(str(folder_of(kind)), kv_cache_tokens=4096, dtype="bfloat16", enable_prefix_caching=False,
+                  kv_cache_dtype=kv)  # fmt: skip
+        return few(one), run(one, few(one), PARAMS)
+
+    return told
 
 
 @pytest.mark.parametrize("allowed", RUNS, ids=str)
@@ -99,14 +117,16 @@ def test_a_stored_chunk_has_no_owner(x: str, tmp_path: Path, truth: list[Trace])
     "kinds", [["llama"], pytest.param(list(KINDS), marks=pytest.mark.matrix)], ids=["llama", "all"]
 )
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_families(kinds: list[str], kv: str, folder_of: FolderOf) -> None:
-    """GQA and MHA, windows, ALiBi, learned positions; K and V in int8. Of all families half with either."""
-    for each in kinds[kv == "int8" :: 2] if len(kinds) > 1 else kinds:
+def test_families(kinds: list[str], kv: str, folder_of: FolderOf, told_by_one: ToldByOne) -> None:
+    """GQA and MHA, windows, ALiBi, learned positions; K and V in int8. Of all families half with either, and with two
+    of the three strategies."""
+    for turn, each in enumerate(kinds[kv == "int8" :: 2] if len(kinds) > 1 else kinds):
         settings: dict[str, Any] = dict(kv_cache_dtype=kv, max_model_len=None)
-        one = LLM(str(folder_of(each)), kv_cache_tokens=4096, dtype="bfloat16", enable_prefix_caching=False, **settings)
-        prompts = few(one)
-        truth = run(one, prompts, PARAMS)
-        for allowed in (("chain",), ("ring-kv",), ("ring-q", "ring-kv")):
+        prompts, truth = told_by_one(each, kv)
+        strategies = [("chain",), ("ring-kv",), ("ring-q", "ring-kv")]
+        if len(kinds) > 1:
+            del strategies[turn % 3]
+        for allowed in strategies:
             llm = over_ranks(2, allowed, 4096, folder_of(each), **settings)
             restored(llm, prompts, truth)
             close(llm)
@@ -141,13 +161,11 @@ def test_all_ranks_project(allowed: tuple[str, ...], truth: list[Trace]) -> None
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("stored", RUNS, ids=str)
 def test_activations_of_chunks_that_their_owner_computed(
-    stored: tuple[str, ...], kv: str, kind: str, folder_of: FolderOf
+    stored: tuple[str, ...], kv: str, kind: str, folder_of: FolderOf, told_by_one: ToldByOne
 ) -> None:
     """Of a run in part: of ranks that shared its rows, or of one that computed them all."""
     settings: dict[str, Any] = dict(kv_cache_dtype=kv, max_model_len=None)
-    one = LLM(str(folder_of(kind)), kv_cache_tokens=4096, dtype="bfloat16", enable_prefix_caching=False, **settings)
-    prompts = few(one)
-    truth = run(one, prompts, PARAMS)
+    prompts, truth = told_by_one(kind, kv)
     llm = over_ranks(2, stored, 4096, folder_of(kind), kv_offload_activations="on", **settings)
     same([watched(llm, [each], PARAMS)[0] for each in prompts], truth)
     for allowed in (("ring-kv",), stored):
@@ -164,7 +182,7 @@ def few(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("x", [pytest.param("off", marks=pytest.mark.matrix), "on"])
 def test_a_pool_too_small(x: str) -> None:
     """Sequences are preempted, their chunks evicted, stored by their ranks and brought back. Blocks are split."""
-    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     roomy = LLM("tiny", kv_cache_tokens=40_000, dtype="bfloat16", max_model_len=640)
     prompts = [each for each in traces.prompts_of(roomy) if len(each) < 520]
     truth = run(roomy, prompts, long)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +99,19 @@ def test_prefill_in_chunks_is_the_same(form: str, budget: int, llm: LLM, truth: 
     other.close()
 
 
+LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def long_truth(llm: LLM) -> list[Trace]:
+    return run(llm, prompts_of(llm), LONG)
+
+
 @pytest.mark.parametrize(("form", "size"), [("row, X in memory", 0.0015), ("column, weights outside", 0.003)])
-def test_preempted_in_mid_request_is_the_same(form: str, size: float, llm: LLM) -> None:
+def test_preempted_in_mid_request_is_the_same(form: str, size: float, llm: LLM, long_truth: list[Trace]) -> None:
     """size: GiB of a store that holds some 1,000 tokens."""
-    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     other = streamed(share=0.5, kv_offloading_size=size, max_batch_tokens=200, **FORMS[form])
-    same(run(other, prompts_of(llm), long), run(llm, prompts_of(llm), long))
+    same(run(other, prompts_of(llm), LONG), long_truth)
     stats = other.engine.stats()
     assert stats.scheduler.preemptions > 0 and stats.kv.evictions > 0
     other.close()
@@ -113,10 +123,11 @@ def test_every_family(kind: str, folder_of: FolderOf) -> None:
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_batch_tokens": 96}
     resident = LLM(folder_of(kind), kv_cache_tokens=8192, **settings)
     prompts = [words(resident, n, seed=n) for n in (3, 90, 200)] + [words(resident, 200, seed=200)[:150]]
-    expected = run(resident, prompts)
+    params = replace(GREEDY, max_tokens=4)
+    expected = run(resident, prompts, params)
     for form, share in (("row", 0.6), ("column, weights outside", 1.0)):
         other = streamed(folder_of(kind), share=share, pieces=3, **FORMS[form], **settings)
-        same(run(other, prompts), expected)
+        same(run(other, prompts, params), expected)
         assert totals(other).projected > 0
         other.close()
 
@@ -138,16 +149,26 @@ def test_experts_are_read_where_they_lie(folder_of: FolderOf, tmp_path: Path) ->
     other.close()
 
 
+@pytest.fixture(scope="module")
+def truth_of() -> Callable[..., list[Trace]]:
+    """truth_of(**settings): some of the prompts on an engine without streaming."""
+
+    @lru_cache(None)
+    def truth(**settings: Any) -> list[Trace]:
+        resident = LLM("tiny", **{"dtype": "bfloat16", "kv_cache_tokens": 8192, **settings})
+        return run(resident, prompts_of(resident)[4:10])
+
+    return truth
+
+
 @pytest.mark.parametrize("settings", [
     {"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}, {"attention_backend": "reference"},
     {"dtype": "float32"},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("form", ["row", "column, weights outside"])
-def test_every_type(form: str, settings: dict[str, Any]) -> None:
-    resident = LLM("tiny", **{"dtype": "bfloat16", "kv_cache_tokens": 8192, **settings})
-    prompts = prompts_of(resident)[4:10]
+def test_every_type(form: str, settings: dict[str, Any], truth_of: Callable[..., list[Trace]], llm: LLM) -> None:
     other = streamed(share=0.5, pieces=4, **{**FORMS[form], **settings})
-    same(run(other, prompts), run(resident, prompts))
+    same(run(other, prompts_of(llm)[4:10]), truth_of(**settings))
     assert totals(other).projected > 0
     other.close()
 

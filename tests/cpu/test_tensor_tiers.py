@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,18 @@ class Case:
         return over_ranks(size, tensor=tensor, **strategies, **{**self.settings, **settings})
 
 
+CaseOf = Callable[..., Case]
+
+
 @pytest.fixture(scope="module")
-def gqa(folder_of: FolderOf) -> Case:
-    return Case(folder_of("llama_gqa"))
+def case_of(folder_of: FolderOf) -> CaseOf:
+    """case_of(kind, kv_cache_dtype=...): one for all tests that ask for it."""
+    return lru_cache(None)(lambda kind, **settings: Case(folder_of(kind), **settings))
+
+
+@pytest.fixture(scope="module")
+def gqa(case_of: CaseOf) -> Case:
+    return case_of("llama_gqa")
 
 
 @pytest.mark.parametrize(("size", "tensor"), SIZES)
@@ -66,9 +77,9 @@ WAYS = [(1, "single"), (2, "ring-kv")]
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS)])
-def test_families(kind: str, kv: str, folder_of: FolderOf) -> None:
+def test_families(kind: str, kv: str, case_of: CaseOf) -> None:
     """MHA, a window, ALiBi, one KV head that all tensor ranks hold; K and V in int8."""
-    case = Case(folder_of(kind), kv_cache_dtype=kv)
+    case = case_of(kind, kv_cache_dtype=kv)
     for size, strategy in WAYS if kind == "llama" else [*WAYS, (2, "chain"), (2, "ring-q")]:
         llm = case.over(size, 2, strategy)
         restored(llm, case.prompts, case.truth)
@@ -76,8 +87,8 @@ def test_families(kind: str, kv: str, folder_of: FolderOf) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_weights(quantization: str, folder_of: FolderOf) -> None:
-    case = Case(folder_of("llama_gqa"), quantization=quantization)
+def test_quantised_weights(quantization: str, case_of: CaseOf) -> None:
+    case = case_of("llama_gqa", quantization=quantization)
     llm = case.over(1, 2)
     restored(llm, case.prompts, case.truth)
     close(llm)
@@ -102,7 +113,7 @@ def test_rounded_as_by_one_rank(form: str, gqa: Case) -> None:
 
 def test_a_pool_too_small() -> None:
     """Sequences are preempted, their chunks evicted, stored by all tensor ranks and brought back."""
-    long = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     whole = LLM("tiny", kv_cache_tokens=40_000, dtype="bfloat16", max_model_len=640)
     prompts = [each for each in traces.prompts_of(whole) if 150 < len(each) < 520]
     truth = run(whole, prompts, long)
@@ -115,9 +126,9 @@ def test_a_pool_too_small() -> None:
 
 
 @pytest.mark.parametrize("x", ["off", "on"])
-def test_aborted_while_it_comes(x: str, folder_of: FolderOf) -> None:
+def test_aborted_while_it_comes(x: str, case_of: CaseOf) -> None:
     """Nobody else gets the slots until no tensor rank writes to them any more."""
-    case = Case(folder_of("llama"))
+    case = case_of("llama")
     llm = case.over(1, 2, kv_link_gbps=0.002, kv_offload_activations=x)
     prompts, truth = case.prompts[:1], case.truth[:1]
     same(watched(llm, prompts, PARAMS), truth)
@@ -205,9 +216,9 @@ def test_what_is_stored_is_counted_once_and_verified(gqa: Case, tmp_path: Path) 
     close(llm)
 
 
-def test_ranks_share_a_directory(folder_of: FolderOf, tmp_path: Path) -> None:
+def test_ranks_share_a_directory(case_of: CaseOf, tmp_path: Path) -> None:
     """And its size. The tensor ranks hold the same KV head here: what both write at the same time is one blob."""
-    case = Case(folder_of("falcon7"))
+    case = case_of("falcon7")
     most = 150_000
     disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, "kv_offload_disk_size": most / 2**30}
     llm = case.over(2, 2, **disk)
@@ -230,10 +241,10 @@ PAIRS = [(1, 2), (2, 1), (4, 2), *(pytest.param(*pair, marks=pytest.mark.matrix)
 @pytest.mark.parametrize(("stored", "restores"), PAIRS)
 @pytest.mark.parametrize("kv", ["auto", pytest.param("int8", marks=pytest.mark.matrix)])
 def test_any_number_of_ranks_restores_what_any_stored(
-    stored: int, restores: int, kv: str, folder_of: FolderOf, tmp_path: Path
+    stored: int, restores: int, kv: str, case_of: CaseOf, tmp_path: Path
 ) -> None:
     """Tensor ranks that hold more heads than a stored share, or fewer; context ranks come and go as well."""
-    case = Case(folder_of("llama"), kv_cache_dtype=kv)
+    case = case_of("llama", kv_cache_dtype=kv)
     disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
     first = case.over(1, stored, **disk)
     same([watched(first, [each], PARAMS)[0] for each in case.prompts], case.truth)
@@ -254,9 +265,9 @@ def test_one_rank_restores_what_tensor_ranks_stored(gqa: Case, tmp_path: Path) -
         loads(one, gqa.prompts, gqa.truth)
 
 
-def test_damage_of_one_of_several_parts(folder_of: FolderOf, tmp_path: Path) -> None:
+def test_damage_of_one_of_several_parts(case_of: CaseOf, tmp_path: Path) -> None:
     """A chunk that four ranks stored is lost to two where any of its parts is."""
-    case = Case(folder_of("llama"))
+    case = case_of("llama")
     disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0}
     prompts, truth = case.prompts[:1], case.truth[:1]
     for tensor in (4, 2):
@@ -286,9 +297,9 @@ X = {"kv_offload_activations": "on"}
 
 @pytest.mark.parametrize(("size", "tensor"), SIZES)
 @pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_activations_are_stored_in_turn(size: int, tensor: int, kv: str, folder_of: FolderOf) -> None:
+def test_activations_are_stored_in_turn(size: int, tensor: int, kv: str, case_of: CaseOf) -> None:
     """Over a slow link: each layer is projected while the next is on its way."""
-    case = Case(folder_of("llama"), kv_cache_dtype=kv)
+    case = case_of("llama", kv_cache_dtype=kv)
     llm = case.over(size, tensor, "single", **X, kv_link_gbps=0.02)
     same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
     chunks = len(llm.engine.cache.tree.nodes)
@@ -303,8 +314,8 @@ def test_activations_are_stored_in_turn(size: int, tensor: int, kv: str, folder_
 
 @pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in KINDS)])
 @pytest.mark.parametrize("strategy", ["ring-kv", "chain", "ring-q", "gather"])
-def test_by_every_strategy_activations_arrive(kind: str, strategy: str, folder_of: FolderOf) -> None:
-    case = Case(folder_of(kind))
+def test_by_every_strategy_activations_arrive(kind: str, strategy: str, case_of: CaseOf) -> None:
+    case = case_of(kind)
     llm = case.over(2, 2, "single", **X)
     same([watched(llm, [each], PARAMS)[0] for each in case.prompts], case.truth)
     flush(llm)
@@ -329,10 +340,10 @@ def test_keys_normed_over_the_heads_of_all_ranks(size: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("stored", "restores"), PAIRS)
 def test_any_number_of_ranks_projects_what_any_stored(
-    stored: int, restores: int, folder_of: FolderOf, tmp_path: Path
+    stored: int, restores: int, case_of: CaseOf, tmp_path: Path
 ) -> None:
     """The rest is loaded, from shares of heads of another size."""
-    case = Case(folder_of("llama"))
+    case = case_of("llama")
     disk = {"kv_offload_path": str(tmp_path), "kv_offloading_size": 0, **X}
     first = case.over(1, stored, **disk)
     same([watched(first, [each], PARAMS)[0] for each in case.prompts], case.truth)
@@ -348,9 +359,9 @@ def test_any_number_of_ranks_projects_what_any_stored(
 
 
 @pytest.mark.parametrize("chunk", [2, 3])
-def test_lost_activations_of_one_rank(chunk: int, folder_of: FolderOf, tmp_path: Path) -> None:
+def test_lost_activations_of_one_rank(chunk: int, case_of: CaseOf, tmp_path: Path) -> None:
     """Those of the chunk whose turn it was: all ranks compute it again, and all that follows."""
-    case = Case(folder_of("llama"))
+    case = case_of("llama")
     llm = case.over(1, 2, kv_offload_path=str(tmp_path), kv_offloading_size=0, **X)
     prompts, truth = case.prompts[:1], case.truth[:1]
     same(watched(llm, prompts, PARAMS), truth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from tests.support.rank_groups import ROOT
 def importable() -> Iterator[None]:
     """Workers find the fake rank."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
 

@@ -109,14 +109,15 @@ def beside_another(server: ServerProcess, kv: Path, right: list[list[int]]) -> N
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("ranks", [(), ("-tp", "2"), ("-cp", "2")])
+@pytest.mark.parametrize("ranks", [((), ("-cp", "2")), (("-tp", "2"), ("-tp", "2"))])
 def test_by_default_in_the_cache_directory(
-    ranks: tuple[str, ...], tmp_path: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[tuple[str, ...], ...], tmp_path: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """ranks: of the server that stores, and of the one that restores."""
     monkeypatch.delenv("HEADRACE_KV_OFFLOAD_PATH")
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
-    for restored in (False, True):
-        with process(tmp_path, *ranks) as server:
+    for options, restored in zip(ranks, (False, True), strict=True):
+        with process(tmp_path, *options) as server:
             server.wait_ready()
             answer, told = ask(server, PROMPTS[0])
             assert answer == right[0] and bool(told["restored_tokens"]) == restored

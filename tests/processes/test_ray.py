@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         options = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
         cluster = Cluster(initialize_head=True, head_node_args=options)
@@ -46,21 +47,14 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.matrix
-def test_ray(cluster: Any) -> None:
-    with opened(3, distributed_backend="ray") as group:
-        assert group.workers is not None
-        assert group.workers.wait_ready() == {rank: f"{rank} of 3, tiny, None, 127.0.0.1".encode() for rank in (1, 2)}
-        assert echoes(group, 1)
-
-
-@pytest.mark.matrix
-def test_ray_actor_that_is_killed(cluster: Any) -> None:
+def test_ray_and_an_actor_that_is_killed(cluster: Any) -> None:
     import ray
 
     with opened(3, distributed_backend="ray") as group:
         assert group.workers is not None
-        group.workers.wait_ready()
-        group.workers.send(step(1, fake_rank.SLEEP))
+        assert group.workers.wait_ready() == {rank: f"{rank} of 3, tiny, None, 127.0.0.1".encode() for rank in (1, 2)}
+        assert echoes(group, 1)
+        group.workers.send(step(2, fake_rank.SLEEP))
         actors = group.workers._processes
         ray.kill(actors[2]._actor)  # type: ignore[attr-defined]
         assert group.workers.failed.wait()

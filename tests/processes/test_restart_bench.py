@@ -1,4 +1,4 @@
-"""`headrace bench restart`, small: a server of two ranks stores, is killed, and servers of other sizes restore."""
+"""`headrace bench restart`, small: a server stores, is killed, and servers of as many ranks and of more restore."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TOKENS = 700
 @pytest.mark.matrix
 def test_other_ranks_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "ENDS", {"kill -9": signal.SIGKILL})
-    bench = RestartBench(model="tiny", tokens=TOKENS, repeats=1, directory=tmp_path, ranks=2, again=(1, 3))
+    bench = RestartBench(model="tiny", tokens=TOKENS, repeats=1, directory=tmp_path, ranks=1, again=(1, 2))
     cases = list(bench.cases())
-    assert [(case["ranks"], case["again_ranks"], case["same"]) for case in cases] == [(2, 1, True), (2, 3, True)]
+    assert [(case["ranks"], case["again_ranks"], case["same"]) for case in cases] == [(1, 1, True), (1, 2, True)]
     assert {case["restored_tokens"] for case in cases} == {(TOKENS - 1) // CHUNK * CHUNK}
     assert not list(tmp_path.iterdir())
 

@@ -147,8 +147,11 @@ def test_several_prompts_answer_as_alone(server: ServerProcess) -> None:
 # ---- refusals, leaving clients, load ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BAD_REQUESTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] * (i % 8 > 0)) for i, name in enumerate(BAD_REQUESTS)]
+)
 def test_bad_request_is_refused_and_the_next_is_served(server: ServerProcess, name: str) -> None:
+    """All of them on a fake engine: tests/unit/test_server_refusals.py."""
     check_refusal(*send_bad(server.http, name, "tiny"))
     assert server.http.post(TEXT, json=text(max_tokens=1)).json()["choices"][0]["finish_reason"] == "length"
 

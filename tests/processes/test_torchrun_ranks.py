@@ -55,11 +55,11 @@ def test_a_worker_ends_without_finalizing(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("count", [1, 3])
-def test_torchrun_with_another_number_of_processes(count: int) -> None:
-    done = torchrun(count)
+def test_torchrun_with_another_number_of_processes() -> None:
+    """All of them end. What is refused: tests/unit/test_torchrun.py."""
+    done = torchrun(3)
     assert done.returncode != 0
-    assert f"torchrun started {count} processes, but context_parallel_size * tensor_parallel_size is 2" in done.stderr
+    assert "torchrun started 3 processes, but context_parallel_size * tensor_parallel_size is 2" in done.stderr
 
 
 @pytest.fixture

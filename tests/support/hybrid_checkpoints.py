@@ -26,7 +26,7 @@ from headrace.config import RecurrentSpec
 from headrace.kernels.gated_delta import DeltaWeights, LayerStates, Recur, gated_delta
 from headrace.models.decoder import Decoder
 from tests.support.checkpoints import VOCAB
-from tests.support.naive_attention import RowAttend, batch_of, naive
+from tests.support.naive_attention import NaiveAttend, RowAttend, batch_of, naive
 
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
@@ -143,8 +143,8 @@ def states_of(decoder: Decoder, sequences: int = 1) -> OwnStates:
 class Sequence:
     """One sequence of a hybrid model, computed in pieces."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder, self.recur, self.attend, self.length = decoder, states_of(decoder), naive(decoder, RowAttend), 0
+    def __init__(self, decoder: Decoder, attend: type[NaiveAttend] = RowAttend) -> None:
+        self.decoder, self.recur, self.attend, self.length = decoder, states_of(decoder), naive(decoder, attend), 0
 
     def logits(self, tokens: list[int]) -> Tensor:
         """Logits [n, V] of the next n tokens."""

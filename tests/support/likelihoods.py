@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import LLM, SamplingParams
+from headrace.engine.folders import model_folder
 from headrace.engine.sampler import target_logprobs
 from headrace.types import PoolingKind, TokenLogprobs
 from tests.support.traces import words
@@ -35,6 +36,20 @@ def with_pooling(folder: Path, target: Path, kind: PoolingKind | None, normalize
         modules += [{"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
         (target / "modules.json").write_text(json.dumps(modules + [NORMALIZE] * normalize))
     return target
+
+
+def check_ranks(pooling: PoolingKind, settings: dict[str, Any], folder: Path) -> None:
+    """Several ranks with these settings report, to the bit, what one computes by definition."""
+    model = with_pooling(Path(model_folder("tiny")), folder / "model", pooling, normalize=False)
+    form = {name: settings[name] for name in ("quantization", "kv_cache_dtype") if name in settings}
+    truth = defined(LLM(model, kv_cache_tokens=8192, enable_prefix_caching=False, **form))
+    ranks = LLM(model, kv_cache_tokens=8192, **settings)
+    try:
+        assert reported(ranks) == truth
+        assert reported(ranks) == truth, "cached"
+        assert ranks.engine.cache.used == 0
+    finally:
+        ranks.close()
 
 
 def defined(llm: LLM) -> dict[str, Any]:

@@ -13,19 +13,36 @@ from headrace.kernels.backend import Attend
 from headrace.models.decoder import Decoder, TokenBatch
 
 
+class Rows:
+    """Rows [n, Hkv, D] that a sequence has so far, with room for more: joining them anew at every row would take a test
+    of a thousand rows longer than all else."""
+
+    def __init__(self) -> None:
+        self.room, self.count = torch.empty(0), 0
+
+    def add(self, rows: Tensor) -> Tensor:
+        """All of them, these among them."""
+        first, self.count = self.count, self.count + len(rows)
+        if self.count > len(self.room):
+            room = rows.new_empty(2 * self.count, *rows.shape[1:])
+            if first:
+                room[:first] = self.room[:first]
+            self.room = room
+        self.room[first : self.count] = rows
+        return self.room[: self.count]
+
+
 class NaiveAttend(Attend):
     """An Attend for one sequence. Rows of a step must follow those of the step before."""
 
     def __init__(self, spec: AttentionSpec, key_bias: Tensor | None = None, sinks: list[Tensor] | None = None) -> None:
         self.spec, self.sinks = spec, sinks
         self.key_bias = key_bias
-        self.keys: list[list[Tensor]] = [[] for _ in range(spec.layers)]
-        self.values: list[list[Tensor]] = [[] for _ in range(spec.layers)]
+        self.keys = [Rows() for _ in range(spec.layers)]
+        self.values = [Rows() for _ in range(spec.layers)]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        self.keys[layer].append(k.clone())
-        self.values[layer].append(v.clone())
-        return self.attend(layer, q, torch.cat(self.keys[layer]), torch.cat(self.values[layer]))
+        return self.attend(layer, q, self.keys[layer].add(k), self.values[layer].add(v))
 
     def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [T, Hq, D] are the last T rows over keys and values [N, Hkv, D]: [T, Hq, D]."""

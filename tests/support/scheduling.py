@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = (
     "processes/test_server_ranks.py",
-    "processes/test_ray.py",
+    "processes/test_deploy.py",
     "processes/test_server.py",
     "processes/test_offload_server.py",
+    "processes/test_tour.py",
+    "processes/test_ray.py",
     "processes/test_torchrun_ranks.py",
     "processes/test_async_llm.py",
     "processes/test_prefill_bench.py",
-    "cpu/test_stream.py",
+    "processes/test_likelihood_ranks.py",
+    "processes/test_restart_bench.py",
+    "processes/test_ranked_restore.py",
+    "processes/test_ranked_streaming.py",
     "processes/test_ranks.py",
     "processes/test_foreign_connections.py",
+    "cpu/test_every_pair.py",
+    "cpu/test_ranked_tiers.py",
+    "cpu/test_ranked_stream.py",
+    "cpu/test_cli.py",
+    "cpu/test_stream.py",
     "cpu/test_triton.py",
     "cpu/test_triton_rows.py",
     "cpu/test_templates.py",
@@ -53,3 +65,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
         return None
     config.option.loadscopereorder = False  # by the number of their tests
     return Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Tests and modules stay to the end: each full collection would look through some millions of objects."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries tell of objects that are never freed

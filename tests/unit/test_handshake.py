@@ -177,7 +177,7 @@ def test_a_worker_comes_again_if_its_connection_ends_before_the_proof(part: byte
 
         def come_in_vain() -> None:
             try:
-                connect(closing.getsockname(), SECRET, "127.0.0.1", 2.0)
+                connect(closing.getsockname(), SECRET, "127.0.0.1", 1.0)
             except Exception as error:
                 errors.append(error)
 

@@ -63,6 +63,7 @@ def test_full_queue_answers_429() -> None:
             assert refused.headers["retry-after"] == "3"
         with pytest.raises(openai.RateLimitError):
             running.client().completions.create(model="fake", prompt="hi")
+        running.engine.token_s = 0.0
         for thread in threads:
             thread.join()
         assert [reply.status_code for reply in replies] == [200, 200]
