@@ -17,7 +17,7 @@ TURNS = ("Rain or snow?", "Rain, I think.", "Since when?", "Since noon.", "Thank
 def rewrites_history(tokenizer: ServedTokenizer | None) -> str:
     """A warning where the template writes an earlier turn in other words once the conversation goes on; empty if it
     does not, or has nothing to say of such a conversation."""
-    if tokenizer is None or not tokenizer.has_chat_template:
+    if tokenizer is None or not tokenizer.chat_template:
         return ""
     try:
         one, two, three = (_written(tokenizer, turns) for turns in (1, 3, 5))
