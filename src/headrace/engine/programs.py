@@ -27,8 +27,9 @@ from headrace.parallel.coming import NOTHING, Coming, WaitingAttend
 
 
 class Logits(NamedTuple):
-    """Logits of the rows that tokens are drawn from, fp32 [R, V], valid until the next step; none: no rows, of any
-    width. greatest: of each row, where it was found with them. hidden: states of all wanted rows, if Eager was used."""
+    """Logits of the rows that tokens are drawn from, fp32 [R, V], where they were computed, valid until the next step;
+    none: no rows, of any width. greatest: of each row, where it was found with them. hidden: states of all wanted rows,
+    if Eager was used."""
 
     values: Tensor
     greatest: Greatest | None = None
@@ -85,7 +86,7 @@ class Eager:
             recur = StepRecurrence(self.states, step.segments)
         hidden = self.decoder.forward(batch, attend, rows, keep, recur)
         drawn = hidden if step.drawn is None else hidden[step.drawn]
-        return Logits(self.decoder.logits(drawn).cpu() if len(drawn) else drawn, hidden=hidden)
+        return Logits(self.decoder.logits(drawn) if len(drawn) else drawn, hidden=hidden)
 
 
 class InCpp:
@@ -137,7 +138,7 @@ class CudaGraph:
         x, turns = self.decoder.enter(batch)
         if step.planned.first is not self._first:
             self._first, self._graph = step.planned.first, None
-            return Logits(self._rest(x, turns, attention).cpu())
+            return Logits(self._rest(x, turns, attention))
         if self._graph is None:
             self._graph = self._record(x, turns, attention)
         self._x.copy_(x)
@@ -145,7 +146,7 @@ class CudaGraph:
             self._turns.copy_(turns)
         self._graph.replay()
         self.replayed += 1
-        return Logits(self._logits.cpu())  # tokens are chosen on the CPU
+        return Logits(self._logits)
 
     def _batch(self, step: StepRows) -> TokenBatch:
         return batch_of(self.decoder.config, step.slices, step.planned.plan.positions)

@@ -1,0 +1,347 @@
+"""The choice of tokens on a GPU, in Triton: the greatest of each row, and a draw without sorting.
+
+R: rows of the choice, V: vocabulary, P: blocks of a row. A program takes one block of one row, so that one row fills
+the GPU, and a row's sums have one order whatever rows ride along.
+
+A draw looks for a place in the row's descending order: of the top_k-th token, of the token at which top_p is reached,
+of the token drawn. A logit's *key* is an integer of 32 bits in the logits' order. Each pass splits the keys that are
+still in question by their next four bits, sums the weights e^((x - max) / temperature) of each of the 16 parts in fp64,
+and goes on with the part that the place is in: after eight passes one key is left (a radix selection by weight).
+"""
+
+# mypy: ignore-errors
+# Triton reads the source of these functions: annotations are its own.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PARAMETERS = tl.constexpr(8)
+SOURCE, MASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM, REPORTS = (tl.constexpr(i) for i in range(8))
+"""Columns of `asked` fp64 [R, 8]: the row of logits; the row of `masks`, -1 for none; 0 for greedy; 0 for all; 1 for
+all; 0 for all; a random number in [0, 1); 1 for the log probability and the rank."""
+
+FINDINGS = tl.constexpr(8)
+TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT = (tl.constexpr(i) for i in range(8))
+"""Columns of `found` fp64 [R, 8]: the token; whether it is surely the one that the host's sampler chooses; the greatest
+logit, NaN if one is; the logarithm of the sum of e^logit; the token's logit; how many are above it; the greatest logit
+that the mask allows; whether a limit of top_p or min_p is too close to call."""
+
+LIMITS = tl.constexpr(2)
+"""Columns of `limits` fp64 [R, 2]: the weight that top_p is a share of, and the weight that the draw is from."""
+
+STATE = tl.constexpr(3)
+"""Columns of `states` fp64 [R, 3]: the bits of the key found so far; weight and number of the tokens above them."""
+
+BY_TOP_K, BY_TOP_P, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLACES = tl.constexpr(16)
+"""Parts that a pass splits keys into."""
+MARGIN = tl.constexpr(2.0**-33)
+"""Of the whole weight. A place closer than this to another token is left to the host: what 2^18 weights come to, added
+up one by one in fp64 as the host does, is off by 2^-35 at most, and so is the product with a random number."""
+NEAR = tl.constexpr(2.0**-40)
+"""As MARGIN, of one weight: exponentials are within some units of 2^-52."""
+
+
+@triton.jit
+def _logits(logits, stride, masks, words, ask, at, width):
+    """The row's logits at these places, and as the choice sees them: -inf for tokens that the row's mask forbids."""
+    source, number = tl.load(ask + SOURCE).to(tl.int64), tl.load(ask + MASK).to(tl.int64)
+    raw = tl.load(logits + source * stride + at, mask=at < width, other=float("-inf"))
+    word = tl.load(masks + number * words + at // 32, mask=at < tl.where(number < 0, 0, width), other=-1)
+    return raw, tl.where((word >> (at % 32)) & 1 == 1, raw, float("-inf"))
+
+
+@triton.jit
+def _key(x):
+    """In [0, 2^32), in the order of x; 0 and -0 have the same."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def _logit(key):
+    bits = (key - 2147483648).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(x, top, temperature):
+    return tl.exp((x.to(tl.float64) - top) / temperature)
+
+
+@triton.jit
+def greatest_of_blocks(logits, stride, masks, words, asked, peaks, width, blocks, BLOCK: tl.constexpr):
+    """peaks fp64 [R, P, 4]: of a block the greatest logit, NaN if one is; the sum of e^(logit - that), where it is
+    asked for; the greatest that the mask allows, and the first token that has it."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask = asked + row * PARAMETERS
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    raw, x = _logits(logits, stride, masks, words, ask, at, width)
+    broken = tl.max((raw != raw).to(tl.int32), 0)
+    greatest, top = tl.max(raw, 0), tl.max(x, 0)
+    out = peaks + (row * blocks + block) * 4
+    tl.store(out, tl.where(broken == 1, float("nan"), greatest).to(tl.float64))
+    tl.store(out + 2, top.to(tl.float64))
+    tl.store(out + 3, tl.min(tl.where(x == top, at, 2147483647), 0).to(tl.float64))
+    if tl.load(ask + REPORTS) > 0:
+        base = tl.where(greatest > float("-inf"), greatest, 0.0).to(tl.float64)
+        tl.store(out + 1, tl.sum(tl.exp(raw.to(tl.float64) - base), 0))
+
+
+@triton.jit
+def greatest(asked, peaks, tokens, found, blocks, BLOCKS: tl.constexpr):
+    """The blocks' peaks put together: `found` of a greedy row."""
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    ask = asked + row * PARAMETERS
+    there, of = block < blocks, peaks + (row * blocks + block) * 4
+    raw = tl.load(of, mask=there, other=float("-inf"))
+    broken = tl.max((raw != raw).to(tl.int32), 0)
+    highest = tl.max(raw, 0)
+    allowed = tl.load(of + 2, mask=there, other=float("-inf"))
+    top = tl.max(allowed, 0)
+    first = tl.load(of + 3, mask=there & (allowed == top), other=2147483647.0)
+    token = tl.min(first, 0)
+    sure = (broken == 0) & (highest < float("inf")) & (top > float("-inf"))
+    out = found + row * FINDINGS
+    tl.store(tokens + row, token.to(tl.int32))
+    tl.store(out + TOKEN, token)
+    tl.store(out + SURE, sure.to(tl.float64))
+    tl.store(out + GREATEST, tl.where(broken == 1, float("nan"), highest))
+    tl.store(out + ABOVE, 0.0)
+    tl.store(out + TOP, top)
+    tl.store(out + DOUBT, 0.0)
+    if tl.load(ask + REPORTS) > 0:
+        sums = tl.load(of + 1, mask=there, other=0.0)
+        tl.store(out + NORM, highest + tl.log(tl.sum(sums * tl.exp(raw - highest), 0)))
+
+
+@triton.jit
+def _add_up(x, digit, inside, top, temperature, masses, counts):
+    """Weight and number of the elements with each digit [16], added to `masses` and `counts`."""
+    place = tl.arange(0, PLACES)[:, None]
+    taken = (digit[None, :] == place) & inside[None, :]
+    weight = _weight(x, top, temperature)
+    masses += tl.sum(tl.where(taken, weight[None, :], 0.0), 1)
+    counts += tl.sum(taken.to(tl.int32), 1)
+    return masses, counts
+
+
+@triton.jit
+def _keep(bins, row, block, blocks, masses, counts):
+    """bins fp64 [R, P, 2, 16]."""
+    out = bins + (row * blocks + block) * 2 * PLACES + tl.arange(0, PLACES)
+    tl.store(out, masses)
+    tl.store(out + PLACES, counts.to(tl.float64))
+
+
+@triton.jit
+def weigh(
+    logits, stride, masks, words, asked, found, bins, kept, width, blocks, BLOCK: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """The first pass, over all keys: bins. kept fp64 [R, P, 2]: the weight of what min_p keeps, and the number of
+    tokens too close to call."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask = asked + row * PARAMETERS
+    temperature, min_p = tl.load(ask + TEMPERATURE), tl.load(ask + MIN_P)
+    if temperature == 0:
+        return
+    top = tl.load(found + row * FINDINGS + TOP)
+    masses, counts = tl.zeros((PLACES,), tl.float64), tl.zeros((PLACES,), tl.int32)
+    weight_kept, close = top * 0.0, top * 0.0
+    for piece in range(0, BLOCK, PIECE):
+        at = block * BLOCK + piece + tl.arange(0, PIECE)
+        _raw, x = _logits(logits, stride, masks, words, ask, at, width)
+        masses, counts = _add_up(x, _key(x) >> 28, at < width, top, temperature, masses, counts)
+        if min_p > 0:
+            weight = _weight(x, top, temperature)
+            weight_kept += tl.sum(tl.where(weight >= min_p, weight, 0.0), 0)
+            near = (tl.abs(weight - min_p) <= NEAR * min_p) & (x.to(tl.float64) != top)
+            close += tl.sum(near.to(tl.float64), 0)
+    _keep(bins, row, block, blocks, masses, counts)
+    tl.store(kept + (row * blocks + block) * 2, weight_kept)
+    tl.store(kept + (row * blocks + block) * 2 + 1, close)
+
+
+@triton.jit
+def limit(asked, bins, kept, found, limits, blocks, BLOCKS: tl.constexpr):
+    """The row's weight, and what min_p leaves of it."""
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    ask = asked + row * PARAMETERS
+    if tl.load(ask + TEMPERATURE) == 0:
+        return
+    masses, _ = _sums(bins, row, blocks, BLOCKS)
+    total = tl.sum(masses, 0)
+    of = kept + (row * blocks + block) * 2
+    left, close = tl.load(of, mask=block < blocks, other=0.0), tl.load(of + 1, mask=block < blocks, other=0.0)
+    whole = tl.where(tl.load(ask + MIN_P) > 0, tl.sum(left, 0), total)
+    tl.store(limits + row * LIMITS, total)
+    tl.store(limits + row * LIMITS + 1, whole)
+    tl.store(found + row * FINDINGS + DOUBT, tl.sum(close, 0))
+
+
+@triton.jit
+def _sums(bins, row, blocks, BLOCKS: tl.constexpr):
+    """Weight and number of each digit, over the blocks of a row."""
+    block, place = tl.arange(0, BLOCKS)[:, None], tl.arange(0, PLACES)[None, :]
+    of = bins + (row * blocks + block) * 2 * PLACES + place
+    masses = tl.sum(tl.load(of, mask=block < blocks, other=0.0), 0)
+    return masses, tl.sum(tl.load(of + PLACES, mask=block < blocks, other=0.0), 0)
+
+
+@triton.jit
+def _target(ask, limits, row, STAGE: tl.constexpr):
+    """The number or the weight down to the place looked for."""
+    if STAGE == BY_TOP_K:
+        target = tl.load(ask + TOP_K)
+    elif STAGE == BY_TOP_P:
+        target = tl.load(ask + TOP_P) * tl.load(limits + row * LIMITS)
+    else:
+        target = tl.load(ask + UNIFORM) * tl.load(limits + row * LIMITS + 1)
+    return target
+
+
+@triton.jit
+def _idle(ask, width, STAGE: tl.constexpr):
+    """Whether the row has no such place to find."""
+    idle = tl.load(ask + TEMPERATURE) == 0
+    if STAGE == BY_TOP_K:
+        k = tl.load(ask + TOP_K)
+        idle = idle | (k <= 0) | (k >= width)
+    elif STAGE == BY_TOP_P:
+        idle = idle | (tl.load(ask + TOP_P) >= 1)
+    return idle
+
+
+@triton.jit
+def _descend(bins, states, row, target, blocks, BLOCKS: tl.constexpr, FIRST: tl.constexpr, STAGE: tl.constexpr):
+    """One digit further: (key so far, weight above it, number above it, number with it, the digit)."""
+    masses, counts = _sums(bins, row, blocks, BLOCKS)
+    key, above, number = tl.zeros((), tl.int64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    if not FIRST:
+        key = tl.load(states + row * STATE).to(tl.int64)
+        above, number = tl.load(states + row * STATE + 1), tl.load(states + row * STATE + 2)
+    place = tl.arange(0, PLACES)
+    higher = place[None, :] > place[:, None]
+    if STAGE == BY_TOP_K:
+        amount, before = counts, number
+    else:
+        amount, before = masses, above
+    reached = before + tl.sum(tl.where(higher, amount[None, :], 0.0), 1) + amount
+    digit = tl.max(tl.where((amount > 0) & (reached >= target), place, -1), 0)
+    # Rounding may leave the end of the row below a target that is as good as its whole weight.
+    digit = tl.where(digit < 0, tl.min(tl.where(amount > 0, place, PLACES - 1), 0), digit)
+    above += tl.sum(tl.where(place > digit, masses, 0.0), 0)
+    number += tl.sum(tl.where(place > digit, counts, 0.0), 0)
+    return key * PLACES + digit, above, number, tl.sum(tl.where(place == digit, counts, 0.0), 0), digit
+
+
+@triton.jit(do_not_specialize=["shift"])
+def narrow(
+    logits, stride, masks, words, asked, found, limits, before, states, after, states_after, width, blocks, shift,
+    FIRST: tl.constexpr, STAGE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """A later pass: goes on by the digit that `before` and `states` tell, and splits its keys by the four bits at
+    `shift` into `after`."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask = asked + row * PARAMETERS
+    if _idle(ask, width, STAGE):
+        return
+    target = _target(ask, limits, row, STAGE)
+    key, above, number, _, _ = _descend(before, states, row, target, blocks, BLOCKS, FIRST, STAGE)
+    if block == 0:
+        tl.store(states_after + row * STATE, key.to(tl.float64))
+        tl.store(states_after + row * STATE + 1, above)
+        tl.store(states_after + row * STATE + 2, number)
+    top, temperature = tl.load(found + row * FINDINGS + TOP), tl.load(ask + TEMPERATURE)
+    masses, counts = tl.zeros((PLACES,), tl.float64), tl.zeros((PLACES,), tl.int32)
+    for piece in range(0, BLOCK, PIECE):
+        at = block * BLOCK + piece + tl.arange(0, PIECE)
+        _raw, x = _logits(logits, stride, masks, words, ask, at, width)
+        keys = _key(x)
+        inside = ((keys >> (shift + 4)) == key) & (at < width)
+        if tl.max(inside.to(tl.int32), 0) > 0:
+            masses, counts = _add_up(x, (keys >> shift) & 15, inside, top, temperature, masses, counts)
+    _keep(after, row, block, blocks, masses, counts)
+
+
+@triton.jit
+def cut(
+    asked, found, limits, before, states, width, blocks, STAGE: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """What top_k or top_p leaves of the row's weight."""
+    row = tl.program_id(0).to(tl.int64)
+    ask = asked + row * PARAMETERS
+    if _idle(ask, width, STAGE):
+        return
+    target = _target(ask, limits, row, STAGE)
+    key, above, number, equals, _ = _descend(before, states, row, target, blocks, BLOCKS, False, STAGE)
+    out, doubts = limits + row * LIMITS, found + row * FINDINGS + DOUBT
+    weight = _weight(_logit(key), tl.load(found + row * FINDINGS + TOP), tl.load(ask + TEMPERATURE))
+    if STAGE == BY_TOP_K:
+        left = above + (target - number) * weight
+        tl.store(out, left)
+    else:
+        among = tl.minimum(tl.maximum(tl.ceil((target - above) / weight) - 1, 0.0), equals - 1)
+        left = above + (among + 1) * weight
+        close = _close(target, left - weight, left, tl.load(out))
+        tl.store(doubts, tl.load(doubts) + close.to(tl.float64))
+    tl.store(out + 1, tl.minimum(tl.load(out + 1), left))
+
+
+@triton.jit
+def _close(target, low, high, total):
+    """Whether rounding may have put the target into the wrong token, whose weight is that between low and high."""
+    return ~((target - low > MARGIN * total) & (high - target > MARGIN * total))
+
+
+@triton.jit
+def pick(
+    logits, stride, masks, words, asked, tokens, found, limits, before, states, width, blocks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token at the place drawn: of those with the key found there, the right one by id."""
+    row, numbers = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    ask = asked + row * PARAMETERS
+    if tl.load(ask + TEMPERATURE) == 0:
+        return
+    target = _target(ask, limits, row, DRAW)
+    key, above, _, equals, digit = _descend(before, states, row, target, blocks, BLOCKS, False, DRAW)
+    out = found + row * FINDINGS
+    weight = _weight(_logit(key), tl.load(out + TOP), tl.load(ask + TEMPERATURE))
+    among = tl.minimum(tl.maximum(tl.floor((target - above) / weight), 0.0), equals - 1)
+    low = above + among * weight
+    close = _close(target, low, low + weight, tl.load(limits + row * LIMITS))
+    of = before + (row * blocks + numbers) * 2 * PLACES + PLACES + digit
+    counts = tl.load(of, mask=numbers < blocks, other=0.0)
+    until = tl.cumsum(counts, 0)
+    block = tl.minimum(tl.sum((until <= among).to(tl.int32), 0), blocks - 1)
+    among -= tl.sum(tl.where(numbers < block, counts, 0.0), 0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    _raw, x = _logits(logits, stride, masks, words, ask, at, width)
+    equal = ((_key(x) == key) & (at < width)).to(tl.int32)
+    ours = (equal == 1) & (tl.cumsum(equal, 0) == among.to(tl.int32) + 1)
+    token = tl.min(tl.where(ours, at, width), 0)
+    sure = (tl.load(out + SURE) > 0) & (tl.load(out + DOUBT) == 0) & ~close & (weight > 0) & (token < width)
+    token = tl.minimum(token, width - 1)
+    tl.store(tokens + row, token.to(tl.int32))
+    tl.store(out + TOKEN, token.to(tl.float64))
+    tl.store(out + SURE, sure.to(tl.float64))
+
+
+@triton.jit
+def rank(logits, stride, asked, tokens, found, width, BLOCK: tl.constexpr):
+    """The chosen token's logit, and how many are above it."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask = asked + row * PARAMETERS
+    if tl.load(ask + REPORTS) == 0:
+        return
+    of = logits + tl.load(ask + SOURCE).to(tl.int64) * stride
+    logit = tl.load(of + tl.load(tokens + row))
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(of + at, mask=at < width, other=float("-inf"))
+    if block == 0:
+        tl.store(found + row * FINDINGS + LOGIT, logit.to(tl.float64))
+    # Whole numbers: the order in which they are added does not matter.
+    tl.atomic_add(found + row * FINDINGS + ABOVE, tl.sum((x > logit).to(tl.float64), 0))

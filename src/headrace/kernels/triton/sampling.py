@@ -1,0 +1,127 @@
+"""Tokens chosen on a GPU, from logits that stay there: in fixed memory, without waiting, as CUDA graphs need it.
+
+R: rows of the choice, V: vocabulary. What is chosen is what the host's sampler (engine.sampler) chooses from the same
+logits, or the row is said not to be sure, and the host chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.triton import sample_kernels as kernels
+
+BLOCK = 4096
+"""Logits of a row that one program takes, and PIECE of them at a time: part of the order of a row's sums."""
+PIECE = 1024
+WARPS = 4
+PARAMETERS, FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
+_PLACES = kernels.PLACES.value
+_SHIFTS = (24, 20, 16, 12, 8, 4, 0)
+"""Of the digits of a key after the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the rows of a choice need together: launches that none of them needs are left out.
+
+    reports: log probabilities. draws: some row is not greedy. top_k, top_p: some row draws with that filter.
+    """
+
+    reports: bool = False
+    draws: bool = False
+    top_k: bool = False
+    top_p: bool = False
+
+
+class Chooser:
+    """The choice from logits of up to `rows` rows of `width`, and the memory that it is made in.
+
+    Fill `asked` [rows, 8] fp64 (columns: sample_kernels.SOURCE and those after it) and `masks` [rows, ceil(width / 32)]
+    int32 (bit i % 32 of word i // 32: whether token i is allowed), then call `choose`; read `tokens` [rows] int32 and
+    `found` [rows, 8] fp64 (columns: sample_kernels.TOKEN and those after it). Raises ValueError for no rows or an
+    empty vocabulary.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        if rows < 1 or width < 1:
+            raise ValueError(f"a choice needs a row and a vocabulary, got {rows} rows of {width}")
+        self.rows, self.width, self.device = rows, width, device
+        self.blocks = -(-width // BLOCK)
+        self.words = -(-width // 32)
+        self.asked = self._memory(rows, PARAMETERS)
+        self.masks = torch.full((rows, self.words), -1, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.found = self._memory(rows, FINDINGS)
+        self._peaks = self._memory(rows, self.blocks, 4)
+        self._kept = self._memory(rows, self.blocks, 2)
+        self._limits = self._memory(rows, 2)
+        # The first pass is where every search begins; the others take turns in two pieces of memory.
+        self._first = self._memory(rows, self.blocks, 2, _PLACES)
+        self._bins = self._memory(2, rows, self.blocks, 2, _PLACES)
+        self._states = self._memory(2, rows, 3)
+
+    def _memory(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def choose(self, logits: Tensor, rows: int, needs: Needs) -> None:
+        """Launches the choice of the first `rows` rows that are asked for, from logits [any, V] fp32. Raises ValueError
+        for logits or rows that do not fit."""
+        self._check(logits, rows)
+        blocks, last = (self.blocks, rows), 1 << (self.blocks - 1).bit_length()
+        given = (logits, logits.stride(0), self.masks, self.words, self.asked)
+        kernels.greatest_of_blocks[blocks](*given, self._peaks, self.width, self.blocks, BLOCK=BLOCK, num_warps=WARPS)
+        kernels.greatest[rows,](self.asked, self._peaks, self.tokens, self.found, self.blocks, BLOCKS=last)
+        if needs.draws:
+            self._draw(given, rows, needs, last)
+        if needs.reports:
+            source = (logits, logits.stride(0), self.asked, self.tokens, self.found)
+            kernels.rank[blocks](*source, self.width, BLOCK=BLOCK, num_warps=WARPS)
+
+    def _check(self, logits: Tensor, rows: int) -> None:
+        if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[1] != self.width or logits.stride(1) != 1:
+            raise ValueError(f"a choice among {self.width} tokens needs fp32 logits [R, {self.width}] row by row, got "
+                             f"{list(logits.shape)} of {logits.dtype}")  # fmt: skip
+        if not 0 < rows <= self.rows:
+            raise ValueError(f"a choice of 1 to {self.rows} rows was prepared, got {rows}")
+
+    def _draw(self, given: tuple[object, ...], rows: int, needs: Needs, last: int) -> None:
+        found, limits = self.found, self._limits
+        kernels.weigh[self.blocks, rows](
+            *given, found, self._first, self._kept, self.width, self.blocks, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
+        )
+        kernels.limit[rows,](self.asked, self._first, self._kept, found, limits, self.blocks, BLOCKS=last)
+        for stage, needed in ((kernels.BY_TOP_K, needs.top_k), (kernels.BY_TOP_P, needs.top_p)):
+            if needed:
+                bins, states = self._search(given, rows, stage, last)
+                kernels.cut[rows,](
+                    self.asked, found, limits, bins, states, self.width, self.blocks, STAGE=stage, BLOCKS=last
+                )
+        bins, states = self._search(given, rows, kernels.DRAW, last)
+        kernels.pick[rows,](
+            *given,
+            self.tokens,
+            found,
+            limits,
+            bins,
+            states,
+            self.width,
+            self.blocks,
+            BLOCKS=last,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+
+    def _search(self, given: tuple[object, ...], rows: int, stage: object, last: int) -> tuple[Tensor, Tensor]:
+        """All passes of a stage but the first: what the last one leaves."""
+        before, states = self._first, self._states[1]
+        for number, shift in enumerate(_SHIFTS):
+            after, states_after = self._bins[number % 2], self._states[number % 2]
+            kernels.narrow[self.blocks, rows](
+                *given, self.found, self._limits, before, states, after, states_after, self.width, self.blocks, shift,
+                FIRST=number == 0, STAGE=stage, BLOCKS=last, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
+            )  # fmt: skip
+            before, states = after, states_after
+        return before, states

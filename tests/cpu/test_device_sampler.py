@@ -1,0 +1,226 @@
+"""The choice of tokens on a GPU under Triton's interpreter: the tokens of the host's sampler, from the same logits."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
+
+from headrace.engine.device_sampler import DeviceSampler, packed
+from headrace.engine.sampler import BadLogits, Sampled, SampleInput, sample, uniform
+from headrace.kernels.triton import sampling
+from headrace.kernels.triton.sampling import Chooser, Needs
+from headrace.types import SamplingParams
+from tests.support.sampler_rows import random_logits, row_input
+
+CPU = torch.device("cpu")
+INF = float("inf")
+WIDTH = 100
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of two blocks, the second one part full."""
+    monkeypatch.setattr(sampling, "BLOCK", 64)
+    monkeypatch.setattr(sampling, "PIECE", 64)
+
+
+def both(logits: torch.Tensor, inputs: list[SampleInput | None], copied: int = 0) -> list[Sampled]:
+    """The device's samples, which must be the host's; `copied` of them were left to it."""
+    device = DeviceSampler()
+    ours, truth = device.sample(logits, range(len(inputs)), inputs), sample(logits, inputs)
+    assert [one.token for one in ours] == [one.token for one in truth]
+    assert [one.logprobs and one.logprobs.keys() for one in ours] == [
+        one.logprobs and one.logprobs.keys() for one in truth
+    ]
+    for one, other in zip(ours, truth, strict=True):
+        for token, entry in (one.logprobs or {}).items():
+            assert other.logprobs is not None and entry.rank == other.logprobs[token].rank
+            assert entry.logprob == pytest.approx(other.logprobs[token].logprob, abs=1e-12)
+    assert device.copied == copied
+    return ours
+
+
+# ---- draws -----------------------------------------------------------------------------------------------------------
+
+FEW: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5, "temperature": 1.7},
+    {"top_p": 0.8, "min_p": 0.02},
+    {"top_k": 20, "top_p": 0.7, "min_p": 0.01, "temperature": 0.5},
+]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_draws_are_those_of_the_host(ties: bool) -> None:
+    """Of several filters in one batch, greedy rows between; equals are told apart by id."""
+    logits = random_logits(1 + ties, len(FEW) + 1, WIDTH)
+    logits = logits.round() if ties else logits
+    both(logits, [row_input(GREEDY), *(row_input(SamplingParams(**options), seed=7) for options in FEW)])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 50.0])
+@pytest.mark.parametrize("top_k", [0, 1, 64, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.3])
+@pytest.mark.parametrize("min_p", [0.0, 1e-4, 1.0])
+def test_filters(temperature: float, top_k: int, top_p: float, min_p: float, ties: bool) -> None:
+    logits = random_logits(3, 1, WIDTH)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    both(logits.round() if ties else logits, [row_input(params, seed=5)])
+
+
+def test_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "PIECE", 16)
+    both(random_logits(2, 1, WIDTH), [row_input(SamplingParams(top_p=0.9), seed=1)])
+
+
+def test_a_row_has_the_same_bits_alone() -> None:
+    logits, needs = random_logits(4, 2, WIDTH), Needs(reports=True, draws=True)
+    asked = torch.tensor([[row, -1, 1.0, 0, 1.0, 0.0, uniform(row, 0, 0), 1] for row in range(2)])
+    together, alone = Chooser(2, WIDTH, CPU), Chooser(1, WIDTH, CPU)
+    together.asked.copy_(asked)
+    together.choose(logits, 2, needs)
+    alone.asked.copy_(asked[1:])
+    alone.choose(logits, 1, needs)
+    assert torch.equal(together.found[1], alone.found[0])
+
+
+def test_a_draw_too_close_to_call_is_left_to_the_host() -> None:
+    """top_p ends exactly between two tokens of one weight."""
+    logits = torch.full((1, WIDTH), -INF)
+    logits[0, 3] = logits[0, 70] = 1.0
+    both(logits, [row_input(SamplingParams(top_p=0.5), seed=1)], copied=1)
+
+
+# ---- the most likely token ------------------------------------------------------------------------------------------
+
+
+def test_the_least_id_of_equals() -> None:
+    logits = torch.zeros(3, WIDTH)
+    logits[0, [70, 99]] = logits[1, [5, 6, 70]] = 2.0
+    logits[2] = -0.0
+    logits[2, 50] = 0.0
+    found = both(logits, [None, row_input(GREEDY), None])
+    assert [one.token for one in found] == [70, 5, 0]
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 130])
+def test_any_width(width: int) -> None:
+    both(random_logits(width, 2, width), [None, row_input(SamplingParams(temperature=0.0, logprobs=0))])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), INF, -INF])
+def test_broken_logits_are_told_by_the_host(poison: float) -> None:
+    logits = random_logits(1, 3, WIDTH)
+    logits[1, 70 if poison != -INF else slice(None)] = poison
+    with pytest.raises(BadLogits) as error:
+        DeviceSampler().sample(logits, [2, 0, 1], [None, None, None])
+    with pytest.raises(BadLogits) as truth:
+        sample(logits[[2, 0, 1]], [None, None, None])
+    assert error.value.row == 2 and str(error.value) == str(truth.value)
+
+
+def test_rows_of_logits_are_chosen_by_number() -> None:
+    logits = random_logits(9, 4, WIDTH)
+    found = DeviceSampler().sample(logits, [3, 1], [None, None])
+    assert [one.token for one in found] == logits.argmax(1)[[3, 1]].tolist()
+
+
+def test_log_probabilities() -> None:
+    logits = random_logits(5, 2, WIDTH)
+    logits[1, ::2] = -INF
+    both(logits, [row_input(SamplingParams(temperature=t, logprobs=0), seed=3) for t in (0.0, 2.0)])
+
+
+# ---- masks, and what the host does -----------------------------------------------------------------------------------
+
+
+def mask_of(*tokens: int) -> Any:
+    mask = np.zeros(WIDTH, np.bool_)
+    mask[list(tokens)] = True
+    return mask
+
+
+def test_masks_of_greedy_rows() -> None:
+    logits = random_logits(6, 3, WIDTH)
+    best = int(logits[1].argmax())
+    inputs = [
+        row_input(GREEDY, mask=mask_of(31, 32, 64, 99)),
+        row_input(GREEDY, forbidden=(best, 12345)),
+        row_input(SamplingParams(temperature=0.0, logprobs=0), mask=mask_of(40, 98)),
+    ]
+    found = both(logits, inputs)
+    assert found[0].token in (31, 32, 64, 99) and found[1].token != best
+
+
+def test_a_mask_changes_a_draw_only_where_it_must() -> None:
+    """The token without the mask, where it is allowed; else one by the second random number."""
+    logits = random_logits(7, 2, WIDTH, scale=1.0)
+    free = sample(logits, [row_input(SamplingParams(), seed=2)] * 2)[0].token
+    both(
+        logits,
+        [
+            row_input(SamplingParams(), seed=2, mask=mask_of(free, 3)),
+            row_input(SamplingParams(), seed=2, mask=mask_of(3, 90)),
+        ],
+    )
+
+
+def test_a_draw_without_the_forbidden() -> None:
+    logits = random_logits(8, 1, WIDTH)
+    both(logits, [row_input(SamplingParams(), seed=2, forbidden=(int(logits[0].argmax()),))])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {3: 50.0}},
+        {"logprobs": 2},
+        {"logprob_token_ids": (3, 4)},
+    ],
+    ids=str,
+)
+def test_rows_of_the_host(options: dict[str, Any]) -> None:
+    """They alone are copied."""
+    params = SamplingParams(temperature=0.0, **options)
+    both(random_logits(9, 3, WIDTH), [None, row_input(params, output=[1, 2, 3]), None], copied=1)
+
+
+def test_a_mask_together_with_filters_is_for_the_host() -> None:
+    params = SamplingParams(top_k=5)
+    both(random_logits(9, 1, WIDTH), [row_input(params, mask=mask_of(3, 90))], copied=1)
+
+
+def test_nothing_left_is_an_error() -> None:
+    with pytest.raises(BadLogits, match="no token is left"):
+        DeviceSampler().sample(random_logits(1, 1, 2), [0], [row_input(GREEDY, forbidden=(0, 1))])
+
+
+# ---- the chooser -----------------------------------------------------------------------------------------------------
+
+
+def test_packed_masks() -> None:
+    (words,) = packed([mask_of(0, 31, 32, 99)], 4).tolist()
+    assert [word & 0xFFFFFFFF for word in words] == [1 | 1 << 31, 1, 0, 1 << 3]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="a row and a vocabulary"):
+        Chooser(0, 5, CPU)
+    chooser = Chooser(2, 5, CPU)
+    for logits in (torch.zeros(2, 4), torch.zeros(2, 5).bfloat16(), torch.zeros(5, 2).T):
+        with pytest.raises(ValueError, match="needs fp32 logits"):
+            chooser.choose(logits, 1, Needs())
+    with pytest.raises(ValueError, match="1 to 2 rows"):
+        chooser.choose(torch.zeros(3, 5), 3, Needs())
