@@ -142,6 +142,15 @@ def test_log_probabilities() -> None:
     both(logits, [row_input(SamplingParams(temperature=t, logprobs=0), seed=3) for t in (0.0, 2.0)])
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_most_likely_alternatives(ties: bool) -> None:
+    """Of rows that ask for more and for fewer; impossible ones are left out."""
+    logits = random_logits(6, 4, WIDTH)
+    logits = logits.round() if ties else logits
+    logits[2, 3:] = -INF
+    both(logits, [row_input(SamplingParams(temperature=0.0, logprobs=n)) for n in (20, 3, 5, 0)])
+
+
 # ---- masks, and what the host does -----------------------------------------------------------------------------------
 
 
@@ -186,7 +195,6 @@ def test_a_draw_without_the_forbidden() -> None:
     [
         {"repetition_penalty": 1.5},
         {"logit_bias": {3: 50.0}},
-        {"logprobs": 2},
         {"logprob_token_ids": (3, 4)},
     ],
     ids=str,

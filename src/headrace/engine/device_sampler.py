@@ -3,13 +3,14 @@
 Letters: R rows of logits, V vocabulary. Random numbers are made on the host, one of 8 bytes for each draw, by the
 sampler's own counter; the choice is made on the device (kernels.triton.sampling), and what comes back is some bytes a
 row. Rows that the device cannot choose from, or not surely, are copied and chosen from on the host, they alone:
-penalties, logit_bias, alternatives beside the chosen token, a grammar's mask together with filters.
+penalties, logit_bias, log probabilities of listed tokens, a grammar's mask together with filters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from headrace.engine.logprobs import BadLogits
 from headrace.engine.sampler import Mask, Sampled, SampleInput, needs_history, sample, uniform
-from headrace.kernels.triton.sampling import Chooser, Needs
-from headrace.types import Logprob, SamplingParams
+from headrace.kernels.triton.sampling import ABOVE, LOGIT, NORM, SURE, TOKEN, Chooser, Needs, leaders_of
+from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 FEWEST = 16
 """Rows that memory is taken for at first; twice as many whenever more are chosen from."""
@@ -27,21 +28,25 @@ FEWEST = 16
 @dataclass(slots=True)
 class _Ask:
     """A choice from one row of logits. params: None for the most likely token. mask: of each token, whether it is
-    allowed; None for all."""
+    allowed; None for all. reports: see sample_kernels.REPORTS."""
 
     source: int
     params: SamplingParams | None = None
     mask: Mask | None = None
     uniform: float = 0.0
-    reports: bool = False
+    reports: int = 0
 
     def row(self, mask_row: int) -> list[float]:
-        """Of Chooser.asked."""
+        """Its row of Chooser.asked."""
         params = self.params
         if params is None:
             return [self.source, mask_row, 0.0, 0.0, 1.0, 0.0, 0.0, self.reports]
         filters = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
         return [self.source, mask_row, *filters, self.uniform, self.reports]
+
+
+_Found = tuple[Sequence[float], Sequence[int]]
+"""Rows of Chooser.found and Chooser.leaders."""
 
 
 class DeviceSampler:
@@ -58,17 +63,14 @@ class DeviceSampler:
         """
         width = logits.shape[1]
         asks = [_asks(item, row, width) for row, item in zip(rows, inputs, strict=True)]
-        found = self._found(logits, [ask for each in asks for ask in each])
-        sampled: list[Sampled | None] = []
-        for item, each in zip(inputs, asks, strict=True):
-            sampled.append(_settled(item, [found.pop(0) for _ in each]))
+        found = iter(self._found(logits, [ask for each in asks for ask in each]))
+        sampled = [_settled(item, list(islice(found, len(each)))) for item, each in zip(inputs, asks, strict=True)]
         left = [place for place, one in enumerate(sampled) if one is None]
         for place, one in zip(left, self._on_host(logits, rows, inputs, left), strict=True):
             sampled[place] = one
         return [one for one in sampled if one is not None]
 
-    def _found(self, logits: Tensor, asks: list[_Ask]) -> list[list[float]]:
-        """Rows of Chooser.found."""
+    def _found(self, logits: Tensor, asks: list[_Ask]) -> list[_Found]:
         if not asks:
             return []
         chooser, masks = self._prepared(len(asks), logits), [ask.mask for ask in asks if ask.mask is not None]
@@ -77,9 +79,12 @@ class DeviceSampler:
         chooser.asked[: len(asks)].copy_(torch.tensor(asked, dtype=torch.float64))
         if masks:
             chooser.masks[: len(masks)].copy_(packed(masks, chooser.words))
-        chooser.choose(logits, len(asks), _needs(asks))
-        found: list[list[float]] = chooser.found[: len(asks)].tolist()
-        return found
+        needs = _needs(asks)
+        chooser.choose(logits, len(asks), needs)
+        found, leaders = chooser.found[: len(asks)].tolist(), []
+        if needs.leaders:
+            leaders = chooser.leaders[: len(asks)].tolist()
+        return list(zip_longest(found, leaders, fillvalue=()))
 
     def _prepared(self, rows: int, logits: Tensor) -> Chooser:
         chooser = self._chooser
@@ -106,8 +111,9 @@ def _asks(item: SampleInput | None, source: int, width: int) -> list[_Ask]:
     without it, which counts if it is allowed, and that with it."""
     if item is None:
         return [_Ask(source)]
-    params, reports = item.params, item.params.reports_answer
-    if needs_history(params) or params.logit_bias or params.logprobs or (reports and params.logprob_token_ids):
+    params = item.params
+    reports = 1 + (params.logprobs or 0) if params.reports_answer else 0
+    if needs_history(params) or params.logit_bias or (reports and params.logprob_token_ids):
         return []
     allowed = _allowed(item, width)
     if params.greedy:
@@ -132,27 +138,37 @@ def _allowed(item: SampleInput, width: int) -> Mask | None:
 
 def _needs(asks: list[_Ask]) -> Needs:
     draws = [ask.params for ask in asks if ask.params is not None]
+    reports = max(ask.reports for ask in asks)
     return Needs(
-        reports=any(ask.reports for ask in asks),
+        reports=reports > 0,
+        leaders=max(reports - 1, 0),
         draws=bool(draws),
         top_k=any(params.top_k > 0 for params in draws),
         top_p=any(params.top_p < 1 for params in draws),
     )
 
 
-def _settled(item: SampleInput | None, found: list[list[float]]) -> Sampled | None:
+def _settled(item: SampleInput | None, found: Sequence[_Found]) -> Sampled | None:
     """The token that the choices tell; None where the host must choose."""
     if not found:
         return None
-    row = found[0]
-    token, sure, _, norm, logit, above, *_ = row
-    if sure and item is not None and item.mask is not None and not item.mask[int(token)]:
-        token, sure, _, norm, logit, above, *_ = found[-1]
-    if not sure:
+    (row, leaders), mask = found[0], None if item is None else item.mask
+    if mask is not None and row[SURE] and not mask[int(row[TOKEN])]:
+        row, leaders = found[-1]
+    if not row[SURE]:
         return None
+    token = int(row[TOKEN])
     if item is None or not item.params.reports_answer:
-        return Sampled(int(token), None)
-    return Sampled(int(token), {int(token): Logprob(logit - norm, 1 + int(above), "")})
+        return Sampled(token, None)
+    return Sampled(token, _reported(token, row, leaders_of(leaders, item.params.logprobs or 0)))
+
+
+def _reported(token: int, row: Sequence[float], leaders: list[tuple[int, float]]) -> TokenLogprobs:
+    """As engine.logprobs.TargetRows.logprobs reports them."""
+    norm = row[NORM]
+    entries = {i: Logprob(x - norm, 1 + sum(other > x for _, other in leaders), "") for i, x in leaders}
+    entries.setdefault(token, Logprob(row[LOGIT] - norm, 1 + int(row[ABOVE]), ""))
+    return entries
 
 
 def packed(masks: Sequence[Mask], words: int) -> Tensor:

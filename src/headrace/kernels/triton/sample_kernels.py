@@ -20,7 +20,8 @@ import triton.language as tl
 PARAMETERS = tl.constexpr(8)
 SOURCE, MASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM, REPORTS = (tl.constexpr(i) for i in range(8))
 """Columns of `asked` fp64 [R, 8]: the row of logits; the row of `masks`, -1 for none; 0 for greedy; 0 for all; 1 for
-all; 0 for all; a random number in [0, 1); 1 for the log probability and the rank."""
+all; 0 for all; a random number in [0, 1); 1 for the log probability and the rank, 1 + n for those of the n most likely
+tokens, too."""
 
 FINDINGS = tl.constexpr(8)
 TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT = (tl.constexpr(i) for i in range(8))
@@ -30,6 +31,9 @@ that the mask allows; whether a limit of top_p or min_p is too close to call."""
 
 LIMITS = tl.constexpr(2)
 """Columns of `limits` fp64 [R, 2]: the weight that top_p is a share of, and the weight that the draw is from."""
+
+LEADERS = tl.constexpr(32)
+"""Room for the most likely tokens of a row: their keys and ids in one integer (_leader)."""
 
 STATE = tl.constexpr(3)
 """Columns of `states` fp64 [R, 3]: the bits of the key found so far; weight and number of the tokens above them."""
@@ -345,3 +349,41 @@ def rank(logits, stride, asked, tokens, found, width, BLOCK: tl.constexpr):
         tl.store(found + row * FINDINGS + LOGIT, logit.to(tl.float64))
     # Whole numbers: the order in which they are added does not matter.
     tl.atomic_add(found + row * FINDINGS + ABOVE, tl.sum((x > logit).to(tl.float64), 0))
+
+
+@triton.jit
+def _leader(x, at):
+    """An integer in the order of x, equals by descending id: int64, at least 0."""
+    return (_key(x) << 31) + (2147483647 - at)
+
+
+@triton.jit
+def _leaders(candidates, count, out):
+    """Stores the `count` greatest candidates, descending; no two are the same."""
+    for number in range(count):
+        best = tl.max(candidates, 0)
+        tl.store(out + number, best)
+        candidates = tl.where(candidates == best, -1, candidates)
+
+
+@triton.jit(do_not_specialize=["count"])
+def leaders_of_blocks(logits, stride, asked, parts, width, blocks, count, BLOCK: tl.constexpr):
+    """parts int64 [R, P, LEADERS]: the `count` most likely tokens of each block, by raw logits."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask = asked + row * PARAMETERS
+    if tl.load(ask + REPORTS) <= 1:
+        return
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + tl.load(ask + SOURCE).to(tl.int64) * stride + at, mask=at < width, other=float("-inf"))
+    _leaders(tl.where(at < width, _leader(x, at), -1), count, parts + (row * blocks + block) * LEADERS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def leaders_of_rows(asked, parts, leaders, blocks, count, SIZE: tl.constexpr):
+    """leaders int64 [R, LEADERS]: the `count` most likely of the blocks' parts. SIZE: at least P * LEADERS."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    ask = asked + row * PARAMETERS
+    if tl.load(ask + REPORTS) <= 1:
+        return
+    there = (place % LEADERS < count) & (place < blocks * LEADERS)
+    _leaders(tl.load(parts + row * blocks * LEADERS + place, mask=there, other=-1), count, leaders + row * LEADERS)

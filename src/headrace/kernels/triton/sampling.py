@@ -6,8 +6,10 @@ logits, or the row is said not to be sure, and the host chooses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ BLOCK = 4096
 PIECE = 1024
 WARPS = 4
 PARAMETERS, FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
+TOKEN, SURE, NORM = kernels.TOKEN.value, kernels.SURE.value, kernels.NORM.value
+LOGIT, ABOVE = kernels.LOGIT.value, kernels.ABOVE.value
+MOST_LEADERS = kernels.LEADERS.value
 _PLACES = kernels.PLACES.value
 _SHIFTS = (24, 20, 16, 12, 8, 4, 0)
 """Of the digits of a key after the first."""
@@ -27,10 +32,12 @@ _SHIFTS = (24, 20, 16, 12, 8, 4, 0)
 class Needs:
     """What the rows of a choice need together: launches that none of them needs are left out.
 
-    reports: log probabilities. draws: some row is not greedy. top_k, top_p: some row draws with that filter.
+    reports: log probabilities. leaders: of so many most likely tokens. draws: some row is not greedy. top_k, top_p:
+    some row draws with that filter.
     """
 
     reports: bool = False
+    leaders: int = 0
     draws: bool = False
     top_k: bool = False
     top_p: bool = False
@@ -41,8 +48,8 @@ class Chooser:
 
     Fill `asked` [rows, 8] fp64 (columns: sample_kernels.SOURCE and those after it) and `masks` [rows, ceil(width / 32)]
     int32 (bit i % 32 of word i // 32: whether token i is allowed), then call `choose`; read `tokens` [rows] int32 and
-    `found` [rows, 8] fp64 (columns: sample_kernels.TOKEN and those after it). Raises ValueError for no rows or an
-    empty vocabulary.
+    `found` [rows, 8] fp64 (columns: sample_kernels.TOKEN and those after it), and `leaders` (leaders_of). Raises
+    ValueError for no rows or an empty vocabulary.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
@@ -55,6 +62,8 @@ class Chooser:
         self.masks = torch.full((rows, self.words), -1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.found = self._memory(rows, FINDINGS)
+        empty = torch.full((rows, self.blocks + 1, MOST_LEADERS), -1, dtype=torch.int64, device=device)
+        self.leaders, self._parts = empty[:, 0].clone(), empty[:, 1:].clone()
         self._peaks = self._memory(rows, self.blocks, 4)
         self._kept = self._memory(rows, self.blocks, 2)
         self._limits = self._memory(rows, 2)
@@ -79,6 +88,15 @@ class Chooser:
         if needs.reports:
             source = (logits, logits.stride(0), self.asked, self.tokens, self.found)
             kernels.rank[blocks](*source, self.width, BLOCK=BLOCK, num_warps=WARPS)
+
+        if needs.leaders:
+            count, raw = needs.leaders, (logits, logits.stride(0), self.asked)
+            kernels.leaders_of_blocks[blocks](
+                *raw, self._parts, self.width, self.blocks, count, BLOCK=BLOCK, num_warps=WARPS
+            )
+            kernels.leaders_of_rows[rows,](
+                self.asked, self._parts, self.leaders, self.blocks, count, SIZE=last * MOST_LEADERS, num_warps=WARPS
+            )
 
     def _check(self, logits: Tensor, rows: int) -> None:
         if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[1] != self.width or logits.stride(1) != 1:
@@ -125,3 +143,13 @@ class Chooser:
             )  # fmt: skip
             before, states = after, states_after
         return before, states
+
+
+def leaders_of(row: Sequence[int], count: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens of a row of Chooser.leaders and their logits, greatest first, equals by id; no
+    impossible ones."""
+    numbers = np.array([number for number in row[:count] if number >= 0], np.int64)
+    keys = (numbers >> 31) - (1 << 31)
+    bits = np.where(keys < 0, keys ^ 0x7FFFFFFF, keys).astype(np.int32)
+    logits, ids = bits.view(np.float32), (1 << 31) - 1 - (numbers & (1 << 31) - 1)
+    return [(int(i), float(x)) for i, x in zip(ids, logits, strict=True) if x > -np.inf]
