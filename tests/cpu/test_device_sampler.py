@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
 
 from headrace.engine.device_sampler import DeviceSampler, packed
-from headrace.engine.sampler import BadLogits, Sampled, SampleInput, sample, uniform
+from headrace.engine.sampler import BadLogits, Sampled, SampleInput, sample
 from headrace.kernels.triton import sampling
 from headrace.kernels.triton.sampling import Chooser, Needs
 from headrace.types import SamplingParams
@@ -64,7 +64,10 @@ def test_draws_are_those_of_the_host(ties: bool) -> None:
     """Of several filters in one batch, greedy rows between; equals are told apart by id."""
     logits = random_logits(1 + ties, len(FEW) + 1, WIDTH)
     logits = logits.round() if ties else logits
-    both(logits, [row_input(GREEDY), *(row_input(SamplingParams(**options), seed=7) for options in FEW)])
+    seeds = (7, -3, 2**63 - 1, 2**64 - 1)
+    draws = [row_input(SamplingParams(**options), seed=seed) for options, seed in zip(FEW, seeds, strict=True)]
+    draws[1].index, draws[1].output = 127, [0] * 300
+    both(logits, [row_input(GREEDY), *draws])
 
 
 @pytest.mark.matrix
@@ -86,7 +89,7 @@ def test_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_has_the_same_bits_alone() -> None:
     logits, needs = random_logits(4, 2, WIDTH), Needs(reports=True, draws=True)
-    asked = torch.tensor([[row, -1, 1.0, 0, 1.0, 0.0, uniform(row, 0, 0), 1] for row in range(2)])
+    asked = torch.tensor([[row, -1, 1.0, 0, 1.0, 0.0, 1] for row in range(2)])
     together, alone = Chooser(2, WIDTH, CPU), Chooser(1, WIDTH, CPU)
     together.asked.copy_(asked)
     together.choose(logits, 2, needs)

@@ -1,9 +1,9 @@
 """Chooses tokens from logits that lie on a GPU: the tokens that engine.sampler chooses from the same logits.
 
-Letters: R rows of logits, V vocabulary. Random numbers are made on the host, one of 8 bytes for each draw, by the
-sampler's own counter; the choice is made on the device (kernels.triton.sampling), and what comes back is some bytes a
-row. Rows that the device cannot choose from, or not surely, are copied and chosen from on the host, they alone:
-penalties, logit_bias, log probabilities of listed tokens, a grammar's mask together with filters.
+Letters: R rows of logits, V vocabulary. Random numbers, too, are made on the device (kernels.triton.sampling), by the
+sampler's own counters; what comes back is some bytes a row. Rows that the device cannot choose from, or not surely, are
+copied and chosen from on the host, they alone: penalties, logit_bias, log probabilities of listed tokens, a grammar's
+mask together with filters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.logprobs import BadLogits
-from headrace.engine.sampler import Mask, Sampled, SampleInput, needs_history, sample, uniform
+from headrace.engine.sampler import Mask, Sampled, SampleInput, needs_history, sample
 from headrace.kernels.triton.sampling import ABOVE, LOGIT, NORM, SURE, TOKEN, Chooser, Needs, leaders_of
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
@@ -28,21 +28,21 @@ FEWEST = 16
 @dataclass(slots=True)
 class _Ask:
     """A choice from one row of logits. params: None for the most likely token. mask: of each token, whether it is
-    allowed; None for all. reports: see sample_kernels.REPORTS."""
+    allowed; None for all. counters, reports: see sample_kernels.COUNTERS and REPORTS."""
 
     source: int
     params: SamplingParams | None = None
     mask: Mask | None = None
-    uniform: float = 0.0
+    counters: tuple[int, int, int, int] = (0, 0, 0, 0)
     reports: int = 0
 
     def row(self, mask_row: int) -> list[float]:
         """Its row of Chooser.asked."""
         params = self.params
         if params is None:
-            return [self.source, mask_row, 0.0, 0.0, 1.0, 0.0, 0.0, self.reports]
+            return [self.source, mask_row, 0.0, 0.0, 1.0, 0.0, self.reports]
         filters = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
-        return [self.source, mask_row, *filters, self.uniform, self.reports]
+        return [self.source, mask_row, *filters, self.reports]
 
 
 _Found = tuple[Sequence[float], Sequence[int]]
@@ -77,9 +77,11 @@ class DeviceSampler:
         places = iter(range(len(masks)))
         asked = [ask.row(-1 if ask.mask is None else next(places)) for ask in asks]
         chooser.asked[: len(asks)].copy_(torch.tensor(asked, dtype=torch.float64))
+        needs = _needs(asks)
+        if needs.draws:
+            chooser.counters[: len(asks)].copy_(torch.tensor([ask.counters for ask in asks], dtype=torch.int64))
         if masks:
             chooser.masks[: len(masks)].copy_(packed(masks, chooser.words))
-        needs = _needs(asks)
         chooser.choose(logits, len(asks), needs)
         found, leaders = chooser.found[: len(asks)].tolist(), []
         if needs.leaders:
@@ -118,13 +120,13 @@ def _asks(item: SampleInput | None, source: int, width: int) -> list[_Ask]:
     allowed = _allowed(item, width)
     if params.greedy:
         return [_Ask(source, None, allowed if item.mask is None else item.mask, reports=reports)]
-    position = len(item.output)
-    free = _Ask(source, params, allowed, uniform(item.seed, item.index, position), reports)
+    seed = (item.seed + 2**63) % 2**64 - 2**63
+    free = _Ask(source, params, allowed, (seed, item.index, len(item.output), 0), reports)
     if item.mask is None:
         return [free]
     if 0 < params.top_k < width or params.top_p < 1 or params.min_p > 0:
         return []  # whether the filters keep a forbidden token is for the host to see
-    return [free, _Ask(source, params, item.mask, uniform(item.seed, item.index, position, again=True), reports)]
+    return [free, _Ask(source, params, item.mask, (seed, item.index, len(item.output), 1), reports)]
 
 
 def _allowed(item: SampleInput, width: int) -> Mask | None:

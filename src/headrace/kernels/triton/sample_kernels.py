@@ -17,11 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PARAMETERS = tl.constexpr(8)
-SOURCE, MASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM, REPORTS = (tl.constexpr(i) for i in range(8))
-"""Columns of `asked` fp64 [R, 8]: the row of logits; the row of `masks`, -1 for none; 0 for greedy; 0 for all; 1 for
-all; 0 for all; a random number in [0, 1); 1 for the log probability and the rank, 1 + n for those of the n most likely
-tokens, too."""
+PARAMETERS = tl.constexpr(7)
+SOURCE, MASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPORTS = (tl.constexpr(i) for i in range(7))
+"""Columns of `asked` fp64 [R, 7]: the row of logits; the row of `masks`, -1 for none; 0 for greedy; 0 for all; 1 for
+all; 0 for all; 1 for the log probability and the rank, 1 + n for those of the n most likely tokens, too."""
+
+COUNTERS = tl.constexpr(4)
+"""Columns of `counters` int64 [R, 4], what a draw's random number depends on: seed, index of the sequence, number of
+tokens before, and 1 for the second number of that place (engine.sampler.uniform)."""
 
 FINDINGS = tl.constexpr(8)
 TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT = (tl.constexpr(i) for i in range(8))
@@ -29,8 +32,9 @@ TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT = (tl.constexpr(i) for i i
 logit, NaN if one is; the logarithm of the sum of e^logit; the token's logit; how many are above it; the greatest logit
 that the mask allows; whether a limit of top_p or min_p is too close to call."""
 
-LIMITS = tl.constexpr(2)
-"""Columns of `limits` fp64 [R, 2]: the weight that top_p is a share of, and the weight that the draw is from."""
+LIMITS = tl.constexpr(3)
+"""Columns of `limits` fp64 [R, 3]: the weight that top_p is a share of; the weight that the draw is from; the random
+number in [0, 1)."""
 
 LEADERS = tl.constexpr(32)
 """Room for the most likely tokens of a row: their keys and ids in one integer (_leader)."""
@@ -169,8 +173,8 @@ def weigh(
 
 
 @triton.jit
-def limit(asked, bins, kept, found, limits, blocks, BLOCKS: tl.constexpr):
-    """The row's weight, and what min_p leaves of it."""
+def limit(asked, counters, bins, kept, found, limits, blocks, BLOCKS: tl.constexpr):
+    """The row's weight, what min_p leaves of it, and the random number."""
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     ask = asked + row * PARAMETERS
     if tl.load(ask + TEMPERATURE) == 0:
@@ -182,7 +186,18 @@ def limit(asked, bins, kept, found, limits, blocks, BLOCKS: tl.constexpr):
     whole = tl.where(tl.load(ask + MIN_P) > 0, tl.sum(left, 0), total)
     tl.store(limits + row * LIMITS, total)
     tl.store(limits + row * LIMITS + 1, whole)
+    tl.store(limits + row * LIMITS + 2, _uniform(counters + row * COUNTERS))
     tl.store(found + row * FINDINGS + DOUBT, tl.sum(close, 0))
+
+
+@triton.jit
+def _uniform(of):
+    """Philox 4x64, as numpy has it: it counts up before each number."""
+    seed, index = tl.load(of).to(tl.uint64, bitcast=True), tl.load(of + 1).to(tl.uint64)
+    position, again = tl.load(of + 2).to(tl.uint64), tl.load(of + 3).to(tl.uint64)
+    none = index * 0
+    bits, _1, _2, _3 = tl.philox_impl(position + 1, none, again, none, seed, index)
+    return (bits >> 11).to(tl.float64) * 2.0**-53
 
 
 @triton.jit
@@ -202,7 +217,7 @@ def _target(ask, limits, row, STAGE: tl.constexpr):
     elif STAGE == BY_TOP_P:
         target = tl.load(ask + TOP_P) * tl.load(limits + row * LIMITS)
     else:
-        target = tl.load(ask + UNIFORM) * tl.load(limits + row * LIMITS + 1)
+        target = tl.load(limits + row * LIMITS + 2) * tl.load(limits + row * LIMITS + 1)
     return target
 
 

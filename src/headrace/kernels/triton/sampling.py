@@ -46,10 +46,11 @@ class Needs:
 class Chooser:
     """The choice from logits of up to `rows` rows of `width`, and the memory that it is made in.
 
-    Fill `asked` [rows, 8] fp64 (columns: sample_kernels.SOURCE and those after it) and `masks` [rows, ceil(width / 32)]
-    int32 (bit i % 32 of word i // 32: whether token i is allowed), then call `choose`; read `tokens` [rows] int32 and
-    `found` [rows, 8] fp64 (columns: sample_kernels.TOKEN and those after it), and `leaders` (leaders_of). Raises
-    ValueError for no rows or an empty vocabulary.
+    Fill `asked` [rows, 7] fp64 (columns: sample_kernels.SOURCE and those after it), `counters` [rows, 4] int64
+    (sample_kernels.COUNTERS) for draws and `masks` [rows, ceil(width / 32)] int32 (bit i % 32 of word i // 32: whether
+    token i is allowed) where there are some, then call `choose`; read `tokens` [rows] int32, `found` [rows, 8] fp64
+    (columns: sample_kernels.TOKEN and those after it) and `leaders` (leaders_of). Raises ValueError for no rows or an
+    empty vocabulary.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
@@ -59,6 +60,7 @@ class Chooser:
         self.blocks = -(-width // BLOCK)
         self.words = -(-width // 32)
         self.asked = self._memory(rows, PARAMETERS)
+        self.counters = torch.zeros(rows, kernels.COUNTERS.value, dtype=torch.int64, device=device)
         self.masks = torch.full((rows, self.words), -1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.found = self._memory(rows, FINDINGS)
@@ -66,7 +68,7 @@ class Chooser:
         self.leaders, self._parts = empty[:, 0].clone(), empty[:, 1:].clone()
         self._peaks = self._memory(rows, self.blocks, 4)
         self._kept = self._memory(rows, self.blocks, 2)
-        self._limits = self._memory(rows, 2)
+        self._limits = self._memory(rows, kernels.LIMITS.value)
         # The first pass is where every search begins; the others take turns in two pieces of memory.
         self._first = self._memory(rows, self.blocks, 2, _PLACES)
         self._bins = self._memory(2, rows, self.blocks, 2, _PLACES)
@@ -106,11 +108,11 @@ class Chooser:
             raise ValueError(f"a choice of 1 to {self.rows} rows was prepared, got {rows}")
 
     def _draw(self, given: tuple[object, ...], rows: int, needs: Needs, last: int) -> None:
-        found, limits = self.found, self._limits
+        found, limits, first = self.found, self._limits, self._first
         kernels.weigh[self.blocks, rows](
-            *given, found, self._first, self._kept, self.width, self.blocks, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
+            *given, found, first, self._kept, self.width, self.blocks, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
         )
-        kernels.limit[rows,](self.asked, self._first, self._kept, found, limits, self.blocks, BLOCKS=last)
+        kernels.limit[rows,](self.asked, self.counters, first, self._kept, found, limits, self.blocks, BLOCKS=last)
         for stage, needed in ((kernels.BY_TOP_K, needs.top_k), (kernels.BY_TOP_P, needs.top_p)):
             if needed:
                 bins, states = self._search(given, rows, stage, last)
