@@ -13,21 +13,41 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import attention_kernels, row_kernels, tile_schedule
+from headrace.kernels.triton import attention_kernels, row_kernels, sample_kernels, tile_schedule
 from headrace.kernels.triton.rows import SEGMENT
 
 POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32"}
-FP32 = ("acc_of", "m_of", "z_of", "parts")
+POINTERS |= {"masks": "*i32", "tokens": "*i32", "counters": "*i64", "leading": "*i64", "leaders": "*i64"}
+FP64 = ("asked", "peaks", "found", "bins", "kept", "limits", "before", "states", "after", "states_after")
+FP32 = ("logits", "acc_of", "m_of", "z_of", "parts")
 NUMBERS = {"factor": "fp32", "eps": "fp32"}
 SIZES = ("q_stride", "k_stride", "v_stride", "x_stride", "stride", "bias_len", "spans", "window", "rows", "inputs")
+SIZES += ("words", "blocks", "shift", "count")
 SIZES += ("outputs", "elements", "segments", "width", "heads")
 HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False}
 WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}
 
 
+BLOCKED = {"BLOCK": 4096}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greatest_of_blocks": BLOCKED,
+    "greatest": {"BLOCKS": 32},
+    "weigh": BLOCKED | {"PIECE": 1024},
+    "limit": {"BLOCKS": 32},
+    "narrow": BLOCKED | {"FIRST": False, "STAGE": 1, "BLOCKS": 32, "PIECE": 1024},
+    "cut": {"STAGE": 1, "BLOCKS": 32},
+    "pick": BLOCKED | {"BLOCKS": 32},
+    "rank": BLOCKED,
+    "leaders_of_blocks": BLOCKED,
+    "leaders_of_rows": {"SIZE": 1024},
+}
+
+
 def kind_of(name: str) -> str:
     if name in SIZES:
         return "i32"
+    if name in FP64:
+        return "*fp64"
     return NUMBERS.get(name) or POINTERS.get(name) or ("*fp32" if name in FP32 else "*bf16")
 
 
@@ -62,6 +82,8 @@ def main() -> None:
         note(f"product {split}", compiled(row_kernels.product, constants, num_warps=4, num_stages=4))
     note("add_segments", compiled(row_kernels.add_segments, {"WIDTH": 1024, "BIAS": True}))
     note("rms_norm", compiled(row_kernels.rms_norm, {"P": 1024}))
+    for name, constants in SAMPLING.items():
+        note(name, compiled(getattr(sample_kernels, name), constants))
     print(json.dumps(found))
 
 

@@ -382,23 +382,23 @@ def _leaders(candidates, count, out):
 
 
 @triton.jit(do_not_specialize=["count"])
-def leaders_of_blocks(logits, stride, asked, parts, width, blocks, count, BLOCK: tl.constexpr):
-    """parts int64 [R, P, LEADERS]: the `count` most likely tokens of each block, by raw logits."""
+def leaders_of_blocks(logits, stride, asked, leading, width, blocks, count, BLOCK: tl.constexpr):
+    """leading int64 [R, P, LEADERS]: the `count` most likely tokens of each block, by raw logits."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     ask = asked + row * PARAMETERS
     if tl.load(ask + REPORTS) <= 1:
         return
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + tl.load(ask + SOURCE).to(tl.int64) * stride + at, mask=at < width, other=float("-inf"))
-    _leaders(tl.where(at < width, _leader(x, at), -1), count, parts + (row * blocks + block) * LEADERS)
+    _leaders(tl.where(at < width, _leader(x, at), -1), count, leading + (row * blocks + block) * LEADERS)
 
 
 @triton.jit(do_not_specialize=["count"])
-def leaders_of_rows(asked, parts, leaders, blocks, count, SIZE: tl.constexpr):
-    """leaders int64 [R, LEADERS]: the `count` most likely of the blocks' parts. SIZE: at least P * LEADERS."""
+def leaders_of_rows(asked, leading, leaders, blocks, count, SIZE: tl.constexpr):
+    """leaders int64 [R, LEADERS]: the `count` most likely of the blocks' leading ones. SIZE: at least P * LEADERS."""
     row, place = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     ask = asked + row * PARAMETERS
     if tl.load(ask + REPORTS) <= 1:
         return
     there = (place % LEADERS < count) & (place < blocks * LEADERS)
-    _leaders(tl.load(parts + row * blocks * LEADERS + place, mask=there, other=-1), count, leaders + row * LEADERS)
+    _leaders(tl.load(leading + row * blocks * LEADERS + place, mask=there, other=-1), count, leaders + row * LEADERS)

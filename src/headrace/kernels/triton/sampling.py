@@ -65,7 +65,7 @@ class Chooser:
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.found = self._memory(rows, FINDINGS)
         empty = torch.full((rows, self.blocks + 1, MOST_LEADERS), -1, dtype=torch.int64, device=device)
-        self.leaders, self._parts = empty[:, 0].clone(), empty[:, 1:].clone()
+        self.leaders, self._leading = empty[:, 0].clone(), empty[:, 1:].clone()
         self._peaks = self._memory(rows, self.blocks, 4)
         self._kept = self._memory(rows, self.blocks, 2)
         self._limits = self._memory(rows, kernels.LIMITS.value)
@@ -94,10 +94,10 @@ class Chooser:
         if needs.leaders:
             count, raw = needs.leaders, (logits, logits.stride(0), self.asked)
             kernels.leaders_of_blocks[blocks](
-                *raw, self._parts, self.width, self.blocks, count, BLOCK=BLOCK, num_warps=WARPS
+                *raw, self._leading, self.width, self.blocks, count, BLOCK=BLOCK, num_warps=WARPS
             )
             kernels.leaders_of_rows[rows,](
-                self.asked, self._parts, self.leaders, self.blocks, count, SIZE=last * MOST_LEADERS, num_warps=WARPS
+                self.asked, self._leading, self.leaders, self.blocks, count, SIZE=last * MOST_LEADERS, num_warps=WARPS
             )
 
     def _check(self, logits: Tensor, rows: int) -> None:
