@@ -186,15 +186,31 @@ def test_a_draw_without_the_forbidden() -> None:
     both(logits, [row_input(SamplingParams(), seed=2, forbidden=(int(logits[0].argmax()),))])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.5},
-        {"logit_bias": {3: 50.0}},
-        {"logprob_token_ids": (3, 4)},
-    ],
-    ids=str,
-)
+CHANGES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": -0.7, "temperature": 0.0},
+    {"repetition_penalty": 0.6, "logit_bias": {3: 5.0, 99: -5.0}, "temperature": 0.0},
+    {"logit_bias": {4: 9.0, 70: 8.5}, "top_p": 0.9},
+]
+
+
+def test_penalties_and_bias() -> None:
+    """Beside a row without; whatever rounds does so as on the host."""
+    logits = random_logits(9, len(CHANGES) + 1, WIDTH)
+    output = np.random.default_rng(1).integers(0, WIDTH, 60).tolist()
+    inputs = [row_input(SamplingParams(**options), output, [1, 5, 99], seed=4) for options in CHANGES]
+    both(logits, [None, *inputs])
+
+
+def test_logits_that_only_fp32_takes_for_equals_are_for_the_host() -> None:
+    """Two tokens whose penalised logits round to one number."""
+    logits = torch.full((1, WIDTH), -50.0)
+    logits[0, 5] = 3.0
+    logits[0, 70] = 3.0
+    params = SamplingParams(logit_bias={5: 1e-9}, seed=1)
+    both(logits, [row_input(params, seed=1)], copied=1)
+
+
+@pytest.mark.parametrize("options", [{"logprob_token_ids": (3, 4)}, {"logprobs": 1, "logit_bias": {3: 1.0}}], ids=str)
 def test_rows_of_the_host(options: dict[str, Any]) -> None:
     """They alone are copied."""
     params = SamplingParams(temperature=0.0, **options)
@@ -224,7 +240,7 @@ def test_what_is_refused() -> None:
         Chooser(0, 5, CPU)
     chooser = Chooser(2, 5, CPU)
     for logits in (torch.zeros(2, 4), torch.zeros(2, 5).bfloat16(), torch.zeros(5, 2).T):
-        with pytest.raises(ValueError, match="needs fp32 logits"):
+        with pytest.raises(ValueError, match="needs fp32 or fp64 logits"):
             chooser.choose(logits, 1, Needs())
     with pytest.raises(ValueError, match="1 to 2 rows"):
         chooser.choose(torch.zeros(3, 5), 3, Needs())

@@ -35,7 +35,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "weigh": BLOCKED | {"PIECE": 1024},
     "limit": {"BLOCKS": 32},
     "narrow": BLOCKED | {"FIRST": False, "STAGE": 1, "BLOCKS": 32, "PIECE": 1024},
-    "cut": {"STAGE": 1, "BLOCKS": 32},
+    "cut": {"WIDE": False, "STAGE": 1, "BLOCKS": 32},
     "pick": BLOCKED | {"BLOCKS": 32},
     "rank": BLOCKED,
     "leaders_of_blocks": BLOCKED,

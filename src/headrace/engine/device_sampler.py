@@ -2,8 +2,8 @@
 
 Letters: R rows of logits, V vocabulary. Random numbers, too, are made on the device (kernels.triton.sampling), by the
 sampler's own counters; what comes back is some bytes a row. Rows that the device cannot choose from, or not surely, are
-copied and chosen from on the host, they alone: penalties, logit_bias, log probabilities of listed tokens, a grammar's
-mask together with filters.
+copied and chosen from on the host, they alone: log probabilities of listed tokens or together with penalties or bias,
+and a grammar's mask together with filters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.engine.device_changes import changed, changes
 from headrace.engine.logprobs import BadLogits
-from headrace.engine.sampler import Mask, Sampled, SampleInput, needs_history, sample
+from headrace.engine.sampler import Mask, Sampled, SampleInput, sample
 from headrace.kernels.triton.sampling import ABOVE, LOGIT, NORM, SURE, TOKEN, Chooser, Needs, leaders_of
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
@@ -61,14 +62,29 @@ class DeviceSampler:
 
         Raises BadLogits naming the place in `rows`, and ValueError for logits that are not fp32.
         """
-        width = logits.shape[1]
-        asks = [_asks(item, row, width) for row, item in zip(rows, inputs, strict=True)]
-        found = iter(self._found(logits, [ask for each in asks for ask in each]))
-        sampled = [_settled(item, list(islice(found, len(each)))) for item, each in zip(inputs, asks, strict=True)]
+        sampled: list[Sampled | None] = [None] * len(rows)
+        plain = [(place, rows[place]) for place, item in enumerate(inputs) if item is None or not changes(item)]
+        self._choose(logits, plain, inputs, sampled)
+        if others := [(place, item) for place, item in enumerate(inputs) if item is not None and changes(item)]:
+            wide = changed(logits, [rows[place] for place, _ in others], [item for _, item in others])
+            self._choose(wide, [(place, row) for row, (place, _) in enumerate(others)], inputs, sampled)
         left = [place for place, one in enumerate(sampled) if one is None]
         for place, one in zip(left, self._on_host(logits, rows, inputs, left), strict=True):
             sampled[place] = one
         return [one for one in sampled if one is not None]
+
+    def _choose(
+        self,
+        logits: Tensor,
+        places: Sequence[tuple[int, int]],
+        inputs: Sequence[SampleInput | None],
+        sampled: list[Sampled | None],
+    ) -> None:
+        """Fills in `sampled` at places of `inputs`, each given with its row of logits, where the device is sure."""
+        asks = [_asks(inputs[place], row, logits.shape[1]) for place, row in places]
+        found = iter(self._found(logits, [ask for each in asks for ask in each]))
+        for (place, _), each in zip(places, asks, strict=True):
+            sampled[place] = _settled(inputs[place], list(islice(found, len(each))))
 
     def _found(self, logits: Tensor, asks: list[_Ask]) -> list[_Found]:
         if not asks:
@@ -115,7 +131,7 @@ def _asks(item: SampleInput | None, source: int, width: int) -> list[_Ask]:
         return [_Ask(source)]
     params = item.params
     reports = 1 + (params.logprobs or 0) if params.reports_answer else 0
-    if needs_history(params) or params.logit_bias or (reports and params.logprob_token_ids):
+    if reports and (changes(item) or params.logprob_token_ids):
         return []
     allowed = _allowed(item, width)
     if params.greedy:

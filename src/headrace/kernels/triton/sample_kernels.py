@@ -63,20 +63,20 @@ def _logits(logits, stride, masks, words, ask, at, width):
 
 @triton.jit
 def _key(x):
-    """In [0, 2^32), in the order of x; 0 and -0 have the same."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    """In [0, 2^32), in the order of x rounded to fp32; 0 and -0 have the same."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.float32).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
 
 
 @triton.jit
-def _logit(key):
-    bits = (key - 2147483648).to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+def _digit(key, shift):
+    return ((key >> shift) & 15).to(tl.int32)
 
 
 @triton.jit
-def _weight(x, top, temperature):
-    return tl.exp((x.to(tl.float64) - top) / temperature)
+def _weight(x, top, inverse):
+    """inverse: 1 / temperature. The host divides; what that rounds otherwise is far below MARGIN and NEAR."""
+    return tl.exp((x.to(tl.float64) - top) * inverse)
 
 
 @triton.jit
@@ -126,22 +126,20 @@ def greatest(asked, peaks, tokens, found, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _add_up(x, digit, inside, top, temperature, masses, counts):
-    """Weight and number of the elements with each digit [16], added to `masses` and `counts`."""
+def _add_up(weight, digit, inside, masses, counts):
+    """Adds the weights of the elements with each digit, and their number, to masses and counts [16, PIECE]: these are
+    summed over PIECE at the end, not for each piece."""
     place = tl.arange(0, PLACES)[:, None]
     taken = (digit[None, :] == place) & inside[None, :]
-    weight = _weight(x, top, temperature)
-    masses += tl.sum(tl.where(taken, weight[None, :], 0.0), 1)
-    counts += tl.sum(taken.to(tl.int32), 1)
-    return masses, counts
+    return masses + tl.where(taken, weight[None, :], 0.0), counts + taken.to(tl.int32)
 
 
 @triton.jit
 def _keep(bins, row, block, blocks, masses, counts):
     """bins fp64 [R, P, 2, 16]."""
     out = bins + (row * blocks + block) * 2 * PLACES + tl.arange(0, PLACES)
-    tl.store(out, masses)
-    tl.store(out + PLACES, counts.to(tl.float64))
+    tl.store(out, tl.sum(masses, 1))
+    tl.store(out + PLACES, tl.sum(counts, 1).to(tl.float64))
 
 
 @triton.jit
@@ -155,21 +153,20 @@ def weigh(
     temperature, min_p = tl.load(ask + TEMPERATURE), tl.load(ask + MIN_P)
     if temperature == 0:
         return
-    top = tl.load(found + row * FINDINGS + TOP)
-    masses, counts = tl.zeros((PLACES,), tl.float64), tl.zeros((PLACES,), tl.int32)
-    weight_kept, close = top * 0.0, top * 0.0
+    top, inverse = tl.load(found + row * FINDINGS + TOP), 1.0 / temperature
+    masses, counts = tl.zeros((PLACES, PIECE), tl.float64), tl.zeros((PLACES, PIECE), tl.int32)
+    weight_kept, close = tl.zeros((PIECE,), tl.float64), tl.zeros((PIECE,), tl.float64)
     for piece in range(0, BLOCK, PIECE):
         at = block * BLOCK + piece + tl.arange(0, PIECE)
         _raw, x = _logits(logits, stride, masks, words, ask, at, width)
-        masses, counts = _add_up(x, _key(x) >> 28, at < width, top, temperature, masses, counts)
-        if min_p > 0:
-            weight = _weight(x, top, temperature)
-            weight_kept += tl.sum(tl.where(weight >= min_p, weight, 0.0), 0)
-            near = (tl.abs(weight - min_p) <= NEAR * min_p) & (x.to(tl.float64) != top)
-            close += tl.sum(near.to(tl.float64), 0)
+        weight = _weight(x, top, inverse)
+        masses, counts = _add_up(weight, _digit(_key(x), 28), at < width, masses, counts)
+        weight_kept += tl.where(weight >= min_p, weight, 0.0)
+        near = (tl.abs(weight - min_p) <= NEAR * min_p) & (x.to(tl.float64) != top)
+        close += tl.where(min_p > 0, near.to(tl.float64), 0.0)
     _keep(bins, row, block, blocks, masses, counts)
-    tl.store(kept + (row * blocks + block) * 2, weight_kept)
-    tl.store(kept + (row * blocks + block) * 2 + 1, close)
+    tl.store(kept + (row * blocks + block) * 2, tl.sum(weight_kept, 0))
+    tl.store(kept + (row * blocks + block) * 2 + 1, tl.sum(close, 0))
 
 
 @triton.jit
@@ -235,7 +232,7 @@ def _idle(ask, width, STAGE: tl.constexpr):
 
 @triton.jit
 def _descend(bins, states, row, target, blocks, BLOCKS: tl.constexpr, FIRST: tl.constexpr, STAGE: tl.constexpr):
-    """One digit further: (key so far, weight above it, number above it, number with it, the digit)."""
+    """One digit further: (key so far, weight above it, number above it, weight of one and number with it, digit)."""
     masses, counts = _sums(bins, row, blocks, BLOCKS)
     key, above, number = tl.zeros((), tl.int64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     if not FIRST:
@@ -253,7 +250,9 @@ def _descend(bins, states, row, target, blocks, BLOCKS: tl.constexpr, FIRST: tl.
     digit = tl.where(digit < 0, tl.min(tl.where(amount > 0, place, PLACES - 1), 0), digit)
     above += tl.sum(tl.where(place > digit, masses, 0.0), 0)
     number += tl.sum(tl.where(place > digit, counts, 0.0), 0)
-    return key * PLACES + digit, above, number, tl.sum(tl.where(place == digit, counts, 0.0), 0), digit
+    equals = tl.sum(tl.where(place == digit, counts, 0.0), 0)
+    weight = tl.sum(tl.where(place == digit, masses, 0.0), 0) / equals
+    return key * PLACES + digit, above, number, weight, equals, digit
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -268,26 +267,35 @@ def narrow(
     if _idle(ask, width, STAGE):
         return
     target = _target(ask, limits, row, STAGE)
-    key, above, number, _, _ = _descend(before, states, row, target, blocks, BLOCKS, FIRST, STAGE)
+    key, above, number, _weight_of, _equals, digit = _descend(before, states, row, target, blocks, BLOCKS, FIRST, STAGE)
     if block == 0:
         tl.store(states_after + row * STATE, key.to(tl.float64))
         tl.store(states_after + row * STATE + 1, above)
         tl.store(states_after + row * STATE + 2, number)
-    top, temperature = tl.load(found + row * FINDINGS + TOP), tl.load(ask + TEMPERATURE)
-    masses, counts = tl.zeros((PLACES,), tl.float64), tl.zeros((PLACES,), tl.int32)
-    for piece in range(0, BLOCK, PIECE):
-        at = block * BLOCK + piece + tl.arange(0, PIECE)
-        _raw, x = _logits(logits, stride, masks, words, ask, at, width)
-        keys = _key(x)
-        inside = ((keys >> (shift + 4)) == key) & (at < width)
-        if tl.max(inside.to(tl.int32), 0) > 0:
-            masses, counts = _add_up(x, (keys >> shift) & 15, inside, top, temperature, masses, counts)
+    masses, counts = tl.zeros((PLACES, PIECE), tl.float64), tl.zeros((PLACES, PIECE), tl.int32)
+    # Late passes find few tokens, in few blocks: the others are not read.
+    if tl.load(before + (row * blocks + block) * 2 * PLACES + PLACES + digit) > 0:
+        top, inverse = tl.load(found + row * FINDINGS + TOP), 1.0 / tl.load(ask + TEMPERATURE)
+        for piece in range(0, BLOCK, PIECE):
+            at = block * BLOCK + piece + tl.arange(0, PIECE)
+            _raw, x = _logits(logits, stride, masks, words, ask, at, width)
+            keys = _key(x)
+            inside = ((keys >> (shift + 4)) == key) & (at < width)
+            if tl.max(inside.to(tl.int32), 0) > 0:
+                weight = _weight(x, top, inverse)
+                masses, counts = _add_up(weight, _digit(keys, shift), inside, masses, counts)
     _keep(after, row, block, blocks, masses, counts)
 
 
 @triton.jit
+def _unlike(equals, WIDE: tl.constexpr):
+    """Whether tokens of one key may be of different weights: fp64 logits that are the same in fp32."""
+    return equals > (1 if WIDE else 2147483647)
+
+
+@triton.jit
 def cut(
-    asked, found, limits, before, states, width, blocks, STAGE: tl.constexpr, BLOCKS: tl.constexpr
+    asked, found, limits, before, states, width, blocks, WIDE: tl.constexpr, STAGE: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
     """What top_k or top_p leaves of the row's weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -295,17 +303,19 @@ def cut(
     if _idle(ask, width, STAGE):
         return
     target = _target(ask, limits, row, STAGE)
-    key, above, number, equals, _ = _descend(before, states, row, target, blocks, BLOCKS, False, STAGE)
+    _key_of, above, number, weight, equals, _digit_of = _descend(
+        before, states, row, target, blocks, BLOCKS, False, STAGE
+    )
     out, doubts = limits + row * LIMITS, found + row * FINDINGS + DOUBT
-    weight = _weight(_logit(key), tl.load(found + row * FINDINGS + TOP), tl.load(ask + TEMPERATURE))
+    doubt = _unlike(equals, WIDE)
     if STAGE == BY_TOP_K:
         left = above + (target - number) * weight
         tl.store(out, left)
     else:
         among = tl.minimum(tl.maximum(tl.ceil((target - above) / weight) - 1, 0.0), equals - 1)
         left = above + (among + 1) * weight
-        close = _close(target, left - weight, left, tl.load(out))
-        tl.store(doubts, tl.load(doubts) + close.to(tl.float64))
+        doubt = doubt | _close(target, left - weight, left, tl.load(out))
+    tl.store(doubts, tl.load(doubts) + doubt.to(tl.float64))
     tl.store(out + 1, tl.minimum(tl.load(out + 1), left))
 
 
@@ -326,12 +336,12 @@ def pick(
     if tl.load(ask + TEMPERATURE) == 0:
         return
     target = _target(ask, limits, row, DRAW)
-    key, above, _, equals, digit = _descend(before, states, row, target, blocks, BLOCKS, False, DRAW)
+    key, above, _number, weight, equals, digit = _descend(before, states, row, target, blocks, BLOCKS, False, DRAW)
     out = found + row * FINDINGS
-    weight = _weight(_logit(key), tl.load(out + TOP), tl.load(ask + TEMPERATURE))
     among = tl.minimum(tl.maximum(tl.floor((target - above) / weight), 0.0), equals - 1)
     low = above + among * weight
-    close = _close(target, low, low + weight, tl.load(limits + row * LIMITS))
+    doubt = _unlike(equals, logits.dtype.element_ty == tl.float64)
+    doubt = doubt | _close(target, low, low + weight, tl.load(limits + row * LIMITS))
     of = before + (row * blocks + numbers) * 2 * PLACES + PLACES + digit
     counts = tl.load(of, mask=numbers < blocks, other=0.0)
     until = tl.cumsum(counts, 0)
@@ -342,7 +352,7 @@ def pick(
     equal = ((_key(x) == key) & (at < width)).to(tl.int32)
     ours = (equal == 1) & (tl.cumsum(equal, 0) == among.to(tl.int32) + 1)
     token = tl.min(tl.where(ours, at, width), 0)
-    sure = (tl.load(out + SURE) > 0) & (tl.load(out + DOUBT) == 0) & ~close & (weight > 0) & (token < width)
+    sure = (tl.load(out + SURE) > 0) & (tl.load(out + DOUBT) == 0) & ~doubt & (weight > 0) & (token < width)
     token = tl.minimum(token, width - 1)
     tl.store(tokens + row, token.to(tl.int32))
     tl.store(out + TOKEN, token.to(tl.float64))

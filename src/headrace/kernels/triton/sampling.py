@@ -23,9 +23,14 @@ PARAMETERS, FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
 TOKEN, SURE, NORM = kernels.TOKEN.value, kernels.SURE.value, kernels.NORM.value
 LOGIT, ABOVE = kernels.LOGIT.value, kernels.ABOVE.value
 MOST_LEADERS = kernels.LEADERS.value
+LOGITS = (torch.float32, torch.float64)
 _PLACES = kernels.PLACES.value
 _SHIFTS = (24, 20, 16, 12, 8, 4, 0)
 """Of the digits of a key after the first."""
+
+
+_Given = tuple[Tensor, int, Tensor, int, Tensor]
+"""Logits and their row stride, masks and the words of a row, what is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Chooser:
         self.rows, self.width, self.device = rows, width, device
         self.blocks = -(-width // BLOCK)
         self.words = -(-width // 32)
+        self._room = 1 << (self.blocks - 1).bit_length()
         self.asked = self._memory(rows, PARAMETERS)
         self.counters = torch.zeros(rows, kernels.COUNTERS.value, dtype=torch.int64, device=device)
         self.masks = torch.full((rows, self.words), -1, dtype=torch.int32, device=device)
@@ -78,70 +84,66 @@ class Chooser:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def choose(self, logits: Tensor, rows: int, needs: Needs) -> None:
-        """Launches the choice of the first `rows` rows that are asked for, from logits [any, V] fp32. Raises ValueError
-        for logits or rows that do not fit."""
+        """Launches the choice of the first `rows` rows that are asked for, from logits [any, V] fp32; fp64, too, where
+        none reports. Raises ValueError for logits or rows that do not fit."""
         self._check(logits, rows)
-        blocks, last = (self.blocks, rows), 1 << (self.blocks - 1).bit_length()
         given = (logits, logits.stride(0), self.masks, self.words, self.asked)
-        kernels.greatest_of_blocks[blocks](*given, self._peaks, self.width, self.blocks, BLOCK=BLOCK, num_warps=WARPS)
-        kernels.greatest[rows,](self.asked, self._peaks, self.tokens, self.found, self.blocks, BLOCKS=last)
+        kernels.greatest_of_blocks[self.blocks, rows](
+            *given, self._peaks, self.width, self.blocks, BLOCK=BLOCK, num_warps=WARPS
+        )
+        kernels.greatest[rows,](self.asked, self._peaks, self.tokens, self.found, self.blocks, BLOCKS=self._room)
         if needs.draws:
-            self._draw(given, rows, needs, last)
+            self._draw(given, rows, needs)
         if needs.reports:
-            source = (logits, logits.stride(0), self.asked, self.tokens, self.found)
-            kernels.rank[blocks](*source, self.width, BLOCK=BLOCK, num_warps=WARPS)
+            self._report(logits, rows, needs.leaders)
 
-        if needs.leaders:
-            count, raw = needs.leaders, (logits, logits.stride(0), self.asked)
-            kernels.leaders_of_blocks[blocks](
+    def _report(self, logits: Tensor, rows: int, count: int) -> None:
+        raw, grid = (logits, logits.stride(0), self.asked), (self.blocks, rows)
+        kernels.rank[grid](*raw, self.tokens, self.found, self.width, BLOCK=BLOCK, num_warps=WARPS)
+        if count:
+            kernels.leaders_of_blocks[grid](
                 *raw, self._leading, self.width, self.blocks, count, BLOCK=BLOCK, num_warps=WARPS
             )
             kernels.leaders_of_rows[rows,](
-                self.asked, self._leading, self.leaders, self.blocks, count, SIZE=last * MOST_LEADERS, num_warps=WARPS
-            )
+                self.asked, self._leading, self.leaders, self.blocks, count, SIZE=self._room * MOST_LEADERS,
+                num_warps=WARPS,
+            )  # fmt: skip
 
     def _check(self, logits: Tensor, rows: int) -> None:
-        if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[1] != self.width or logits.stride(1) != 1:
-            raise ValueError(f"a choice among {self.width} tokens needs fp32 logits [R, {self.width}] row by row, got "
-                             f"{list(logits.shape)} of {logits.dtype}")  # fmt: skip
+        if logits.dtype not in LOGITS or logits.dim() != 2 or logits.shape[1] != self.width or logits.stride(1) != 1:
+            told, wanted = f"{list(logits.shape)} of {logits.dtype}", f"[R, {self.width}] row by row"
+            raise ValueError(f"a choice among {self.width} tokens needs fp32 or fp64 logits {wanted}, got {told}")
         if not 0 < rows <= self.rows:
             raise ValueError(f"a choice of 1 to {self.rows} rows was prepared, got {rows}")
 
-    def _draw(self, given: tuple[object, ...], rows: int, needs: Needs, last: int) -> None:
-        found, limits, first = self.found, self._limits, self._first
+    def _draw(self, given: _Given, rows: int, needs: Needs) -> None:
+        found, limits, sizes = self.found, self._limits, (self.width, self.blocks)
         kernels.weigh[self.blocks, rows](
-            *given, found, first, self._kept, self.width, self.blocks, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
+            *given, found, self._first, self._kept, *sizes, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
         )
-        kernels.limit[rows,](self.asked, self.counters, first, self._kept, found, limits, self.blocks, BLOCKS=last)
+        kernels.limit[rows,](
+            self.asked, self.counters, self._first, self._kept, found, limits, self.blocks, BLOCKS=self._room
+        )
+        wide = given[0].dtype == torch.float64
         for stage, needed in ((kernels.BY_TOP_K, needs.top_k), (kernels.BY_TOP_P, needs.top_p)):
             if needed:
-                bins, states = self._search(given, rows, stage, last)
+                left = self._search(given, rows, stage)
                 kernels.cut[rows,](
-                    self.asked, found, limits, bins, states, self.width, self.blocks, STAGE=stage, BLOCKS=last
-                )
-        bins, states = self._search(given, rows, kernels.DRAW, last)
+                    self.asked, found, limits, *left, *sizes, WIDE=wide, STAGE=stage, BLOCKS=self._room
+                )  # fmt: skip
+        left = self._search(given, rows, kernels.DRAW)
         kernels.pick[rows,](
-            *given,
-            self.tokens,
-            found,
-            limits,
-            bins,
-            states,
-            self.width,
-            self.blocks,
-            BLOCKS=last,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            *given, self.tokens, found, limits, *left, *sizes, BLOCKS=self._room, BLOCK=BLOCK, num_warps=WARPS
         )
 
-    def _search(self, given: tuple[object, ...], rows: int, stage: object, last: int) -> tuple[Tensor, Tensor]:
-        """All passes of a stage but the first: what the last one leaves."""
+    def _search(self, given: _Given, rows: int, stage: object) -> tuple[Tensor, Tensor]:
+        """All passes of a stage but the first: bins and states that the last one leaves."""
         before, states = self._first, self._states[1]
         for number, shift in enumerate(_SHIFTS):
             after, states_after = self._bins[number % 2], self._states[number % 2]
             kernels.narrow[self.blocks, rows](
                 *given, self.found, self._limits, before, states, after, states_after, self.width, self.blocks, shift,
-                FIRST=number == 0, STAGE=stage, BLOCKS=last, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
+                FIRST=number == 0, STAGE=stage, BLOCKS=self._room, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
             )  # fmt: skip
             before, states = after, states_after
         return before, states
