@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
 
+from headrace import LLM
 from headrace.engine.device_sampler import DeviceSampler, packed
 from headrace.engine.sampler import BadLogits, Sampled, SampleInput, sample
 from headrace.kernels.triton import sampling
 from headrace.kernels.triton.sampling import Chooser, Needs
-from headrace.types import SamplingParams
+from headrace.types import SamplingParams, Structured
 from tests.support.sampler_rows import random_logits, row_input
 
 CPU = torch.device("cpu")
@@ -244,3 +246,38 @@ def test_what_is_refused() -> None:
             chooser.choose(logits, 1, Needs())
     with pytest.raises(ValueError, match="1 to 2 rows"):
         chooser.choose(torch.zeros(3, 5), 3, Needs())
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", kv_cache_tokens=4096, speculative="ngram") as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2),
+        SamplingParams(seed=5, n=2, max_tokens=2, repetition_penalty=1.2),
+        SamplingParams(temperature=0.0, max_tokens=4, structured=Structured(regex="[ab]+")),
+    ],
+    ids=["greedy", "drawn", "structured"],
+)
+def test_an_engine_answers_as_with_the_hosts_sampler(
+    params: SamplingParams, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts, whose rows are chosen from in turn."""
+    monkeypatch.setattr(sampling, "BLOCK", 4096)
+    monkeypatch.setattr(sampling, "PIECE", 4096)
+    prompts = ["one two one two one two one", "The river"]
+    theirs = llm.generate(prompts, params)
+    device = DeviceSampler()
+    monkeypatch.setattr(llm.engine, "_device_sampler", device)
+    ours = llm.generate(prompts, params)
+    assert device.copied == 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in other.outputs]
+        assert [list(entry) for entry in one.logprobs or []] == [list(entry) for entry in other.logprobs or []]

@@ -28,18 +28,18 @@ HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": F
 WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}
 
 
-BLOCKED = {"BLOCK": 4096}
+BLOCKED = {"BLOCK": 2048}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greatest_of_blocks": BLOCKED,
-    "greatest": {"BLOCKS": 32},
-    "weigh": BLOCKED | {"PIECE": 1024},
-    "limit": {"BLOCKS": 32},
-    "narrow": BLOCKED | {"FIRST": False, "STAGE": 1, "BLOCKS": 32, "PIECE": 1024},
-    "cut": {"WIDE": False, "STAGE": 1, "BLOCKS": 32},
-    "pick": BLOCKED | {"BLOCKS": 32},
+    "greatest": {"BLOCKS": 64},
+    "weigh": BLOCKED | {"PIECE": 128},
+    "limit": {"BLOCKS": 64},
+    "narrow": BLOCKED | {"FIRST": False, "STAGE": 1, "BLOCKS": 64, "PIECE": 128},
+    "cut": {"WIDE": False, "STAGE": 1, "BLOCKS": 64},
+    "pick": BLOCKED | {"BLOCKS": 64},
     "rank": BLOCKED,
     "leaders_of_blocks": BLOCKED,
-    "leaders_of_rows": {"SIZE": 1024},
+    "leaders_of_rows": {"SIZE": 2048},
 }
 
 
