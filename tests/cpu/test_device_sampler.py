@@ -15,8 +15,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
 
 from headrace import LLM
+from headrace.engine.device_changes import changed
 from headrace.engine.device_sampler import DeviceSampler, packed
-from headrace.engine.sampler import BadLogits, Sampled, SampleInput, sample
+from headrace.engine.sampler import BadLogits, Sampled, SampleInput, _adjusted, sample
 from headrace.kernels.triton import sampling
 from headrace.kernels.triton.sampling import Chooser, Needs
 from headrace.types import SamplingParams, Structured
@@ -68,6 +69,14 @@ def test_draws_are_those_of_the_host() -> None:
     draws = [row_input(SamplingParams(**options), seed=seed) for seed, options in FEW]
     draws[1].index, draws[1].output = 127, [0] * 300
     both(logits, [*draws, row_input(GREEDY)])
+
+
+def test_one_of_many_equals() -> None:
+    """The place among them is that of the random number, in the second block as in the first."""
+    logits = torch.full((2, WIDTH), -3.0)
+    logits[:, 10:90] = 5.0
+    found = both(logits, [row_input(SamplingParams(), seed=seed) for seed in (1, 3)])
+    assert found[0].token < 64 < found[1].token
 
 
 @pytest.mark.matrix
@@ -196,10 +205,13 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_penalties_and_bias() -> None:
-    """Beside a row without; whatever rounds does so as on the host."""
+    """To the bit as on the host, in rows by number; then the choice, beside a row without."""
     logits = random_logits(9, len(CHANGES) + 1, WIDTH)
     output = np.random.default_rng(1).integers(0, WIDTH, 60).tolist()
     inputs = [row_input(SamplingParams(**options), output, [1, 5, 99], seed=4) for options in CHANGES]
+    ours = changed(logits, [3, 1, 2], inputs).numpy()
+    for row, number, item in zip(ours, [3, 1, 2], inputs, strict=True):
+        np.testing.assert_array_equal(row, _adjusted(logits[number].double().numpy(), item))
     both(logits, [None, *inputs])
 
 
