@@ -18,7 +18,9 @@ from headrace import LLM
 from headrace.engine.device_changes import changed
 from headrace.engine.device_sampler import DeviceSampler, packed
 from headrace.engine.sampler import BadLogits, Sampled, SampleInput, _adjusted, sample
+from headrace.kernels.triton import replays as replays_of
 from headrace.kernels.triton import sampling
+from headrace.kernels.triton.replays import Launch, Replays
 from headrace.kernels.triton.sampling import Chooser, Needs
 from headrace.types import SamplingParams, Structured
 from tests.support.sampler_rows import random_logits, row_input
@@ -239,6 +241,38 @@ def test_a_mask_together_with_filters_is_for_the_host() -> None:
 def test_nothing_left_is_an_error() -> None:
     with pytest.raises(BadLogits, match="no token is left"):
         DeviceSampler().sample(random_logits(1, 1, 2), [0], [row_input(GREEDY, forbidden=(0, 1))])
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def test_choices_from_the_same_place_are_replayed() -> None:
+    """Recorded at the second choice; rows up to the next power of two are launched, whatever was asked before."""
+    recorded = []
+
+    def recorder(launch: Launch) -> Launch:
+        recorded.append(launch)
+        return launch
+
+    device, logits = DeviceSampler(), random_logits(1, 5, WIDTH)
+    device._replays = replays = Replays(Chooser(8, WIDTH, CPU), recorder)
+    device.sample(logits, range(5), [None] * 5)
+    few = logits[:3].clone()
+    for turn in range(4):
+        few[:] = random_logits(turn, 3, WIDTH)
+        assert [one.token for one in device.sample(few, [2, 0, 1], [None] * 3)] == few.argmax(1)[[2, 0, 1]].tolist()
+    assert (len(recorded), replays.replayed) == (1, 3)
+    device.sample(few, [0], [row_input(SamplingParams(temperature=0.0, logprobs=3))])
+    assert (len(recorded), replays.replayed) == (1, 3)
+
+
+def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays_of, "MOST", 1)
+    replays = Replays(Chooser(2, WIDTH, CPU), lambda launch: launch)
+    logits = random_logits(1, 4, WIDTH)
+    for first in (0, 1, 0, 0):
+        replays.choose(logits[first:], 1, Needs())
+    assert replays.replayed == 1
 
 
 # ---- the chooser -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from torch import Tensor
 from headrace.engine.device_changes import changed, changes
 from headrace.engine.logprobs import BadLogits
 from headrace.engine.sampler import Mask, Sampled, SampleInput, sample
-from headrace.kernels.triton.sampling import ABOVE, LOGIT, NORM, SURE, TOKEN, Chooser, Needs, leaders_of
+from headrace.kernels.triton.replays import Replays, record
+from headrace.kernels.triton.sampling import ABOVE, ASKED, LOGIT, NORM, SURE, TOKEN, Chooser, Needs, leaders_of
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 FEWEST = 16
@@ -55,7 +56,7 @@ class DeviceSampler:
 
     def __init__(self) -> None:
         self.copied = 0
-        self._chooser: Chooser | None = None
+        self._replays: Replays | None = None
 
     def sample(self, logits: Tensor, rows: Sequence[int], inputs: Sequence[SampleInput | None]) -> list[Sampled]:
         """The next token of each of these rows of logits [R, V] fp32; inputs: of each of `rows`.
@@ -89,27 +90,24 @@ class DeviceSampler:
     def _found(self, logits: Tensor, asks: list[_Ask]) -> list[_Found]:
         if not asks:
             return []
-        chooser, masks = self._prepared(len(asks), logits), [ask.mask for ask in asks if ask.mask is not None]
-        places = iter(range(len(masks)))
-        asked = [ask.row(-1 if ask.mask is None else next(places)) for ask in asks]
-        chooser.asked[: len(asks)].copy_(torch.tensor(asked, dtype=torch.float64))
-        needs = _needs(asks)
-        if needs.draws:
-            chooser.counters[: len(asks)].copy_(torch.tensor([ask.counters for ask in asks], dtype=torch.int64))
+        replays, masks = self._prepared(len(asks), logits), [ask.mask for ask in asks if ask.mask is not None]
+        chooser, needs = replays.chooser, _needs(asks)
+        chooser.request[: replays.room(len(asks))].copy_(_requested(asks, replays.room(len(asks))))
         if masks:
             chooser.masks[: len(masks)].copy_(packed(masks, chooser.words))
-        chooser.choose(logits, len(asks), needs)
+        replays.choose(logits, len(asks), needs)
         found, leaders = chooser.found[: len(asks)].tolist(), []
         if needs.leaders:
             leaders = chooser.leaders[: len(asks)].tolist()
         return list(zip_longest(found, leaders, fillvalue=()))
 
-    def _prepared(self, rows: int, logits: Tensor) -> Chooser:
-        chooser = self._chooser
-        if chooser is None or chooser.rows < rows or chooser.width != logits.shape[1]:
+    def _prepared(self, rows: int, logits: Tensor) -> Replays:
+        replays, width = self._replays, logits.shape[1]
+        if replays is None or replays.chooser.rows < rows or replays.chooser.width != width:
             room = max(FEWEST, 1 << (rows - 1).bit_length())
-            self._chooser = chooser = Chooser(room, logits.shape[1], logits.device)
-        return chooser
+            recorder = record if logits.device.type == "cuda" else None
+            self._replays = replays = Replays(Chooser(room, width, logits.device), recorder)
+        return replays
 
     def _on_host(
         self, logits: Tensor, rows: Sequence[int], inputs: Sequence[SampleInput | None], left: list[int]
@@ -164,6 +162,16 @@ def _needs(asks: list[_Ask]) -> Needs:
         top_k=any(params.top_k > 0 for params in draws),
         top_p=any(params.top_p < 1 for params in draws),
     )
+
+
+def _requested(asks: Sequence[_Ask], rows: int) -> Tensor:
+    """Chooser.request of these, and rows behind them that take the most likely token of the first row."""
+    request = np.zeros((rows, ASKED + 4), np.int64)
+    asked, masks = request[:, :ASKED].view(np.float64), iter(range(len(asks)))
+    asked[: len(asks)] = [ask.row(-1 if ask.mask is None else next(masks)) for ask in asks]
+    asked[len(asks) :] = _Ask(0).row(-1)
+    request[: len(asks), ASKED:] = [ask.counters for ask in asks]
+    return torch.from_numpy(request)
 
 
 def _settled(item: SampleInput | None, found: Sequence[_Found]) -> Sampled | None:

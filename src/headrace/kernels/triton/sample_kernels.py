@@ -17,14 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PARAMETERS = tl.constexpr(7)
+PARAMETERS = tl.constexpr(11)
 SOURCE, MASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPORTS = (tl.constexpr(i) for i in range(7))
-"""Columns of `asked` fp64 [R, 7]: the row of logits; the row of `masks`, -1 for none; 0 for greedy; 0 for all; 1 for
-all; 0 for all; 1 for the log probability and the rank, 1 + n for those of the n most likely tokens, too."""
-
-COUNTERS = tl.constexpr(4)
-"""Columns of `counters` int64 [R, 4], what a draw's random number depends on: seed, index of the sequence, number of
-tokens before, and 1 for the second number of that place (engine.sampler.uniform)."""
+"""Columns of `asked` fp64 [R, 7], rows PARAMETERS apart: the row of logits; the row of `masks`, -1 for none; 0 for
+greedy; 0 for all; 1 for all; 0 for all; 1 for the log probability and the rank, 1 + n for those of the n most likely
+tokens, too. Behind them lie `counters` int64 [R, 4], what a draw's random number depends on: seed, index of the
+sequence, number of tokens before, and 1 for the second number of that place (engine.sampler.uniform)."""
 
 FINDINGS = tl.constexpr(8)
 TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT = (tl.constexpr(i) for i in range(8))
@@ -183,7 +181,7 @@ def limit(asked, counters, bins, kept, found, limits, blocks, BLOCKS: tl.constex
     whole = tl.where(tl.load(ask + MIN_P) > 0, tl.sum(left, 0), total)
     tl.store(limits + row * LIMITS, total)
     tl.store(limits + row * LIMITS + 1, whole)
-    tl.store(limits + row * LIMITS + 2, _uniform(counters + row * COUNTERS))
+    tl.store(limits + row * LIMITS + 2, _uniform(counters + row * PARAMETERS))
     tl.store(found + row * FINDINGS + DOUBT, tl.sum(close, 0))
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from headrace.kernels.triton import sample_kernels as kernels
 
-BLOCK = 4096
+BLOCK = 2048
 """Logits of a row that one program takes, and PIECE of them at a time: part of the order of a row's sums."""
-PIECE = 1024
+PIECE = 128
 WARPS = 4
-PARAMETERS, FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
+_PARAMETERS, _FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
 TOKEN, SURE, NORM = kernels.TOKEN.value, kernels.SURE.value, kernels.NORM.value
 LOGIT, ABOVE = kernels.LOGIT.value, kernels.ABOVE.value
+ASKED = kernels.REPORTS.value + 1
 MOST_LEADERS = kernels.LEADERS.value
 LOGITS = (torch.float32, torch.float64)
 _PLACES = kernels.PLACES.value
@@ -51,11 +52,11 @@ class Needs:
 class Chooser:
     """The choice from logits of up to `rows` rows of `width`, and the memory that it is made in.
 
-    Fill `asked` [rows, 7] fp64 (columns: sample_kernels.SOURCE and those after it), `counters` [rows, 4] int64
-    (sample_kernels.COUNTERS) for draws and `masks` [rows, ceil(width / 32)] int32 (bit i % 32 of word i // 32: whether
-    token i is allowed) where there are some, then call `choose`; read `tokens` [rows] int32, `found` [rows, 8] fp64
-    (columns: sample_kernels.TOKEN and those after it) and `leaders` (leaders_of). Raises ValueError for no rows or an
-    empty vocabulary.
+    Fill `request` [rows, 11] int64, of which `asked` [rows, 7] fp64 and `counters` [rows, 4] are the parts (both at
+    sample_kernels.SOURCE), and `masks` [rows, ceil(width / 32)] int32 (bit i % 32 of word i // 32: whether token i is
+    allowed) where there are some, then call `choose`; read `tokens` [rows] int32, `found` [rows, 8] fp64 (columns:
+    sample_kernels.TOKEN and those after it) and `leaders` (leaders_of). Raises ValueError for no rows or an empty
+    vocabulary.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
@@ -65,11 +66,11 @@ class Chooser:
         self.blocks = -(-width // BLOCK)
         self.words = -(-width // 32)
         self._room = 1 << (self.blocks - 1).bit_length()
-        self.asked = self._memory(rows, PARAMETERS)
-        self.counters = torch.zeros(rows, kernels.COUNTERS.value, dtype=torch.int64, device=device)
+        self.request = torch.zeros(rows, _PARAMETERS, dtype=torch.int64, device=device)
+        self.asked, self.counters = self.request[:, :ASKED].view(torch.float64), self.request[:, ASKED:]
         self.masks = torch.full((rows, self.words), -1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.found = self._memory(rows, FINDINGS)
+        self.found = self._memory(rows, _FINDINGS)
         empty = torch.full((rows, self.blocks + 1, MOST_LEADERS), -1, dtype=torch.int64, device=device)
         self.leaders, self._leading = empty[:, 0].clone(), empty[:, 1:].clone()
         self._peaks = self._memory(rows, self.blocks, 4)
