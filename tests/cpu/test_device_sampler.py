@@ -284,8 +284,9 @@ def test_packed_masks() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="a row and a vocabulary"):
-        Chooser(0, 5, CPU)
+    for rows, width in ((0, 5), (1, 0), (1, 2**19 + 1)):
+        with pytest.raises(ValueError, match=f"got {rows} rows of {width}"):
+            Chooser(rows, width, CPU)
     chooser = Chooser(2, 5, CPU)
     for logits in (torch.zeros(2, 4), torch.zeros(2, 5).bfloat16(), torch.zeros(5, 2).T):
         with pytest.raises(ValueError, match="needs fp32 or fp64 logits"):

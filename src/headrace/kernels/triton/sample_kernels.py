@@ -44,8 +44,8 @@ BY_TOP_K, BY_TOP_P, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PLACES = tl.constexpr(16)
 """Parts that a pass splits keys into."""
 MARGIN = tl.constexpr(2.0**-33)
-"""Of the whole weight. A place closer than this to another token is left to the host: what 2^18 weights come to, added
-up one by one in fp64 as the host does, is off by 2^-35 at most, and so is the product with a random number."""
+"""Of the whole weight. A place closer than this to another token is left to the host: what 2^19 weights come to, added
+up one by one in fp64 as the host does, is off by 2^-34 at most."""
 NEAR = tl.constexpr(2.0**-40)
 """As MARGIN, of one weight: exponentials are within some units of 2^-52."""
 

@@ -23,6 +23,8 @@ _PARAMETERS, _FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
 TOKEN, SURE, NORM = kernels.TOKEN.value, kernels.SURE.value, kernels.NORM.value
 LOGIT, ABOVE = kernels.LOGIT.value, kernels.ABOVE.value
 ASKED = kernels.REPORTS.value + 1
+LARGEST = 1 << 19
+"""Tokens in a vocabulary, for which sample_kernels.MARGIN is wide enough."""
 MOST_LEADERS = kernels.LEADERS.value
 LOGITS = (torch.float32, torch.float64)
 _PLACES = kernels.PLACES.value
@@ -55,13 +57,13 @@ class Chooser:
     Fill `request` [rows, 11] int64, of which `asked` [rows, 7] fp64 and `counters` [rows, 4] are the parts (both at
     sample_kernels.SOURCE), and `masks` [rows, ceil(width / 32)] int32 (bit i % 32 of word i // 32: whether token i is
     allowed) where there are some, then call `choose`; read `tokens` [rows] int32, `found` [rows, 8] fp64 (columns:
-    sample_kernels.TOKEN and those after it) and `leaders` (leaders_of). Raises ValueError for no rows or an empty
-    vocabulary.
+    sample_kernels.TOKEN and those after it) and `leaders` (leaders_of). Raises ValueError for no rows, an empty
+    vocabulary or one above LARGEST.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        if rows < 1 or width < 1:
-            raise ValueError(f"a choice needs a row and a vocabulary, got {rows} rows of {width}")
+        if rows < 1 or not 1 <= width <= LARGEST:
+            raise ValueError(f"a choice is from 1 to {LARGEST} tokens in a row or more, got {rows} rows of {width}")
         self.rows, self.width, self.device = rows, width, device
         self.blocks = -(-width // BLOCK)
         self.words = -(-width // 32)
