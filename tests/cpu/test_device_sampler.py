@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ def test_filters(temperature: float, top_k: int, top_p: float, min_p: float, tie
 
 def test_a_row_has_the_same_bits_alone() -> None:
     logits, needs = random_logits(4, 2, WIDTH), Needs(reports=True, draws=True)
-    asked = torch.tensor([[row, -1, 1.0, 0, 1.0, 0.0, 1] for row in range(2)])
+    asked = torch.tensor([[row, -1, -1, 1.0, 0, 1.0, 0.0, 1] for row in range(2)])
     together, alone = Chooser(2, WIDTH, CPU), Chooser(1, WIDTH, CPU)
     together.asked.copy_(asked)
     together.choose(logits, 2, needs)
@@ -233,9 +233,31 @@ def test_rows_of_the_host(options: dict[str, Any]) -> None:
     both(random_logits(9, 3, WIDTH), [None, row_input(params, output=[1, 2, 3]), None], copied=1)
 
 
-def test_a_mask_together_with_filters_is_for_the_host() -> None:
-    params = SamplingParams(top_k=5)
-    both(random_logits(9, 1, WIDTH), [row_input(params, mask=mask_of(3, 90))], copied=1)
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_p": 0.6}, lambda p: int((p.cumsum(0) < 0.6).sum()) + 1),
+        pytest.param({"top_k": 3}, lambda p: 3, marks=pytest.mark.matrix),
+        pytest.param({"min_p": 0.2}, lambda p: int((p >= 0.2 * p[0]).sum()), marks=pytest.mark.matrix),
+    ],
+    ids=["top_p", "top_k", "min_p"],
+)
+def test_a_mask_together_with_filters(
+    options: dict[str, Any], kept: Callable[[torch.Tensor], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draw without the mask counts if the filters keep no forbidden token: the last one kept is, or the next."""
+    monkeypatch.setattr(sampling, "BLOCK", 128)
+    logits = random_logits(9, 1, WIDTH)
+    order = logits[0].argsort(descending=True)
+    last = kept(logits[0, order].double().softmax(0)) - 1
+    masks = [mask_of(*(token for token in range(WIDTH) if token != order[place])) for place in (last, last + 1)]
+    both(logits.repeat(2, 1), [row_input(SamplingParams(**options), seed=3, mask=mask) for mask in masks])
+
+
+def test_the_impossible_among_the_top_k_are_for_the_host() -> None:
+    logits = torch.full((1, WIDTH), -INF)
+    logits[0, :3] = torch.tensor([1.0, 2.0, 3.0])
+    both(logits, [row_input(SamplingParams(top_k=5), seed=3, mask=mask_of(0, 1, 2))], copied=1)
 
 
 def test_nothing_left_is_an_error() -> None:

@@ -2,8 +2,7 @@
 
 Letters: R rows of logits, V vocabulary. Random numbers, too, are made on the device (kernels.triton.sampling), by the
 sampler's own counters; what comes back is some bytes a row. Rows that the device cannot choose from, or not surely, are
-copied and chosen from on the host, they alone: log probabilities of listed tokens or together with penalties or bias,
-and a grammar's mask together with filters.
+copied and chosen from on the host, they alone: log probabilities of listed tokens or together with penalties or bias.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from headrace.engine.device_changes import changed, changes
 from headrace.engine.logprobs import BadLogits
 from headrace.engine.sampler import Mask, Sampled, SampleInput, sample
 from headrace.kernels.triton.replays import Replays, record
-from headrace.kernels.triton.sampling import ABOVE, ASKED, LOGIT, NORM, SURE, TOKEN, Chooser, Needs, leaders_of
+from headrace.kernels.triton.sampling import ABOVE, ASKED, LOGIT, NORM, STRAY, SURE, TOKEN, Chooser, Needs, leaders_of
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 FEWEST = 16
@@ -30,21 +29,24 @@ FEWEST = 16
 @dataclass(slots=True)
 class _Ask:
     """A choice from one row of logits. params: None for the most likely token. mask: of each token, whether it is
-    allowed; None for all. counters, reports: see sample_kernels.COUNTERS and REPORTS."""
+    allowed; None for all. watch: of each, whether the filters may keep it; None for all. counters, reports: see
+    sample_kernels.SOURCE."""
 
     source: int
     params: SamplingParams | None = None
     mask: Mask | None = None
+    watch: Mask | None = None
     counters: tuple[int, int, int, int] = (0, 0, 0, 0)
     reports: int = 0
 
-    def row(self, mask_row: int) -> list[float]:
-        """Its row of Chooser.asked."""
+    def row(self, places: dict[int, int]) -> list[float]:
+        """Its row of Chooser.asked. places: of masks, by id."""
         params = self.params
-        if params is None:
-            return [self.source, mask_row, 0.0, 0.0, 1.0, 0.0, self.reports]
-        filters = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
-        return [self.source, mask_row, *filters, self.reports]
+        filters = (0.0, 0.0, 1.0, 0.0)
+        if params is not None:
+            filters = (params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
+        mask, watch = places.get(id(self.mask), -1), places.get(id(self.watch), -1)
+        return [self.source, mask, watch, *filters, self.reports]
 
 
 _Found = tuple[Sequence[float], Sequence[int]]
@@ -90,11 +92,12 @@ class DeviceSampler:
     def _found(self, logits: Tensor, asks: list[_Ask]) -> list[_Found]:
         if not asks:
             return []
-        replays, masks = self._prepared(len(asks), logits), [ask.mask for ask in asks if ask.mask is not None]
-        chooser, needs = replays.chooser, _needs(asks)
-        chooser.request[: replays.room(len(asks))].copy_(_requested(asks, replays.room(len(asks))))
+        masks = {id(mask): mask for ask in asks for mask in (ask.mask, ask.watch) if mask is not None}
+        replays = self._prepared(max(len(asks), len(masks)), logits)
+        chooser, needs, room = replays.chooser, _needs(asks), replays.room(len(asks))
+        chooser.request[:room].copy_(_requested(asks, {key: place for place, key in enumerate(masks)}, room))
         if masks:
-            chooser.masks[: len(masks)].copy_(packed(masks, chooser.words))
+            chooser.masks[: len(masks)].copy_(packed(list(masks.values()), chooser.words))
         replays.choose(logits, len(asks), needs)
         found, leaders = chooser.found[: len(asks)].tolist(), []
         if needs.leaders:
@@ -135,12 +138,16 @@ def _asks(item: SampleInput | None, source: int, width: int) -> list[_Ask]:
     if params.greedy:
         return [_Ask(source, None, allowed if item.mask is None else item.mask, reports=reports)]
     seed = (item.seed + 2**63) % 2**64 - 2**63
-    free = _Ask(source, params, allowed, (seed, item.index, len(item.output), 0), reports)
+    counters = (seed, item.index, len(item.output))
     if item.mask is None:
-        return [free]
-    if 0 < params.top_k < width or params.top_p < 1 or params.min_p > 0:
-        return []  # whether the filters keep a forbidden token is for the host to see
-    return [free, _Ask(source, params, item.mask, (seed, item.index, len(item.output), 1), reports)]
+        return [_Ask(source, params, allowed, None, (*counters, 0), reports)]
+    watch = item.mask if _filters(params, width) else None
+    free = _Ask(source, params, allowed, watch, (*counters, 0), reports)
+    return [free, _Ask(source, params, item.mask, None, (*counters, 1), reports)]
+
+
+def _filters(params: SamplingParams, width: int) -> bool:
+    return 0 < params.top_k < width or params.top_p < 1 or params.min_p > 0
 
 
 def _allowed(item: SampleInput, width: int) -> Mask | None:
@@ -161,15 +168,17 @@ def _needs(asks: list[_Ask]) -> Needs:
         draws=bool(draws),
         top_k=any(params.top_k > 0 for params in draws),
         top_p=any(params.top_p < 1 for params in draws),
+        watched=any(ask.watch is not None for ask in asks),
     )
 
 
-def _requested(asks: Sequence[_Ask], rows: int) -> Tensor:
-    """Chooser.request of these, and rows behind them that take the most likely token of the first row."""
+def _requested(asks: Sequence[_Ask], places: dict[int, int], rows: int) -> Tensor:
+    """Chooser.request of these, and rows behind them that take the most likely token of the first row. places: of
+    masks, by id."""
     request = np.zeros((rows, ASKED + 4), np.int64)
-    asked, masks = request[:, :ASKED].view(np.float64), iter(range(len(asks)))
-    asked[: len(asks)] = [ask.row(-1 if ask.mask is None else next(masks)) for ask in asks]
-    asked[len(asks) :] = _Ask(0).row(-1)
+    asked = request[:, :ASKED].view(np.float64)
+    asked[: len(asks)] = [ask.row(places) for ask in asks]
+    asked[len(asks) :] = _Ask(0).row(places)
     request[: len(asks), ASKED:] = [ask.counters for ask in asks]
     return torch.from_numpy(request)
 
@@ -178,9 +187,11 @@ def _settled(item: SampleInput | None, found: Sequence[_Found]) -> Sampled | Non
     """The token that the choices tell; None where the host must choose."""
     if not found:
         return None
-    (row, leaders), mask = found[0], None if item is None else item.mask
-    if mask is not None and row[SURE] and not mask[int(row[TOKEN])]:
-        row, leaders = found[-1]
+    row, leaders = found[0]
+    if len(found) > 1 and item is not None and item.mask is not None and row[SURE]:
+        strays = row[STRAY] if _filters(item.params, len(item.mask)) else not item.mask[int(row[TOKEN])]
+        if strays:
+            row, leaders = found[1]
     if not row[SURE]:
         return None
     token = int(row[TOKEN])

@@ -17,18 +17,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PARAMETERS = tl.constexpr(11)
-SOURCE, MASK, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPORTS = (tl.constexpr(i) for i in range(7))
-"""Columns of `asked` fp64 [R, 7], rows PARAMETERS apart: the row of logits; the row of `masks`, -1 for none; 0 for
-greedy; 0 for all; 1 for all; 0 for all; 1 for the log probability and the rank, 1 + n for those of the n most likely
-tokens, too. Behind them lie `counters` int64 [R, 4], what a draw's random number depends on: seed, index of the
-sequence, number of tokens before, and 1 for the second number of that place (engine.sampler.uniform)."""
+PARAMETERS = tl.constexpr(12)
+SOURCE, MASK, WATCH, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPORTS = (tl.constexpr(i) for i in range(8))
+"""Columns of `asked` fp64 [R, 8], rows PARAMETERS apart: the row of logits; the row of `masks`, -1 for none; one whose
+tokens alone the filters should keep, -1 for none; 0 for greedy; 0 for all; 1 for all; 0 for all; 1 for the log
+probability and the rank, 1 + n for those of the n most likely tokens, too. Behind them lie `counters` int64 [R, 4],
+what a draw's random number depends on: seed, index of the sequence, number of tokens before, and 1 for the second
+number of that place (engine.sampler.uniform)."""
 
-FINDINGS = tl.constexpr(8)
-TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT = (tl.constexpr(i) for i in range(8))
-"""Columns of `found` fp64 [R, 8]: the token; whether it is surely the one that the host's sampler chooses; the greatest
+FINDINGS = tl.constexpr(9)
+TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT, STRAY = (tl.constexpr(i) for i in range(9))
+"""Columns of `found` fp64 [R, 9]: the token; whether it is surely the one that the host's sampler chooses; the greatest
 logit, NaN if one is; the logarithm of the sum of e^logit; the token's logit; how many are above it; the greatest logit
-that the mask allows; whether a limit of top_p or min_p is too close to call."""
+that the mask allows; whether a limit of top_p or min_p is too close to call; of
+a row that is watched, whether the filters keep a token that they should not."""
 
 LIMITS = tl.constexpr(3)
 """Columns of `limits` fp64 [R, 3]: the weight that top_p is a share of; the weight that the draw is from; the random
@@ -55,8 +57,13 @@ def _logits(logits, stride, masks, words, ask, at, width):
     """The row's logits at these places, and as the choice sees them: -inf for tokens that the row's mask forbids."""
     source, number = tl.load(ask + SOURCE).to(tl.int64), tl.load(ask + MASK).to(tl.int64)
     raw = tl.load(logits + source * stride + at, mask=at < width, other=float("-inf"))
+    return raw, tl.where(_allowed(masks, words, number, at, width), raw, float("-inf"))
+
+
+@triton.jit
+def _allowed(masks, words, number, at, width):
     word = tl.load(masks + number * words + at // 32, mask=at < tl.where(number < 0, 0, width), other=-1)
-    return raw, tl.where((word >> (at % 32)) & 1 == 1, raw, float("-inf"))
+    return (word >> (at % 32)) & 1 == 1
 
 
 @triton.jit
@@ -118,6 +125,7 @@ def greatest(asked, peaks, tokens, found, blocks, BLOCKS: tl.constexpr):
     tl.store(out + ABOVE, 0.0)
     tl.store(out + TOP, top)
     tl.store(out + DOUBT, 0.0)
+    tl.store(out + STRAY, 0.0)
     if tl.load(ask + REPORTS) > 0:
         sums = tl.load(of + 1, mask=there, other=0.0)
         tl.store(out + NORM, highest + tl.log(tl.sum(sums * tl.exp(raw - highest), 0)))
@@ -307,6 +315,7 @@ def cut(
     out, doubts = limits + row * LIMITS, found + row * FINDINGS + DOUBT
     doubt = _unlike(equals, WIDE)
     if STAGE == BY_TOP_K:
+        doubt = doubt | (weight == 0)  # tokens without weight are among the top_k
         left = above + (target - number) * weight
         tl.store(out, left)
     else:
@@ -321,6 +330,71 @@ def cut(
 def _close(target, low, high, total):
     """Whether rounding may have put the target into the wrong token, whose weight is that between low and high."""
     return ~((target - low > MARGIN * total) & (high - target > MARGIN * total))
+
+
+@triton.jit
+def strays_of_blocks(
+    logits, stride, masks, words, asked, strays, width, blocks, BLOCK: tl.constexpr
+):  # fmt: skip
+    """strays fp64 [R, P, 3]: of a watched row's block the most likely token that its filters should not keep, as logit
+    and id."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask = asked + row * PARAMETERS
+    watch = tl.load(ask + WATCH).to(tl.int64)
+    if watch < 0:
+        return
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    _raw, x = _logits(logits, stride, masks, words, ask, at, width)
+    x = tl.where(_allowed(masks, words, watch, at, width), float("-inf"), x)
+    top = tl.max(x, 0)
+    out = strays + (row * blocks + block) * 3
+    tl.store(out, top.to(tl.float64))
+    tl.store(out + 1, tl.min(tl.where(x == top, at, 2147483647), 0).to(tl.float64))
+
+
+@triton.jit
+def _stray(strays, row, blocks, BLOCKS: tl.constexpr):
+    """Logit and id of the most likely one of the row."""
+    block = tl.arange(0, BLOCKS)
+    of = strays + (row * blocks + block) * 3
+    logits = tl.load(of, mask=block < blocks, other=float("-inf"))
+    logit = tl.max(logits, 0)
+    ids = tl.load(of + 1, mask=block < blocks, other=2147483647.0)
+    return logit, tl.min(tl.where(logits == logit, ids, 2147483647.0), 0)
+
+
+@triton.jit
+def weigh_before_stray(
+    logits, stride, masks, words, asked, found, strays, width, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The weight of a block's tokens that come before the stray one."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask = asked + row * PARAMETERS
+    if tl.load(ask + WATCH) < 0:
+        return
+    logit, token = _stray(strays, row, blocks, BLOCKS)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    _raw, x = _logits(logits, stride, masks, words, ask, at, width)
+    before = (x.to(tl.float64) > logit) | ((x.to(tl.float64) == logit) & (at < token))
+    weight = _weight(x, tl.load(found + row * FINDINGS + TOP), 1.0 / tl.load(ask + TEMPERATURE))
+    tl.store(strays + (row * blocks + block) * 3 + 2, tl.sum(tl.where(before, weight, 0.0), 0))
+
+
+@triton.jit
+def judge_stray(asked, found, limits, strays, blocks, BLOCKS: tl.constexpr):
+    """Whether the filters keep the stray token: the weight of those before it is then less than what they keep by its
+    own weight, and else not less."""
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    ask, out = asked + row * PARAMETERS, found + row * FINDINGS
+    if tl.load(ask + WATCH) < 0:
+        return
+    logit, _token = _stray(strays, row, blocks, BLOCKS)
+    before = tl.sum(tl.load(strays + (row * blocks + block) * 3 + 2, mask=block < blocks, other=0.0), 0)
+    weight = _weight(logit, tl.load(out + TOP), 1.0 / tl.load(ask + TEMPERATURE))
+    missing = tl.load(limits + row * LIMITS + 1) - before
+    close = tl.abs(missing - weight / 2) <= 2 * MARGIN * tl.load(limits + row * LIMITS)
+    tl.store(out + STRAY, ((missing > weight / 2) & (weight > 0)).to(tl.float64))
+    tl.store(out + DOUBT, tl.load(out + DOUBT) + (close & (weight > 0)).to(tl.float64))
 
 
 @triton.jit

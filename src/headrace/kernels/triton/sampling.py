@@ -21,7 +21,7 @@ PIECE = 128
 WARPS = 4
 _PARAMETERS, _FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
 TOKEN, SURE, NORM = kernels.TOKEN.value, kernels.SURE.value, kernels.NORM.value
-LOGIT, ABOVE = kernels.LOGIT.value, kernels.ABOVE.value
+LOGIT, ABOVE, STRAY = kernels.LOGIT.value, kernels.ABOVE.value, kernels.STRAY.value
 ASKED = kernels.REPORTS.value + 1
 LARGEST = 1 << 19
 """Tokens in a vocabulary, for which sample_kernels.MARGIN is wide enough."""
@@ -41,7 +41,7 @@ class Needs:
     """What the rows of a choice need together: launches that none of them needs are left out.
 
     reports: log probabilities. leaders: of so many most likely tokens. draws: some row is not greedy. top_k, top_p:
-    some row draws with that filter.
+    some row draws with that filter. watched: some row is watched (sample_kernels.WATCH).
     """
 
     reports: bool = False
@@ -49,14 +49,15 @@ class Needs:
     draws: bool = False
     top_k: bool = False
     top_p: bool = False
+    watched: bool = False
 
 
 class Chooser:
     """The choice from logits of up to `rows` rows of `width`, and the memory that it is made in.
 
-    Fill `request` [rows, 11] int64, of which `asked` [rows, 7] fp64 and `counters` [rows, 4] are the parts (both at
+    Fill `request` [rows, 12] int64, of which `asked` [rows, 8] fp64 and `counters` [rows, 4] are the parts (both at
     sample_kernels.SOURCE), and `masks` [rows, ceil(width / 32)] int32 (bit i % 32 of word i // 32: whether token i is
-    allowed) where there are some, then call `choose`; read `tokens` [rows] int32, `found` [rows, 8] fp64 (columns:
+    allowed) where there are some, then call `choose`; read `tokens` [rows] int32, `found` [rows, 9] fp64 (columns:
     sample_kernels.TOKEN and those after it) and `leaders` (leaders_of). Raises ValueError for no rows, an empty
     vocabulary or one above LARGEST.
     """
@@ -77,6 +78,7 @@ class Chooser:
         self.leaders, self._leading = empty[:, 0].clone(), empty[:, 1:].clone()
         self._peaks = self._memory(rows, self.blocks, 4)
         self._kept = self._memory(rows, self.blocks, 2)
+        self._strays = self._memory(rows, self.blocks, 3)
         self._limits = self._memory(rows, kernels.LIMITS.value)
         # The first pass is where every search begins; the others take turns in two pieces of memory.
         self._first = self._memory(rows, self.blocks, 2, _PLACES)
@@ -134,10 +136,18 @@ class Chooser:
                 kernels.cut[rows,](
                     self.asked, found, limits, *left, *sizes, WIDE=wide, STAGE=stage, BLOCKS=self._room
                 )  # fmt: skip
+        if needs.watched:
+            self._watch(given, rows)
         left = self._search(given, rows, kernels.DRAW)
         kernels.pick[rows,](
             *given, self.tokens, found, limits, *left, *sizes, BLOCKS=self._room, BLOCK=BLOCK, num_warps=WARPS
         )
+
+    def _watch(self, given: _Given, rows: int) -> None:
+        strays, sizes, options = self._strays, (self.width, self.blocks), {"BLOCK": BLOCK, "num_warps": WARPS}
+        kernels.strays_of_blocks[self.blocks, rows](*given, strays, *sizes, **options)
+        kernels.weigh_before_stray[self.blocks, rows](*given, self.found, strays, *sizes, BLOCKS=self._room, **options)
+        kernels.judge_stray[rows,](self.asked, self.found, self._limits, strays, self.blocks, BLOCKS=self._room)
 
     def _search(self, given: _Given, rows: int, stage: object) -> tuple[Tensor, Tensor]:
         """All passes of a stage but the first: bins and states that the last one leaves."""
