@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import attention_kernels, row_kernels, sample_kernels, tile_schedule
+from headrace.kernels.triton import attention_kernels, draw_kernels, row_kernels, sample_kernels, tile_schedule
 from headrace.kernels.triton.rows import SEGMENT
 
 POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32"}
@@ -86,7 +86,7 @@ def main() -> None:
     note("add_segments", compiled(row_kernels.add_segments, {"WIDTH": 1024, "BIAS": True}))
     note("rms_norm", compiled(row_kernels.rms_norm, {"P": 1024}))
     for name, constants in SAMPLING.items():
-        note(name, compiled(getattr(sample_kernels, name), constants))
+        note(name, compiled(getattr(sample_kernels, name, None) or getattr(draw_kernels, name), constants))
     print(json.dumps(found))
 
 

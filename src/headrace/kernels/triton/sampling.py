@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.kernels.triton import draw_kernels
 from headrace.kernels.triton import sample_kernels as kernels
 
 BLOCK = 2048
@@ -24,10 +25,10 @@ TOKEN, SURE, NORM = kernels.TOKEN.value, kernels.SURE.value, kernels.NORM.value
 LOGIT, ABOVE, STRAY = kernels.LOGIT.value, kernels.ABOVE.value, kernels.STRAY.value
 ASKED = kernels.REPORTS.value + 1
 LARGEST = 1 << 19
-"""Tokens in a vocabulary, for which sample_kernels.MARGIN is wide enough."""
+"""Tokens in a vocabulary, for which draw_kernels.MARGIN is wide enough."""
 MOST_LEADERS = kernels.LEADERS.value
 LOGITS = (torch.float32, torch.float64)
-_PLACES = kernels.PLACES.value
+_PLACES = draw_kernels.PLACES.value
 _SHIFTS = (24, 20, 16, 12, 8, 4, 0)
 """Of the digits of a key after the first."""
 
@@ -79,7 +80,7 @@ class Chooser:
         self._peaks = self._memory(rows, self.blocks, 4)
         self._kept = self._memory(rows, self.blocks, 2)
         self._strays = self._memory(rows, self.blocks, 3)
-        self._limits = self._memory(rows, kernels.LIMITS.value)
+        self._limits = self._memory(rows, draw_kernels.LIMITS.value)
         # The first pass is where every search begins; the others take turns in two pieces of memory.
         self._first = self._memory(rows, self.blocks, 2, _PLACES)
         self._bins = self._memory(2, rows, self.blocks, 2, _PLACES)
@@ -123,38 +124,39 @@ class Chooser:
 
     def _draw(self, given: _Given, rows: int, needs: Needs) -> None:
         found, limits, sizes = self.found, self._limits, (self.width, self.blocks)
-        kernels.weigh[self.blocks, rows](
+        draw_kernels.weigh[self.blocks, rows](
             *given, found, self._first, self._kept, *sizes, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
         )
-        kernels.limit[rows,](
+        draw_kernels.limit[rows,](
             self.asked, self.counters, self._first, self._kept, found, limits, self.blocks, BLOCKS=self._room
         )
         wide = given[0].dtype == torch.float64
-        for stage, needed in ((kernels.BY_TOP_K, needs.top_k), (kernels.BY_TOP_P, needs.top_p)):
+        for stage, needed in ((draw_kernels.BY_TOP_K, needs.top_k), (draw_kernels.BY_TOP_P, needs.top_p)):
             if needed:
                 left = self._search(given, rows, stage)
-                kernels.cut[rows,](
+                draw_kernels.cut[rows,](
                     self.asked, found, limits, *left, *sizes, WIDE=wide, STAGE=stage, BLOCKS=self._room
                 )  # fmt: skip
         if needs.watched:
             self._watch(given, rows)
-        left = self._search(given, rows, kernels.DRAW)
-        kernels.pick[rows,](
+        left = self._search(given, rows, draw_kernels.DRAW)
+        draw_kernels.pick[rows,](
             *given, self.tokens, found, limits, *left, *sizes, BLOCKS=self._room, BLOCK=BLOCK, num_warps=WARPS
         )
 
     def _watch(self, given: _Given, rows: int) -> None:
         strays, sizes, options = self._strays, (self.width, self.blocks), {"BLOCK": BLOCK, "num_warps": WARPS}
-        kernels.strays_of_blocks[self.blocks, rows](*given, strays, *sizes, **options)
-        kernels.weigh_before_stray[self.blocks, rows](*given, self.found, strays, *sizes, BLOCKS=self._room, **options)
-        kernels.judge_stray[rows,](self.asked, self.found, self._limits, strays, self.blocks, BLOCKS=self._room)
+        grid, room = (self.blocks, rows), self._room
+        draw_kernels.strays_of_blocks[grid](*given, strays, *sizes, **options)
+        draw_kernels.weigh_before_stray[grid](*given, self.found, strays, *sizes, BLOCKS=room, **options)
+        draw_kernels.judge_stray[rows,](self.asked, self.found, self._limits, strays, self.blocks, BLOCKS=room)
 
     def _search(self, given: _Given, rows: int, stage: object) -> tuple[Tensor, Tensor]:
         """All passes of a stage but the first: bins and states that the last one leaves."""
         before, states = self._first, self._states[1]
         for number, shift in enumerate(_SHIFTS):
             after, states_after = self._bins[number % 2], self._states[number % 2]
-            kernels.narrow[self.blocks, rows](
+            draw_kernels.narrow[self.blocks, rows](
                 *given, self.found, self._limits, before, states, after, states_after, self.width, self.blocks, shift,
                 FIRST=number == 0, STAGE=stage, BLOCKS=self._room, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
             )  # fmt: skip
