@@ -10,18 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
-from headrace.kernels.records import Layout, Mask, Pool, StepInputs
+from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
-
-if TYPE_CHECKING:
-    from headrace.kernels.qk_rotary import QKRotary
 
 DEVICES = {"cpu": "the CPU", "cuda": "a CUDA device"}
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
-from headrace.kernels.qk_rotary import QKRotary
-from headrace.kernels.records import Mask, Pool, StepInputs
+from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.triton import attention_kernels, tile_schedule
 from headrace.kernels.triton.limits import check
 from headrace.kernels.triton.rotary import rotate_and_store
