@@ -94,7 +94,7 @@ def main() -> None:
             )
     note("merge_spans", compiled(attention_kernels.merge_spans, HEADS | {"AHEAD": 8}))
     note("store", compiled(attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, num_warps=1))
-    for case in compiled_rows.cases():
+    for case in compiled_rows.cases(90):
         note(case.name, ptx_of(case.kernel, case.signature(), case.constants, case.options))
     for name, constants in SAMPLING.items():
         note(name, compiled(getattr(sample_kernels, name, None) or getattr(draw_kernels, name), constants))
