@@ -18,7 +18,7 @@ from headrace.kernels.triton.rows import SEGMENT
 
 POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32"}
 POINTERS |= {"masks": "*i32", "tokens": "*i32", "counters": "*i64", "leading": "*i64", "leaders": "*i64"}
-FP64 = ("asked", "peaks", "found", "bins", "kept", "limits", "strays", "before", "states", "after", "states_after")
+FP64 = ("asked", "peaks", "found", "bins", "kept", "limits", "strays", "before", "states", "after")
 FP32 = ("logits", "acc_of", "m_of", "z_of", "parts")
 NUMBERS = {"factor": "fp32", "eps": "fp32"}
 SIZES = ("q_stride", "k_stride", "v_stride", "x_stride", "stride", "bias_len", "spans", "window", "rows", "inputs")
@@ -34,8 +34,9 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greatest": {"BLOCKS": 64},
     "weigh": BLOCKED | {"PIECE": 128},
     "limit": {"BLOCKS": 64},
-    "narrow": BLOCKED | {"FIRST": False, "STAGE": 1, "BLOCKS": 64, "PIECE": 128},
-    "cut": {"WIDE": False, "STAGE": 1, "BLOCKS": 64},
+    "descend": {"FIRST": False, "STAGE": 1, "BLOCKS": 64},
+    "narrow": BLOCKED | {"STAGE": 1, "PIECE": 128},
+    "cut": {"WIDE": False, "STAGE": 1},
     "strays_of_blocks": BLOCKED,
     "weigh_before_stray": BLOCKED | {"BLOCKS": 64},
     "judge_stray": {"BLOCKS": 64},
