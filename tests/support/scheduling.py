@@ -30,7 +30,7 @@ LONGEST = (
     "cpu/test_cli.py",
     "cpu/test_stream.py",
     "cpu/test_triton.py",
-    "cpu/test_triton_rows.py",
+    "cpu/test_triton_layers.py",
     "cpu/test_templates.py",
 )
 """Files that take longest come first, so that at the end no worker is left alone with one of them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
-from headrace.kernels.qk_rotary import QKRotary
+from headrace.kernels.records import QKRotary
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import ExpertsSpec, ModelConfig
@@ -110,6 +110,7 @@ class Layer:
         """How projected heads, the first `queries` of them queries, become those that attention takes."""
         config, (first, width) = self.config, self.rotation
         rotary = QKRotary(
+            ops.rotated_heads,
             queries,
             config.attention.kv_heads,
             None if cos_sin is None or not width else cos_sin[:, first : first + width],

@@ -21,8 +21,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from headrace.kernels import dispatch, ops
 from headrace.kernels.backend import Attend
-from headrace.kernels.qk_rotary import QKRotary
-from headrace.kernels.records import Pool, StepInputs
+from headrace.kernels.records import Pool, QKRotary, StepInputs
 from headrace.kernels.triton import agreement, attention, products, rotary
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.kernels.triton.tiles import Tile
@@ -217,7 +216,7 @@ def test_rotation(heads: int, kv_heads: int, dim: int, turned: int, normed: bool
     projected = drawn(rows, 2 * count, dim)[:, :count]
     norms = (drawn(dim, seed=2), drawn(dim, seed=3)) if normed else (None, None)
     turn = drawn(rows, turned + 6, seed=4)[:, 4 : turned + 4] if turned else None
-    how = QKRotary(heads, kv_heads, turn, *norms, eps=1e-5, offset=1.0)
+    how = QKRotary(ops.rotated_heads, heads, kv_heads, turn, *norms, eps=1e-5, offset=1.0)
     q, k, v = rotary.rotate(projected, how)
     for ours, truth in zip((q, k, v), how(projected), strict=True):
         assert torch.allclose(ours, truth, rtol=1e-5, atol=BOUND)
