@@ -6,7 +6,9 @@ What several test files share lies in support.
 from __future__ import annotations
 
 import os
+import ssl
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,17 @@ os.environ["HEADRACE_KV_OFFLOAD_PATH"] = "none"
 # Without a GPU Triton's kernels run in its interpreter, which must be known before Triton is first imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _context_of() -> Any:
+    """ssl.create_default_context, whose answer for a file of certificates is kept: httpx asks for the system's at each
+    client and each request without one, which takes longer than most requests of these tests."""
+    made = ssl.create_default_context
+    kept = lru_cache(None)(made)
+    return lambda *args, **more: kept(**more) if not args and more.keys() == {"cafile"} else made(*args, **more)
+
+
+ssl.create_default_context = _context_of()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -297,6 +297,7 @@ async def test_engine_that_hangs_while_loading_is_noticed(monkeypatch: pytest.Mo
     await llm.shutdown()
 
 
+@pytest.mark.matrix
 async def test_engine_that_never_says_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_llm, "LOADING_S", 1.0)
     start = process.start
@@ -306,6 +307,7 @@ async def test_engine_that_never_says_a_word_is_noticed(monkeypatch: pytest.Monk
         await asyncio.wait_for(llm.start(), 100)
 
 
+@pytest.mark.matrix
 async def test_loading_may_take_longer_than_a_serving_engine_may_be_silent() -> None:
     """With a timeout that no import of torch stays below, the engine becomes ready; from then on the timeout holds."""
     llm = AsyncLLM(CONFIG.replace(engine_timeout_s=0.05))

@@ -46,7 +46,8 @@ class Crowd:
             link.close()
 
 
-@pytest.mark.parametrize("count", [70, pytest.param(400, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("count", [70, 400])
 def test_a_crowd_at_the_port_does_not_prevent_the_start(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the second one, after a rank was lost."""
     with Crowd(count) as crowd:

@@ -31,6 +31,7 @@ def prompts() -> list[list[int]]:
     return [base[:500], base[:500] + base[600:], base[:70]]
 
 
+@pytest.mark.matrix  # make test has ranks as threads: tests/cpu/test_hybrid_ranks.py
 def test_chain_of_two(tmp_path: Path) -> None:
     folder = make_checkpoint("3_5_ends_recurrent", tmp_path / "model")
     truth = watched(engine(folder, enable_prefix_caching=False), prompts(), PARAMS)

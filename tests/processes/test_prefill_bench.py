@@ -175,6 +175,7 @@ def test_choice_tells_what_was_picked_and_where_pass_q_wins(tmp_path: Path) -> N
     assert ["2", "128", "256", "one", "engine,"] in [words[:5] for words in summed]
 
 
+@pytest.mark.matrix
 def test_network_namespaces_limit_the_link_and_are_removed() -> None:
     try:
         Namespaces(2).close()

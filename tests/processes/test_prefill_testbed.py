@@ -20,6 +20,8 @@ from headrace.planner.shards import Prefill
 from headrace.planner.tuned_table import TunedTable
 from headrace.strategies import OFFERED
 
+pytestmark = pytest.mark.matrix  # what a benchmark stands on; the strategies themselves: tests/cpu/test_parallel.py
+
 KV_BYTES = 3 * 2 * 4 * 32 * 2
 """K and V of one token of the tiny model, in bf16: layers, two, heads, head size, bytes."""
 

@@ -1,4 +1,5 @@
-"""Tiers of ranks that are processes: another number of ranks restores what was stored; a rank killed in mid-restore."""
+"""Tiers of ranks that are processes: another number of ranks restores what was stored; a rank killed in mid-restore.
+In `make test` ranks with tiers are threads: tests/cpu/test_ranked_tiers.py, test_tensor_tiers.py."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ def answer(llm: LLM, prompt: list[int]) -> tuple[list[int], int]:
     return output.token_ids, llm.engine.stats().restore.loaded_tokens
 
 
+@pytest.mark.matrix
 def test_tensor_ranks_project_what_they_stored_in_turn(tmp_path: Path) -> None:
     prompt = torch.randint(10, 2000, (700,), generator=torch.Generator().manual_seed(6)).tolist()
     with opened(1, tmp_path, 2, kv_offload_activations="on") as llm:

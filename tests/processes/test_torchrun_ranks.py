@@ -28,7 +28,8 @@ def torchrun(processes: int, **environment: str) -> subprocess.CompletedProcess[
         )
 
 
-@pytest.mark.parametrize("secret", [None, pytest.param("a secret given by hand", marks=pytest.mark.matrix)])
+@pytest.mark.matrix  # make test has what torchrun says: tests/unit/test_torchrun.py
+@pytest.mark.parametrize("secret", [None, "a secret given by hand"])
 def test_torchrun(secret: str | None, tmp_path: Path) -> None:
     """Without a secret in the environment a file carries one, and does not stay."""
     given = {"TMPDIR": str(tmp_path)} | ({"HEADRACE_RANK_SECRET": secret} if secret else {})

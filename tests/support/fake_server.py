@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
+import uvicorn.server
 
 from headrace.config import SETTINGS, EngineConfig
 from headrace.server.app import create_app
@@ -38,6 +40,11 @@ class Maker:
         self.prepare(len(self.engines), engine)
         self.engines.append(engine)
         return engine
+
+
+# A server looks each tenth of a second whether it is to end: those of tests are many and short, and look more often.
+_more_often = {**vars(asyncio), "sleep": lambda seconds: asyncio.sleep(seconds / 10)}
+uvicorn.server.asyncio = SimpleNamespace(**_more_often)  # type: ignore[attr-defined]
 
 
 class Running:
@@ -77,11 +84,11 @@ class Running:
         assert not self.thread.is_alive(), "the server does not end"
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 10.0, every_s: float = 0.01) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
+        time.sleep(every_s)
 
 
 def metric(page: str, name: str, **labels: str) -> float:

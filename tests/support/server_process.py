@@ -43,7 +43,7 @@ class ServerProcess:
             return 0
 
     def wait_ready(self) -> None:
-        until(lambda: self.health() == 200 or self.process.poll() is not None, 120)
+        until(lambda: self.health() == 200 or self.process.poll() is not None, 120, 0.05)  # it loads on the same cores
         assert self.process.poll() is None, self.log.read_text()
 
     def engine(self) -> psutil.Process:
