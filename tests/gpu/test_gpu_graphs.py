@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -45,3 +47,13 @@ def test_the_pool_leaves_room() -> None:
     assert llm.config.scheduler.max_batch_tokens == 8192
     assert torch.cuda.mem_get_info()[0] > 1 << 29
     run(llm, prompts_of(llm)[:4])
+
+
+def test_an_engine_after_another() -> None:
+    """The first one's graphs are gone by then, and the memory that they shared must not be."""
+    for _ in range(2):
+        llm = engine(max_sequences=1, kv_cache_tokens=4096)
+        run(llm, prompts_of(llm)[:1])
+        llm.close()
+        del llm
+        gc.collect()
