@@ -128,6 +128,13 @@ def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(split, flash)
 
 
+def test_rows_on_both_sides_of_a_spans_end(way: str) -> None:
+    """They share tasks, but those before it have no state of the later span."""
+    testbed = PoolTestbed([(0, 520)], (2, 1, 16), torch.float32, apart=False)
+    ((ours, truth),) = both(testbed, [(0, 500, 20)])
+    assert (ours - truth).abs().max() < BOUND
+
+
 def test_what_is_no_number_stays_in_its_sequence(way: str) -> None:
     """One sequence's values are NaN: no other's answer is, though their rows may go through the same task."""
     testbed = PoolTestbed(TREES["none"], (4, 2, 64), torch.float32, apart=False)
@@ -204,6 +211,7 @@ def test_all_of_it_compiles_for_gpus(tmp_path: Path) -> None:
         ]  # fmt: skip
     spilling = {name: [k for k, used in kernels.items() if used["spills"]] for name, kernels in found.items()}
     ours = ("flash", "split", "resumed", "merge", "hopper")
-    assert {k for k in spilling["90"] if k.startswith(ours)} <= {"flash window, sinks"}
+    # One register of the Hopper kernel, outside its loops.
+    assert {k for k in spilling["90"] if k.startswith(ours)} <= {"flash window, sinks", "hopper flash 128"}
     assert not {"split", "split 64", "resumed", "flash 64"} & {*spilling["80"]}
     assert not {"split 64", "flash 64"} & {*spilling["100"]}

@@ -172,18 +172,19 @@ def _walk_task(
     z = tl.zeros((LANES,), tl.float32)
     acc = tl.zeros((LANES, P), tl.float32)
     if SPLIT:
-        state = (tl.load(bases + row, mask=taken, other=0).to(tl.int64) + key // SPAN) * HEADS + head
+        kept = taken & (position >= key // SPAN * SPAN)  # rows before the span have no state there
+        state = (tl.load(bases + row, mask=kept, other=0).to(tl.int64) + key // SPAN) * HEADS + head
         if RESUME:
-            m = tl.load(m_of + state, mask=taken, other=float("-inf"))
-            z = tl.load(z_of + state, mask=taken, other=0.0)
-            acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
+            m = tl.load(m_of + state, mask=kept, other=float("-inf"))
+            z = tl.load(z_of + state, mask=kept, other=0.0)
+            acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=kept[:, None] & fits[None, :], other=0.0)
         m, z, acc, _, _, _ = _walk_chunks(
             rows, m, z, acc, m, z, acc, k, v, items, first, first + count, kv_head, head, taken, position, last, bias,
             factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
-        tl.store(m_of + state, m, mask=taken)
-        tl.store(z_of + state, z, mask=taken)
-        tl.store(acc_of + state[:, None] * D + d[None, :], acc, mask=taken[:, None] & fits[None, :])
+        tl.store(m_of + state, m, mask=kept)
+        tl.store(z_of + state, z, mask=kept)
+        tl.store(acc_of + state[:, None] * D + d[None, :], acc, mask=kept[:, None] & fits[None, :])
     else:
         # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
         least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
