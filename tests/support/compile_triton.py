@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from headrace.kernels.triton import attention_kernels, hopper_kernels, tile_schedule
+from headrace.kernels.triton import attention_kernels, draw_kernels, hopper_kernels, sample_kernels, tile_schedule
 from tests.support import compiled_rows
 from tests.support.compiled_rows import Compiled
 
@@ -44,6 +44,30 @@ MODELS = {
     " window, sinks": {"WINDOW": True, "SINKS": True},
 }
 HOPPER = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "SPAN": tile_schedule.SPAN}
+
+DRAWN = dict.fromkeys(("logits",), "*fp32") | dict.fromkeys(("masks", "tokens"), "*i32")
+DRAWN |= dict.fromkeys(("counters", "leading", "leaders"), "*i64")
+DRAWN |= dict.fromkeys(
+    ("asked", "peaks", "found", "bins", "kept", "limits", "strays", "before", "states", "after"), "*fp64"
+)
+DRAWN |= dict.fromkeys(("stride", "rows", "width", "words", "blocks", "shift", "count"), "i32")
+BLOCKED = {"BLOCK": 2048}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greatest_of_blocks": BLOCKED,
+    "greatest": {"BLOCKS": 64},
+    "weigh": BLOCKED | {"PIECE": 128},
+    "limit": {"BLOCKS": 64},
+    "descend": {"FIRST": False, "STAGE": 1, "BLOCKS": 64},
+    "narrow": BLOCKED | {"STAGE": 1, "PIECE": 128},
+    "cut": {"WIDE": False, "STAGE": 1},
+    "strays_of_blocks": BLOCKED,
+    "weigh_before_stray": BLOCKED | {"BLOCKS": 64},
+    "judge_stray": {"BLOCKS": 64},
+    "pick": BLOCKED | {"BLOCKS": 64},
+    "rank": BLOCKED,
+    "leaders_of_blocks": BLOCKED,
+    "leaders_of_rows": {"SIZE": 2048},
+}
 
 
 @dataclass
@@ -90,6 +114,12 @@ def hopper_cases() -> Iterator[Compiled]:
         yield HopperCompiled(f"hopper split {dim}", hopper_kernels.split, split, {"maxnreg": 128}, TYPES)
 
 
+def sampling_cases() -> Iterator[Compiled]:
+    for name, constants in SAMPLING.items():
+        kernel = getattr(sample_kernels, name, None) or getattr(draw_kernels, name)
+        yield Compiled(name, kernel, constants, {}, DRAWN)
+
+
 def compiled(case: Compiled, architecture: int) -> Used:
     names, signature = case.kernel.arg_names, case.signature()
     values = {(names.index(name),): value for name, value in case.constants.items()}
@@ -120,7 +150,9 @@ def _said(tool: str, *arguments: str) -> str:
 def main() -> None:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for architecture in [int(each) for each in sys.argv[1:]] or ARCHITECTURES:
-        cases = [*attention_cases(), *(hopper_cases() if architecture == 90 else ()), *compiled_rows.cases()]
+        cases = [*attention_cases()]
+        if architecture == 90:
+            cases += [*hopper_cases(), *compiled_rows.cases(90), *sampling_cases()]
         for case in cases:
             used = compiled(case, architecture)
             print(
