@@ -102,7 +102,7 @@ def attention_cases() -> Iterator[Compiled]:
             yield Compiled(f"{way}{model}", attention_kernels.walk, WALK | {"SPLIT": split} | others, options, TYPES)
     resumed = WALK | {"SPLIT": True, "RESUME": True}
     yield Compiled("resumed", attention_kernels.walk, resumed, options, TYPES)
-    yield Compiled("merge_spans", attention_kernels.merge_spans, MERGE | {"AHEAD": 8}, {"num_warps": 1}, TYPES)
+    yield Compiled("merge_spans", attention_kernels.merge_spans, MERGE, {"num_warps": 1}, TYPES)
     yield Compiled("store", attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, {"num_warps": 1}, TYPES)
 
 
