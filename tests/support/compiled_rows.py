@@ -41,10 +41,9 @@ def cases(architecture: int = 80) -> list[Compiled]:
     """For GPUs of that architecture: from sm_90 on kernels overlap."""
     overlaps = architecture >= 90
     ahead = AHEAD if overlaps else 0
-    found = [_product(tile, ahead) for tile in (EXACT, *products.FEW)]
+    found = [_product(tile, ahead) for tile in (EXACT, *products.PLAIN, *products.MANY[:-1], *products.FEW[:3])]
     found += [_product(tile, ahead, "silu") for tile in products.GATED]
-    found += [_by_blocks(tile) for tile in products.MANY if tile.blocks and overlaps]
-    found += [_product(tile, ahead) for tile in products.MANY if not tile.blocks and tile != EXACT]
+    found = [case for case in found if overlaps or case.kernel is product_kernels.product]  # others copy blocks
     norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": overlaps}
     for name, rms in (("rms", True), ("layer", False)):
         constants = norms | {"RMS": rms, "BIAS": not rms}
@@ -58,19 +57,21 @@ def cases(architecture: int = 80) -> list[Compiled]:
 
 
 def _product(tile: Tile, ahead: int, kind: str = "") -> Compiled:
-    constants = _sizes(tile) | {"EVEN": True, "KIND": kind, "GATED": kind != "", "AHEAD": ahead, "PRECISION": "ieee"}
+    sizes: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step, "BIAS": True}
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
-    return Compiled(
-        f"product {tile.rows} x {tile.columns} {kind}".rstrip(), product_kernels.product, constants, options
-    )
+    name = f"{tile.way} {tile.rows} x {tile.columns} {kind}".rstrip()
+    few = {"KIND": kind, "GATED": kind != "", "AHEAD": ahead}
+    if tile.way == "plain":
+        plain = few | {"TOGETHER": TOGETHER, "EVEN": True, "PRECISION": "ieee"}
+        return Compiled(name, product_kernels.product, sizes | plain, options)
+    shapes = {"x": (tile.rows, tile.step), "w": (tile.columns, tile.step)}
+    if tile.way == "few":
+        return Compiled(name, product_kernels.product_of_few, sizes | few, options, _described(shapes))
+    shapes["out"] = (tile.rows, tile.columns // 2)
+    constants = sizes | {"TOGETHER": TOGETHER}
+    return Compiled(name, product_kernels.product_by_blocks, constants, options, _described(shapes))
 
 
-def _by_blocks(tile: Tile) -> Compiled:
-    shapes = {"x": (tile.rows, tile.step), "w": (tile.columns, tile.step), "out": (tile.rows, tile.columns // 2)}
-    types = {name: f"tensordesc<bf16{list(shape)}>" for name, shape in shapes.items()}
-    options, name = dict(num_warps=tile.warps, num_stages=tile.stages), f"blocks {tile.rows} x {tile.columns}"
-    return Compiled(name, product_kernels.product_by_blocks, _sizes(tile), options, types)
-
-
-def _sizes(tile: Tile) -> dict[str, Any]:
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step, "TOGETHER": TOGETHER, "BIAS": True}
+def _described(shapes: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Tensor descriptors of blocks of these shapes."""
+    return {name: f"tensordesc<bf16{list(shape)}>" for name, shape in shapes.items()}

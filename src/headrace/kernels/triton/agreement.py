@@ -33,8 +33,9 @@ def agrees(tile: Tile, dtype: torch.dtype, device: torch.device, kind: str = "",
     activation after it. In Triton's interpreter, whose bits are numpy's, they do."""
     if (tile == EXACT and not kind) or device.type != "cuda":
         return True
-    x, w = _drawn(300, 2048, dtype, device), _drawn(512, 2048, dtype, device)
-    exact = torch.empty(300, 512, dtype=dtype, device=device)
+    count = tile.rows if tile.way == "few" else 300
+    x, w = _drawn(count, 2048, dtype, device), _drawn(4096, 2048, dtype, device)
+    exact = torch.empty(count, 4096, dtype=dtype, device=device)
     product(EXACT, x, w, None, exact)
     if kind:
         exact = rows.gated(exact, kind) if gated else rows.activate(exact, kind)
