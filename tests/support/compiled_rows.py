@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.kernels.triton import product_kernels, products, rotary_kernels, row_kernels
-from headrace.kernels.triton.tiles import AHEAD, EXACT, TOGETHER, Tile
+from headrace.kernels.triton.tiles import AHEAD, TOGETHER, Tile
 
 INTEGERS = ("rows", "inputs", "outputs", "x_stride", "width", "stride", "heads", "row_heads")
 INTEGERS += ("turn_stride",)
@@ -38,12 +38,16 @@ class Compiled:
 
 
 def cases(architecture: int = 80) -> list[Compiled]:
-    """For GPUs of that architecture: from sm_90 on kernels overlap."""
+    """For GPUs of that architecture: from sm_90 on they copy blocks by themselves, and kernels overlap."""
     overlaps = architecture >= 90
     ahead = AHEAD if overlaps else 0
-    found = [_product(tile, ahead) for tile in (EXACT, *products.PLAIN, *products.MANY[:-1], *products.FEW[:3])]
-    found += [_product(tile, ahead, "silu") for tile in products.GATED]
-    found = [case for case in found if overlaps or case.kernel is product_kernels.product]  # others copy blocks
+
+    def usual(tiles: tuple[Tile, ...]) -> list[Tile]:
+        return [tile for tile in tiles if overlaps or tile.way == "plain"]
+
+    few, gated = (products.FEW[:3], products.GATED[:3]) if overlaps else (products.PLAIN, products.PLAIN)
+    found = [_product(tile, ahead) for tile in (*few, *usual(products.MANY))]
+    found += [_product(tile, ahead, "silu") for tile in gated]
     norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": overlaps}
     for name, rms in (("rms", True), ("layer", False)):
         constants = norms | {"RMS": rms, "BIAS": not rms}
