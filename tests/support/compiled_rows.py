@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.kernels.triton import product_kernels, products, rotary_kernels, row_kernels
-from headrace.kernels.triton.tiles import AHEAD, EXACT, TOGETHER, Tile
+from headrace.kernels.triton.tiles import AHEAD, TOGETHER, Tile
 
 INTEGERS = ("rows", "inputs", "outputs", "x_stride", "width", "stride", "heads", "row_heads")
 INTEGERS += ("turn_stride",)
@@ -38,13 +38,16 @@ class Compiled:
 
 
 def cases(architecture: int = 80) -> list[Compiled]:
-    """For GPUs of that architecture: from sm_90 on kernels overlap."""
+    """For GPUs of that architecture: from sm_90 on they copy blocks by themselves, and kernels overlap."""
     overlaps = architecture >= 90
     ahead = AHEAD if overlaps else 0
-    found = [_product(tile, ahead) for tile in (EXACT, *products.FEW)]
-    found += [_product(tile, ahead, "silu") for tile in products.GATED]
-    found += [_by_blocks(tile) for tile in products.MANY if tile.blocks and overlaps]
-    found += [_product(tile, ahead) for tile in products.MANY if not tile.blocks and tile != EXACT]
+
+    def usual(tiles: tuple[Tile, ...]) -> list[Tile]:
+        return [tile for tile in tiles if overlaps or tile.way == "plain"]
+
+    few, gated = (products.FEW[:3], products.GATED[:3]) if overlaps else (products.PLAIN, products.PLAIN)
+    found = [_product(tile, ahead) for tile in (*few, *usual(products.MANY))]
+    found += [_product(tile, ahead, "silu") for tile in gated]
     norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": overlaps}
     for name, rms in (("rms", True), ("layer", False)):
         constants = norms | {"RMS": rms, "BIAS": not rms}
@@ -58,19 +61,21 @@ def cases(architecture: int = 80) -> list[Compiled]:
 
 
 def _product(tile: Tile, ahead: int, kind: str = "") -> Compiled:
-    constants = _sizes(tile) | {"EVEN": True, "KIND": kind, "GATED": kind != "", "AHEAD": ahead, "PRECISION": "ieee"}
+    sizes: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step, "BIAS": True}
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
-    return Compiled(
-        f"product {tile.rows} x {tile.columns} {kind}".rstrip(), product_kernels.product, constants, options
-    )
+    name = f"{tile.way} {tile.rows} x {tile.columns} {kind}".rstrip()
+    few = {"KIND": kind, "GATED": kind != "", "AHEAD": ahead}
+    if tile.way == "plain":
+        plain = few | {"TOGETHER": TOGETHER, "EVEN": True, "PRECISION": "ieee"}
+        return Compiled(name, product_kernels.product, sizes | plain, options)
+    shapes = {"x": (tile.rows, tile.step), "w": (tile.columns, tile.step)}
+    if tile.way == "few":
+        return Compiled(name, product_kernels.product_of_few, sizes | few, options, _described(shapes))
+    shapes["out"] = (tile.rows, tile.columns // 2)
+    constants = sizes | {"TOGETHER": TOGETHER}
+    return Compiled(name, product_kernels.product_by_blocks, constants, options, _described(shapes))
 
 
-def _by_blocks(tile: Tile) -> Compiled:
-    shapes = {"x": (tile.rows, tile.step), "w": (tile.columns, tile.step), "out": (tile.rows, tile.columns // 2)}
-    types = {name: f"tensordesc<bf16{list(shape)}>" for name, shape in shapes.items()}
-    options, name = dict(num_warps=tile.warps, num_stages=tile.stages), f"blocks {tile.rows} x {tile.columns}"
-    return Compiled(name, product_kernels.product_by_blocks, _sizes(tile), options, types)
-
-
-def _sizes(tile: Tile) -> dict[str, Any]:
-    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step, "TOGETHER": TOGETHER, "BIAS": True}
+def _described(shapes: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Tensor descriptors of blocks of these shapes."""
+    return {name: f"tensordesc<bf16{list(shape)}>" for name, shape in shapes.items()}

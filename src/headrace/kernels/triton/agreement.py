@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 BATCH = 512
 SIZES = (128, 256, 384, *range(BATCH, 16 * BATCH + 1, BATCH))
 """Numbers of rows at which cuBLAS is asked."""
-LEAST = 1 << 20
-"""Elements of a weight for which cuBLAS is asked."""
+LEAST, WIDEST = 1 << 20, 1 << 16
+"""Elements of a weight for which cuBLAS is asked, and outputs: more are a head's, whose logits are fp32."""
 ALIGNED = 256
 """Bytes: cuBLAS may choose by how its operands are aligned, so all lie like those that were compared."""
 
@@ -33,8 +33,9 @@ def agrees(tile: Tile, dtype: torch.dtype, device: torch.device, kind: str = "",
     activation after it. In Triton's interpreter, whose bits are numpy's, they do."""
     if (tile == EXACT and not kind) or device.type != "cuda":
         return True
-    x, w = _drawn(300, 2048, dtype, device), _drawn(512, 2048, dtype, device)
-    exact = torch.empty(300, 512, dtype=dtype, device=device)
+    count = tile.rows if tile.way == "few" else 300
+    x, w = _drawn(count, 2048, dtype, device), _drawn(4096, 2048, dtype, device)
+    exact = torch.empty(count, 4096, dtype=dtype, device=device)
     product(EXACT, x, w, None, exact)
     if kind:
         exact = rows.gated(exact, kind) if gated else rows.activate(exact, kind)
@@ -50,7 +51,9 @@ def agrees(tile: Tile, dtype: torch.dtype, device: torch.device, kind: str = "",
 def cublas_batches(x: Tensor, weight: Tensor) -> tuple[int, ...]:
     """Numbers of rows, ascending, at which cuBLAS gives these the bits of EXACT."""
     fits = x.dtype == weight.dtype and x.element_size() == 2 and x.is_contiguous() and weight.is_contiguous()
-    if not fits or not x.is_cuda or weight.numel() < LEAST or (x.data_ptr() | weight.data_ptr()) % ALIGNED:
+    if not fits or not x.is_cuda or weight.numel() < LEAST or len(weight) > WIDEST:
+        return ()
+    if (x.data_ptr() | weight.data_ptr()) % ALIGNED:
         return ()
     matmul = torch.backends.cuda.matmul
     flags = (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction)

@@ -94,6 +94,42 @@ def product(
 
 
 @triton.jit(do_not_specialize=["rows"])
+def product_of_few(
+    x, w, weights, bias, out, rows, inputs, outputs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The same for up to ROWS rows, as w times x transposed: x and w are tensor descriptors of blocks [ROWS, STEP] and
+    [COLUMNS, STEP], which the GPU copies by itself; weights: what w describes."""
+    column = tl.program_id(0) * COLUMNS
+    columns, row = column + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    inside = tl.minimum(columns, outputs - 1).to(tl.int64)
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        _prefetch(weights, inside, inputs, AHEAD)
+        if GATED:
+            _prefetch(weights, inside + outputs, inputs, AHEAD)
+        tl.extra.cuda.gdc_wait()
+    first = tl.zeros((COLUMNS, ROWS), tl.float32)
+    second = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for at in range(0, inputs, STEP):
+        part = x.load([0, at]).T
+        first = tl.dot(w.load([column, at]), part, first)
+        if GATED:
+            second = tl.dot(w.load([column + outputs, at]), part, second)
+    if BIAS:
+        first += tl.load(bias + inside).to(tl.float32)[:, None]
+    if GATED:
+        if BIAS:
+            second += tl.load(bias + inside + outputs).to(tl.float32)[:, None]
+        first = gated(_rounded(first, weights), _rounded(second, weights), KIND)
+    elif KIND != "":
+        first = activated(_rounded(first, weights), KIND)
+    at = out + row.to(tl.int64)[None, :] * outputs + columns[:, None]
+    tl.store(at, first.to(out.dtype.element_ty), mask=(row < rows)[None, :] & (columns < outputs)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
 def product_by_blocks(
     x, w, bias, out, rows, inputs, outputs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, TOGETHER: tl.constexpr, BIAS: tl.constexpr,

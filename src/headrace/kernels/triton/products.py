@@ -14,17 +14,19 @@ from headrace.kernels.triton.agreement import BATCH, agrees, cublas_batches
 from headrace.kernels.triton.attention import processors
 from headrace.kernels.triton.tiles import EXACT, Tile, product, takes_blocks
 
-FEW = (Tile(16, 32, 256, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 128, 4, 5))
-GATED = (Tile(16, 16, 256, 4, 4), Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 4, 4))
-"""Of up to so many rows, for plain products and for gates with what they let through."""
+PLAIN = (Tile(16, 32, 256, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 128, 4, 5))
+FEW = (Tile(16, 64, 256, 4, 4, "few"), Tile(32, 64, 128, 4, 6, "few"), Tile(64, 64, 128, 4, 5, "few"), *PLAIN)
+GATED = (Tile(16, 64, 128, 4, 5, "few"), Tile(32, 64, 128, 4, 5, "few"), Tile(64, 64, 64, 4, 6, "few"), *PLAIN)
+"""Of up to so many rows, for products and for gates with what they let through; `few` where blocks can be copied."""
 MANY = (
-    Tile(128, 256, 64, 8, 3, blocks=True),
-    Tile(128, 128, 64, 4, 4, blocks=True),
+    Tile(128, 256, 64, 8, 3, "many"),
+    Tile(128, 128, 64, 4, 4, "many"),
+    Tile(64, 128, 64, 4, 6, "many"),
     Tile(128, 128, 64, 8, 3),
     EXACT,
 )
 """Of more rows of 16 bits, the largest first: those of which there are enough for the multiprocessors are taken."""
-ENOUGH = 0.75
+ENOUGH = 0.6
 """Tiles for each multiprocessor."""
 
 
@@ -62,31 +64,42 @@ def activated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) 
 def _activated(
     tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, gated: bool
 ) -> Tensor | None:
-    """The product with its activation; None where none of the tiles takes so many rows, or agrees."""
-    for tile in tiles:
-        if 0 < len(x) <= tile.rows and agrees(tile, x.dtype, x.device, kind, gated):
-            out = torch.empty(len(x), len(weight) // (1 + gated), dtype=x.dtype, device=x.device)
-            product(tile, x if x.stride(1) == 1 else x.contiguous(), weight, bias, out, kind, gated)
-            return out
-    return None
+    """The product with its activation; None for no rows, or more than the tiles take."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tile = _of_few(tiles, x, weight, kind, gated) if len(x) else None
+    if tile is None:
+        return None
+    out = torch.empty(len(x), len(weight) // (1 + gated), dtype=x.dtype, device=x.device)
+    product(tile, x, weight, bias, out, kind, gated)
+    return out
 
 
 def prepare(weight: Tensor) -> Tensor:
-    """The weight, once all ways to multiply by it have been compared: so that no step does, nor any recorded one."""
-    for tile in (*FEW, *(MANY if weight.element_size() == 2 else ())):
+    """The weight, once the ways that decoding takes, and cuBLAS, have been compared: no step does, nor a recorded
+    one."""
+    for tile in FEW[: -len(PLAIN)] if takes_blocks(weight) else PLAIN:
         agrees(tile, weight.dtype, weight.device)
     cublas_batches(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device), weight)
     return weight
 
 
+def _of_few(tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, kind: str = "", gated: bool = False) -> Tile | None:
+    """The tiles for these rows, if they are few."""
+    if len(x) > tiles[-1].rows:
+        return None
+    blocks = takes_blocks(x, weight)
+    fitting = (tile for tile in tiles if len(x) <= tile.rows and (blocks or tile.way == "plain"))
+    return next((tile for tile in fitting if agrees(tile, x.dtype, x.device, kind, gated)), None)
+
+
 def _tile(x: Tensor, weight: Tensor, out: Tensor) -> Tile:
     """The tiles for these rows."""
-    for tile in FEW:
-        if len(x) <= tile.rows and agrees(tile, x.dtype, x.device):
-            return tile
+    few = _of_few(FEW, x, weight)
+    if few is not None or x.element_size() != 2:
+        return few or EXACT
     wanted, blocks = ENOUGH * processors(x.device), takes_blocks(x, weight, out)
-    for tile in MANY if x.element_size() == 2 else ():
+    for tile in MANY:
         count = -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
-        if count >= wanted and (blocks or not tile.blocks) and agrees(tile, x.dtype, x.device):
+        if count >= wanted and (blocks or tile.way == "plain") and agrees(tile, x.dtype, x.device):
             return tile
     return EXACT

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,14 +24,15 @@ AHEAD = 16
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of a tile and of a step over K, warps, and buffers for loads under way. blocks: by `product_by_blocks`."""
+    """Sizes of a tile and of a step over K, warps, and buffers for loads under way. way: its kernel, of which `few` and
+    `many` copy blocks (takes_blocks)."""
 
     rows: int
     columns: int
     step: int
     warps: int
     stages: int
-    blocks: bool = False
+    way: Literal["plain", "few", "many"] = "plain"
 
 
 EXACT = Tile(64, 64, 64, 4, 4)
@@ -44,27 +45,29 @@ def product(
     """x [T, K] times weight [N, K] transposed, plus bias [N], into out [T, N], by tiles of one kind. kind: an
     activation of that. gated: of weight and bias [2 I, ...] = (gate, up) both, f(gate) * up into out [T, I]."""
     (rows, inputs), outputs = x.shape, out.shape[1]
-    tiles = -(-rows // tile.rows) * -(-outputs // tile.columns)
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "TOGETHER": TOGETHER, "BIAS": bias is not None}
-    if tile.blocks:
-        blocks = [
-            TensorDescriptor.from_tensor(each, [size, tile.step])
-            for each, size in ((x, tile.rows), (weight, tile.columns))
-        ]
-        into = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
-        product_kernels.product_by_blocks[(min(tiles, processors(x.device)),)](
-            *blocks, weight if bias is None else bias, into, rows, inputs, outputs, STEP=tile.step, **sizes, **options
-        )
+    step = tile.step if x.element_size() == 2 else 32
+    sizes: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "BIAS": bias is not None}
+    sizes |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.way != "many":
+        ahead = AHEAD if overlaps(x.device) else 0
+        sizes |= {"KIND": kind, "GATED": gated, "AHEAD": ahead} | ({"launch_pdl": True} if ahead else {})
+    added, count = weight if bias is None else bias, -(-outputs // tile.columns)
+    if tile.way == "plain":
+        product_kernels.product[(-(-rows // tile.rows) * count,)](
+            x, weight, added, out, rows, inputs, outputs, x.stride(0), TOGETHER=TOGETHER, EVEN=inputs % step == 0,
+            PRECISION="ieee", **sizes,
+        )  # fmt: skip
         return
-    step = tile.step if x.dtype != torch.float32 else 32
-    ahead = AHEAD if overlaps(x.device) else 0
-    if ahead:
-        options["launch_pdl"] = True
-    product_kernels.product[(tiles,)](
-        x, weight, weight if bias is None else bias, out, rows, inputs, outputs, x.stride(0), STEP=step,
-        EVEN=inputs % step == 0, KIND=kind, GATED=gated, AHEAD=ahead, PRECISION="ieee", **sizes, **options,
-    )  # fmt: skip
+    from_x = TensorDescriptor.from_tensor(x, [tile.rows, step])
+    from_w = TensorDescriptor.from_tensor(weight, [tile.columns, step])
+    if tile.way == "few":
+        product_kernels.product_of_few[(count,)](from_x, from_w, weight, added, out, rows, inputs, outputs, **sizes)
+        return
+    programs = min(-(-rows // tile.rows) * count, processors(x.device))
+    into = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
+    product_kernels.product_by_blocks[(programs,)](
+        from_x, from_w, added, into, rows, inputs, outputs, TOGETHER=TOGETHER, **sizes
+    )
 
 
 @cache
@@ -73,11 +76,10 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def takes_blocks(x: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Whether `product_by_blocks` takes these: 16 bits each, rows that begin at multiples of 16 bytes, and a GPU that
-    copies blocks by itself (elsewhere they are loaded one at a time)."""
-    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
-        return False
-    alike = x.dtype == weight.dtype == out.dtype and x.element_size() == 2
-    tensors = (x, weight, out)
-    return alike and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in tensors)
+def takes_blocks(*tensors: Tensor) -> bool:
+    """Whether blocks of all of these can be copied: 16 bits an element, rows that begin at multiples of 16 bytes, and a
+    GPU that copies blocks by itself (elsewhere they are loaded one at a time)."""
+    able = overlaps(tensors[0].device) or not tensors[0].is_cuda
+    return able and all(
+        x.element_size() == 2 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in tensors
+    )
