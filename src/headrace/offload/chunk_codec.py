@@ -128,10 +128,12 @@ class ChunkCodec:
         """The sections, where the pool is."""
         if self.device is None:
             return sections if isinstance(sections, Tensor) else torch.stack(list(sections))
-        shape, parts = (len(sections), len(sections[0])), [sections] if isinstance(sections, Tensor) else sections
+        shape = (len(sections), len(sections[0]))
         there = torch.empty(shape, dtype=torch.uint8, device=self.device.place)
-        for into, part in zip([there] if isinstance(sections, Tensor) else there, parts, strict=True):
-            into.copy_(part, non_blocking=True)
+        if isinstance(sections, Tensor):
+            there.copy_(sections, non_blocking=True)
+        else:
+            chunk_formats.gather(there, sections)
         return there
 
     def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
