@@ -22,7 +22,7 @@ from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.traces import Trace, run, same
 
-SHAPE = CheckpointShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=96, context=1024)
+SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
 FOUR = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
@@ -68,11 +68,11 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def test_replayed_is_the_same_as_eager(folder: Path, fake: FakeDevice) -> None:
-    """Three sequences, two of them behind a shared chunk; two enter new chunks, at different steps: every plan but one
-    is another, and all of them are replayed from one recording of four rows."""
+    """Three sequences, two of them behind a shared chunk; the third enters a new chunk. Three steps, one that is
+    planned anew, one that follows, one that goes on from it, are replayed from one recording of four rows."""
     llm = engine(folder)
     shared = tokens(64, 1)
-    prompts = [shared + tokens(62, 2), shared + tokens(3, 3), tokens(61, 4)]
+    prompts = [shared + tokens(1, 2), shared + tokens(2, 3), tokens(62, 4)]
     truth = eagerly(llm, prompts)
     same(run(llm, prompts, FOUR), truth)
     graphs = graphs_of(llm)
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_computed_eagerly(folder: Path, fake: FakeDevice) -
     assert isinstance(runner, Runner)
     small = CudaGraphs(graphs.decoder, graphs.storage, recorded(runner.backend), runner.eager, 1)
     runner.decoding = small
-    prompts = [tokens(70, seed) for seed in range(2)]
+    prompts = [tokens(5, seed) for seed in range(2)]
     truth = eagerly(llm, prompts)
     same(run(llm, prompts, FOUR), truth)
     assert (small.stats.replayed, small.stats.eager) == (0, 3)
@@ -150,7 +150,7 @@ def test_the_pool_is_what_is_left_beside_the_largest_step(folder: Path, monkeypa
 
 def test_drafts_are_verified_by_replayed_steps(folder: Path, fake: FakeDevice) -> None:
     """Right and wrong ones: steps whose sequences have several rows, one of which enters a new chunk."""
-    prompts = [tokens(60, 5), tokens(8, 6)]
+    prompts = [tokens(61, 5), tokens(4, 6)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     llm = engine(folder, speculative="ngram", num_speculative_tokens=3, max_sequences=2)
     truth = eagerly(llm, prompts, params)

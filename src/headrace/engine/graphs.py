@@ -107,6 +107,7 @@ class CudaGraphs:
             for rounds in USUAL_ROUNDS:
                 self._record(Key(rows, rounds))
             log.info("recorded steps of %d of up to %d rows", rows, self.sizes[-1])
+        current().synchronize()
 
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
