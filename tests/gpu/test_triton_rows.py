@@ -51,6 +51,18 @@ def test_gated_products(size: tuple[int, int], gate: str) -> None:
         assert torch.equal(products.gated_linear(x[:rows], w, None, gate), truth[:rows]), rows
 
 
+@pytest.mark.parametrize("kind", ["relu", "gelu", "gelu_tanh"])
+def test_products_with_an_activation(kind: str) -> None:
+    from headrace.kernels.triton import products
+    from headrace.kernels.triton import rows as gpu_rows
+
+    x, w = (torch.randn(rows, 768, device="cuda").bfloat16() for rows in (ROWS[-1], 3072))
+    bias = torch.randn(3072, device="cuda").bfloat16()
+    truth = gpu_rows.activate(products.linear(x, w, bias, wide=False), kind)
+    for rows in ROWS:
+        assert torch.equal(products.activated_linear(x[:rows], w, bias, kind), truth[:rows]), rows
+
+
 def test_outputs_alone() -> None:
     """The last outputs of a weight, as keys are projected from activations."""
     from headrace.kernels import ops
@@ -117,8 +129,8 @@ def test_a_sum_and_its_norm(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(32, 8, 128, 128), (16, 4, 64, 64), (14, 2, 80, 32), (40, 40, 128, 0)], ids=str)
 def test_rotation(shape: tuple[int, int, int, int], normed: bool, dtype: torch.dtype) -> None:
     """A stored key is the key that is handed back, projected alone or with the others, to the bit."""
-    from headrace.kernels.qk_rotary import QKRotary
-    from headrace.kernels.records import Pool
+    from headrace.kernels import ops
+    from headrace.kernels.records import Pool, QKRotary
     from headrace.kernels.triton import rotary
 
     torch.manual_seed(1)
@@ -126,7 +138,7 @@ def test_rotation(shape: tuple[int, int, int, int], normed: bool, dtype: torch.d
     projected = torch.randn(rows, heads + 2 * kv_heads, dim, device="cuda").to(dtype)
     norms = torch.randn(2, dim, device="cuda").to(dtype) if normed else (None, None)
     turn = torch.randn(rows, turned, device="cuda") if turned else None
-    how = QKRotary(heads, kv_heads, turn, *norms, eps=1e-5)
+    how = QKRotary(ops.rotated_heads, heads, kv_heads, turn, *norms, eps=1e-5)
     q, k, v = rotary.rotate(projected, how)
     alone = replace(how, heads=0)
     for part in (projected[:, heads:], projected[:, heads:].contiguous()):

@@ -37,15 +37,19 @@ class Compiled:
         return "fp32" if name in NUMBERS else OTHERS.get(name, "*bf16")
 
 
-def cases() -> list[Compiled]:
-    found = [_product(tile) for tile in (EXACT, *products.FEW)]
-    found += [_product(tile, "silu") for tile in products.GATED]
-    found += [_by_blocks(tile) for tile in products.MANY if tile.blocks]
-    norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": True}
+def cases(architecture: int = 80) -> list[Compiled]:
+    """For GPUs of that architecture: from sm_90 on kernels overlap."""
+    overlaps = architecture >= 90
+    ahead = AHEAD if overlaps else 0
+    found = [_product(tile, ahead) for tile in (EXACT, *products.FEW)]
+    found += [_product(tile, ahead, "silu") for tile in products.GATED]
+    found += [_by_blocks(tile) for tile in products.MANY if tile.blocks and overlaps]
+    found += [_product(tile, ahead) for tile in products.MANY if not tile.blocks and tile != EXACT]
+    norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": overlaps}
     for name, rms in (("rms", True), ("layer", False)):
         constants = norms | {"RMS": rms, "BIAS": not rms}
         found.append(Compiled(f"norm {name}", row_kernels.norm, constants, dict(num_warps=8), {"heads": "i32"}))
-    constants = {"WIDTH": 1024, "KIND": "silu", "GATED": True, "OVERLAPS": True}
+    constants = {"WIDTH": 1024, "KIND": "silu", "GATED": True, "OVERLAPS": overlaps}
     found.append(Compiled("activate", row_kernels.activate, constants, dict(num_warps=4)))
     heads = {"Q": 32, "KV": 8, "D": 128, "P": 128, "TURNED": 128, "NORM": True, "STORE": True, "TOGETHER": 8}
     types = {"heads": "*bf16"}
@@ -53,11 +57,11 @@ def cases() -> list[Compiled]:
     return found
 
 
-def _product(tile: Tile, gate: str = "") -> Compiled:
-    constants = _sizes(tile) | {"EVEN": True, "GATE": gate, "AHEAD": AHEAD, "PRECISION": "ieee"}
+def _product(tile: Tile, ahead: int, kind: str = "") -> Compiled:
+    constants = _sizes(tile) | {"EVEN": True, "KIND": kind, "GATED": kind != "", "AHEAD": ahead, "PRECISION": "ieee"}
     options = dict(num_warps=tile.warps, num_stages=tile.stages)
     return Compiled(
-        f"product {tile.rows} x {tile.columns} {gate}".rstrip(), product_kernels.product, constants, options
+        f"product {tile.rows} x {tile.columns} {kind}".rstrip(), product_kernels.product, constants, options
     )
 
 

@@ -11,8 +11,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from headrace.kernels.triton.rows import gated
+from headrace.kernels.triton import rows
 from headrace.kernels.triton.tiles import EXACT, Tile, product
 
 log = logging.getLogger(__name__)
@@ -27,16 +28,22 @@ ALIGNED = 256
 
 
 @cache
-def agrees(tile: Tile, dtype: torch.dtype, device: torch.device, gate: str = "") -> bool:
-    """Whether tiles of this kind give the bits of EXACT. In Triton's interpreter, whose bits are numpy's, they do."""
-    if (tile == EXACT and not gate) or device.type != "cuda":
+def agrees(tile: Tile, dtype: torch.dtype, device: torch.device, kind: str = "", gated: bool = False) -> bool:
+    """Whether tiles of this kind, and with this activation, fit the GPU and give the bits of EXACT and of the
+    activation after it. In Triton's interpreter, whose bits are numpy's, they do."""
+    if (tile == EXACT and not kind) or device.type != "cuda":
         return True
     x, w = _drawn(300, 2048, dtype, device), _drawn(512, 2048, dtype, device)
     exact = torch.empty(300, 512, dtype=dtype, device=device)
     product(EXACT, x, w, None, exact)
-    exact = gated(exact, gate) if gate else exact
+    if kind:
+        exact = rows.gated(exact, kind) if gated else rows.activate(exact, kind)
     ours = torch.empty_like(exact)
-    product(tile, x, w, None, ours, gate)
+    try:
+        product(tile, x, w, None, ours, kind, gated)
+    except OutOfResources as error:
+        log.info("%s is too large for this GPU: %s", tile, error)
+        return False
     return torch.equal(ours, exact)
 
 
@@ -71,9 +78,9 @@ def _compared(outputs: int, inputs: int, dtype: torch.dtype, device: torch.devic
     exact, theirs = (torch.empty(len(x), outputs, dtype=dtype, device=device) for _ in range(2))
     product(EXACT, x, w, None, exact)
 
-    def same(rows: int) -> bool:
-        torch.mm(x[:rows], w.t(), out=theirs[:rows])
-        return torch.equal(theirs[:rows], exact[:rows])
+    def same(count: int) -> bool:
+        torch.mm(x[:count], w.t(), out=theirs[:count])
+        return torch.equal(theirs[:count], exact[:count])
 
     return tuple(filter(same, SIZES))
 

@@ -39,8 +39,10 @@ LIMITS = tl.constexpr(3)
 """Columns of `limits` fp64 [R, 3]: the weight that top_p is a share of; the weight that the draw is from; the random
 number in [0, 1)."""
 
-STATE = tl.constexpr(3)
-"""Columns of `states` fp64 [R, 3]: the bits of the key found so far; weight and number of the tokens above them."""
+STATE = tl.constexpr(6)
+KEY, HIGHER, NUMBER, WEIGHT, EQUALS, DIGIT = (tl.constexpr(i) for i in range(6))
+"""Columns of `states` fp64 [R, 6]: the bits of the key found so far; weight and number of the tokens above it; mean
+weight and number of those that have it; its last four bits."""
 
 BY_TOP_K, BY_TOP_P, DRAW = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 PLACES = tl.constexpr(16)
@@ -169,47 +171,48 @@ def _idle(ask, width, STAGE: tl.constexpr):
 
 
 @triton.jit
-def _descend(bins, states, row, target, blocks, BLOCKS: tl.constexpr, FIRST: tl.constexpr, STAGE: tl.constexpr):
-    """One digit further: (key so far, weight above it, number above it, weight of one and number with it, digit)."""
+def descend(
+    asked, limits, bins, states, width, blocks, BLOCKS: tl.constexpr, FIRST: tl.constexpr, STAGE: tl.constexpr
+):  # fmt: skip
+    """The part of the keys in question that the place looked for is in: four bits more of its key."""
+    row = tl.program_id(0).to(tl.int64)
+    ask, state = asked + row * PARAMETERS, states + row * STATE
+    if _idle(ask, width, STAGE):
+        return
+    target, place = _target(ask, limits, row, STAGE), tl.arange(0, PLACES)
     masses, counts = _sums(bins, row, blocks, BLOCKS)
-    key, above, number = tl.zeros((), tl.int64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    key, above, number = tl.zeros((), tl.float64), tl.zeros((), tl.float64), tl.zeros((), tl.float64)
     if not FIRST:
-        key = tl.load(states + row * STATE).to(tl.int64)
-        above, number = tl.load(states + row * STATE + 1), tl.load(states + row * STATE + 2)
-    place = tl.arange(0, PLACES)
-    higher = place[None, :] > place[:, None]
+        key, above, number = tl.load(state + KEY), tl.load(state + HIGHER), tl.load(state + NUMBER)
     if STAGE == BY_TOP_K:
         amount, before = counts, number
     else:
         amount, before = masses, above
-    reached = before + tl.sum(tl.where(higher, amount[None, :], 0.0), 1) + amount
+    reached = before + tl.sum(tl.where(place[None, :] > place[:, None], amount[None, :], 0.0), 1) + amount
     digit = tl.max(tl.where((amount > 0) & (reached >= target), place, -1), 0)
     # Rounding may leave the end of the row below a target that is as good as its whole weight.
     digit = tl.where(digit < 0, tl.min(tl.where(amount > 0, place, PLACES - 1), 0), digit)
-    above += tl.sum(tl.where(place > digit, masses, 0.0), 0)
-    number += tl.sum(tl.where(place > digit, counts, 0.0), 0)
     equals = tl.sum(tl.where(place == digit, counts, 0.0), 0)
-    weight = tl.sum(tl.where(place == digit, masses, 0.0), 0) / equals
-    return key * PLACES + digit, above, number, weight, equals, digit
+    tl.store(state + KEY, key * PLACES + digit)
+    tl.store(state + HIGHER, above + tl.sum(tl.where(place > digit, masses, 0.0), 0))
+    tl.store(state + NUMBER, number + tl.sum(tl.where(place > digit, counts, 0.0), 0))
+    tl.store(state + WEIGHT, tl.sum(tl.where(place == digit, masses, 0.0), 0) / equals)
+    tl.store(state + EQUALS, equals)
+    tl.store(state + DIGIT, digit.to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["shift"])
 def narrow(
-    logits, stride, masks, words, asked, found, limits, before, states, after, states_after, width, blocks, shift,
-    FIRST: tl.constexpr, STAGE: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    logits, stride, masks, words, asked, found, before, states, after, width, blocks, shift,
+    STAGE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """A later pass: goes on by the digit that `before` and `states` tell, and splits its keys by the four bits at
-    `shift` into `after`."""
+    """A later pass: splits the keys that `states` leaves in question by the four bits at `shift`, from bins `before`
+    into bins `after`."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    ask = asked + row * PARAMETERS
+    ask, state = asked + row * PARAMETERS, states + row * STATE
     if _idle(ask, width, STAGE):
         return
-    target = _target(ask, limits, row, STAGE)
-    key, above, number, _weight_of, _equals, digit = _descend(before, states, row, target, blocks, BLOCKS, FIRST, STAGE)
-    if block == 0:
-        tl.store(states_after + row * STATE, key.to(tl.float64))
-        tl.store(states_after + row * STATE + 1, above)
-        tl.store(states_after + row * STATE + 2, number)
+    key, digit = tl.load(state + KEY).to(tl.int64), tl.load(state + DIGIT).to(tl.int32)
     masses, counts = tl.zeros((PLACES, PIECE), tl.float64), tl.zeros((PLACES, PIECE), tl.int32)
     # Late passes find few tokens, in few blocks: the others are not read.
     if tl.load(before + (row * blocks + block) * 2 * PLACES + PLACES + digit) > 0:
@@ -232,23 +235,19 @@ def _unlike(equals, WIDE: tl.constexpr):
 
 
 @triton.jit
-def cut(
-    asked, found, limits, before, states, width, blocks, WIDE: tl.constexpr, STAGE: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
+def cut(asked, found, limits, states, width, WIDE: tl.constexpr, STAGE: tl.constexpr):
     """What top_k or top_p leaves of the row's weight."""
     row = tl.program_id(0).to(tl.int64)
-    ask = asked + row * PARAMETERS
+    ask, state, out = asked + row * PARAMETERS, states + row * STATE, limits + row * LIMITS
     if _idle(ask, width, STAGE):
         return
-    target = _target(ask, limits, row, STAGE)
-    _key_of, above, number, weight, equals, _digit_of = _descend(
-        before, states, row, target, blocks, BLOCKS, False, STAGE
-    )
-    out, doubts = limits + row * LIMITS, found + row * FINDINGS + DOUBT
+    target, above = _target(ask, limits, row, STAGE), tl.load(state + HIGHER)
+    weight, equals = tl.load(state + WEIGHT), tl.load(state + EQUALS)
+    doubts = found + row * FINDINGS + DOUBT
     doubt = _unlike(equals, WIDE)
     if STAGE == BY_TOP_K:
         doubt = doubt | (weight == 0)  # tokens without weight are among the top_k
-        left = above + (target - number) * weight
+        left = above + (target - tl.load(state + NUMBER)) * weight
         tl.store(out, left)
     else:
         among = tl.minimum(tl.maximum(tl.ceil((target - above) / weight) - 1, 0.0), equals - 1)
@@ -331,22 +330,22 @@ def judge_stray(asked, found, limits, strays, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def pick(
-    logits, stride, masks, words, asked, tokens, found, limits, before, states, width, blocks,
+    logits, stride, masks, words, asked, tokens, found, limits, bins, states, width, blocks,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token at the place drawn: of those with the key found there, the right one by id."""
     row, numbers = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    ask = asked + row * PARAMETERS
+    ask, state, out = asked + row * PARAMETERS, states + row * STATE, found + row * FINDINGS
     if tl.load(ask + TEMPERATURE) == 0:
         return
-    target = _target(ask, limits, row, DRAW)
-    key, above, _number, weight, equals, digit = _descend(before, states, row, target, blocks, BLOCKS, False, DRAW)
-    out = found + row * FINDINGS
+    target, above = _target(ask, limits, row, DRAW), tl.load(state + HIGHER)
+    weight, equals = tl.load(state + WEIGHT), tl.load(state + EQUALS)
+    key, digit = tl.load(state + KEY).to(tl.int64), tl.load(state + DIGIT).to(tl.int32)
     among = tl.minimum(tl.maximum(tl.floor((target - above) / weight), 0.0), equals - 1)
     low = above + among * weight
     doubt = _unlike(equals, logits.dtype.element_ty == tl.float64)
     doubt = doubt | _close(target, low, low + weight, tl.load(limits + row * LIMITS))
-    of = before + (row * blocks + numbers) * 2 * PLACES + PLACES + digit
+    of = bins + (row * blocks + numbers) * 2 * PLACES + PLACES + digit
     counts = tl.load(of, mask=numbers < blocks, other=0.0)
     until = tl.cumsum(counts, 0)
     block = tl.minimum(tl.sum((until <= among).to(tl.int32), 0), blocks - 1)

@@ -8,7 +8,7 @@ from headrace.kernels.backend import Capabilities
 
 capabilities = Capabilities(
     name="triton", kernels="the Triton kernels", spoken_of="it", devices=("cuda",), prepared_step=True, graphs=True,
-    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256,
+    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256, capped=True,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headrace.kernels.triton.row_kernels import gated
+from headrace.kernels.triton.row_kernels import activated, gated
 
 
 @triton.jit
@@ -42,14 +42,20 @@ def _prefetch(w, column, inputs, LINES: tl.constexpr):
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
+@triton.jit
+def _rounded(numbers, like):
+    """fp32 numbers, rounded to the type of what `like` points to."""
+    return numbers.to(like.dtype.element_ty).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def product(
     x, w, bias, out, rows, inputs, outputs, x_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, TOGETHER: tl.constexpr, EVEN: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x [T, K], rows x_stride apart, times w [N, K] transposed, plus bias [N] (BIAS): out [T, N]. EVEN: STEP divides K.
-    GATE: w [2 N, K] and bias [2 N] = (gate, up), both sums rounded, then f(gate) * up (row_kernels.gated), else "".
+    KIND: an activation of the rounded sums (row_kernels), or ""; GATED: w [2 N, K] and bias [2 N] are its (gate, up).
     AHEAD: lines of weights to fetch while the kernel before still runs; 0: it has ended."""
     row, column = _tile(tl.program_id(0), rows, outputs, ROWS, COLUMNS, TOGETHER)
     row, column, k = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS), tl.arange(0, STEP)
@@ -59,7 +65,7 @@ def product(
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
         _prefetch(w, from_column, inputs, AHEAD)
-        if GATE != "":
+        if GATED:
             _prefetch(w, from_column + outputs, inputs, AHEAD)
         tl.extra.cuda.gdc_wait()
     first = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -72,16 +78,17 @@ def product(
                 x + from_row[:, None] * x_stride + (at + k)[None, :], mask=(at + k < inputs)[None, :], other=0.0
             )
         first = tl.dot(part, _weights(w, from_column, k, at, inputs, EVEN), first, input_precision=PRECISION)
-        if GATE != "":
+        if GATED:
             up = _weights(w, from_column + outputs, k, at, inputs, EVEN)
             second = tl.dot(part, up, second, input_precision=PRECISION)
     if BIAS:
         first += tl.load(bias + from_column).to(tl.float32)[None, :]
-    if GATE != "":
+    if GATED:
         if BIAS:
             second += tl.load(bias + from_column + outputs).to(tl.float32)[None, :]
-        kind = x.dtype.element_ty
-        first = gated(first.to(kind).to(tl.float32), second.to(kind).to(tl.float32), GATE)
+        first = gated(_rounded(first, x), _rounded(second, x), KIND)
+    elif KIND != "":
+        first = activated(_rounded(first, x), KIND)
     taken = (row < rows)[:, None] & (column < outputs)[None, :]
     tl.store(out + from_row[:, None] * outputs + column[None, :], first.to(out.dtype.element_ty), mask=taken)
 

@@ -17,8 +17,13 @@ from headrace.kernels.triton.tiles import EXACT, Tile, product, takes_blocks
 FEW = (Tile(16, 32, 256, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 128, 4, 5))
 GATED = (Tile(16, 16, 256, 4, 4), Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 4, 4))
 """Of up to so many rows, for plain products and for gates with what they let through."""
-MANY = (Tile(128, 256, 64, 8, 4, blocks=True), Tile(128, 128, 64, 4, 4, blocks=True), EXACT)
-"""Of more rows, the largest first: those of which there are enough for the multiprocessors are taken."""
+MANY = (
+    Tile(128, 256, 64, 8, 3, blocks=True),
+    Tile(128, 128, 64, 4, 4, blocks=True),
+    Tile(128, 128, 64, 8, 3),
+    EXACT,
+)
+"""Of more rows of 16 bits, the largest first: those of which there are enough for the multiprocessors are taken."""
 ENOUGH = 0.75
 """Tiles for each multiprocessor."""
 
@@ -43,17 +48,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
     """f(gate) * up for x [T, K] times weight [2 I, K] transposed, plus bias [2 I], = (gate, up): [T, I]. To the bits of
     `linear` and rows.gated, in one launch where rows are few. gate: as in ops.gated_linear."""
-    few = next((tile for tile in GATED if 0 < len(x) <= tile.rows and agrees(tile, x.dtype, x.device, gate)), None)
-    if few is None:
-        return gpu_rows.gated(linear(x, weight, bias, wide=False), gate)
-    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    product(few, x if x.stride(1) == 1 else x.contiguous(), weight, bias, out, gate)
-    return out
+    out = _activated(GATED, x, weight, bias, gate, gated=True)
+    return gpu_rows.gated(linear(x, weight, bias, wide=False), gate) if out is None else out
+
+
+def activated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """f of `linear`: [T, N]. To the bits of that and rows.activate, in one launch where rows are few. kind: relu, gelu
+    or gelu_tanh."""
+    out = _activated(FEW, x, weight, bias, kind, gated=False)
+    return gpu_rows.activate(linear(x, weight, bias, wide=False), kind) if out is None else out
+
+
+def _activated(
+    tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, gated: bool
+) -> Tensor | None:
+    """The product with its activation; None where none of the tiles takes so many rows, or agrees."""
+    for tile in tiles:
+        if 0 < len(x) <= tile.rows and agrees(tile, x.dtype, x.device, kind, gated):
+            out = torch.empty(len(x), len(weight) // (1 + gated), dtype=x.dtype, device=x.device)
+            product(tile, x if x.stride(1) == 1 else x.contiguous(), weight, bias, out, kind, gated)
+            return out
+    return None
 
 
 def prepare(weight: Tensor) -> Tensor:
     """The weight, once all ways to multiply by it have been compared: so that no step does, nor any recorded one."""
-    for tile in (*FEW, *MANY):
+    for tile in (*FEW, *(MANY if weight.element_size() == 2 else ())):
         agrees(tile, weight.dtype, weight.device)
     cublas_batches(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device), weight)
     return weight
@@ -65,7 +85,7 @@ def _tile(x: Tensor, weight: Tensor, out: Tensor) -> Tile:
         if len(x) <= tile.rows and agrees(tile, x.dtype, x.device):
             return tile
     wanted, blocks = ENOUGH * processors(x.device), takes_blocks(x, weight, out)
-    for tile in MANY:
+    for tile in MANY if x.element_size() == 2 else ():
         count = -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
         if count >= wanted and (blocks or not tile.blocks) and agrees(tile, x.dtype, x.device):
             return tile

@@ -48,7 +48,9 @@ def norm(
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """An activation of fp32 numbers. KIND: gelu, gelu_tanh, silu, sigmoid."""
+    """An activation of fp32 numbers. KIND: relu, gelu, gelu_tanh, silu, sigmoid."""
+    if KIND == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     if KIND == "gelu_tanh":

@@ -69,7 +69,7 @@ def gated(gate_up: Tensor, gate: str) -> Tensor:
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """f(x) of each element of x [T, I], in fp32. kind: gelu or gelu_tanh."""
+    """f(x) of each element of x [T, I], in fp32. kind: relu, gelu or gelu_tanh."""
     return _activated(x, kind, x.shape[1], gated=False)
 
 

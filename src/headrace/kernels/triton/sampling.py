@@ -84,7 +84,7 @@ class Chooser:
         # The first pass is where every search begins; the others take turns in two pieces of memory.
         self._first = self._memory(rows, self.blocks, 2, _PLACES)
         self._bins = self._memory(2, rows, self.blocks, 2, _PLACES)
-        self._states = self._memory(2, rows, 3)
+        self._states = self._memory(rows, draw_kernels.STATE.value)
 
     def _memory(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
@@ -133,15 +133,22 @@ class Chooser:
         wide = given[0].dtype == torch.float64
         for stage, needed in ((draw_kernels.BY_TOP_K, needs.top_k), (draw_kernels.BY_TOP_P, needs.top_p)):
             if needed:
-                left = self._search(given, rows, stage)
-                draw_kernels.cut[rows,](
-                    self.asked, found, limits, *left, *sizes, WIDE=wide, STAGE=stage, BLOCKS=self._room
-                )  # fmt: skip
+                self._search(given, rows, stage)
+                draw_kernels.cut[rows,](self.asked, found, limits, self._states, self.width, WIDE=wide, STAGE=stage)
         if needs.watched:
             self._watch(given, rows)
-        left = self._search(given, rows, draw_kernels.DRAW)
+        bins = self._search(given, rows, draw_kernels.DRAW)
         draw_kernels.pick[rows,](
-            *given, self.tokens, found, limits, *left, *sizes, BLOCKS=self._room, BLOCK=BLOCK, num_warps=WARPS
+            *given,
+            self.tokens,
+            found,
+            limits,
+            bins,
+            self._states,
+            *sizes,
+            BLOCKS=self._room,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
         )
 
     def _watch(self, given: _Given, rows: int) -> None:
@@ -151,17 +158,21 @@ class Chooser:
         draw_kernels.weigh_before_stray[grid](*given, self.found, strays, *sizes, BLOCKS=room, **options)
         draw_kernels.judge_stray[rows,](self.asked, self.found, self._limits, strays, self.blocks, BLOCKS=room)
 
-    def _search(self, given: _Given, rows: int, stage: object) -> tuple[Tensor, Tensor]:
-        """All passes of a stage but the first: bins and states that the last one leaves."""
-        before, states = self._first, self._states[1]
+    def _search(self, given: _Given, rows: int, stage: object) -> Tensor:
+        """All passes of a stage but the first, and what `states` says then; the last pass's bins."""
+        bins, sizes = self._first, (self.width, self.blocks)
+        options = {"STAGE": stage, "BLOCKS": self._room}
         for number, shift in enumerate(_SHIFTS):
-            after, states_after = self._bins[number % 2], self._states[number % 2]
+            draw_kernels.descend[rows,](
+                self.asked, self._limits, bins, self._states, *sizes, FIRST=number == 0, **options
+            )
             draw_kernels.narrow[self.blocks, rows](
-                *given, self.found, self._limits, before, states, after, states_after, self.width, self.blocks, shift,
-                FIRST=number == 0, STAGE=stage, BLOCKS=self._room, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
+                *given, self.found, bins, self._states, self._bins[number % 2], *sizes, shift,
+                STAGE=stage, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
             )  # fmt: skip
-            before, states = after, states_after
-        return before, states
+            bins = self._bins[number % 2]
+        draw_kernels.descend[rows,](self.asked, self._limits, bins, self._states, *sizes, FIRST=False, **options)
+        return bins
 
 
 def leaders_of(row: Sequence[int], count: int) -> list[tuple[int, float]]:

@@ -38,9 +38,11 @@ EXACT = Tile(64, 64, 64, 4, 4)
 """The way that all others are compared with."""
 
 
-def product(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gate: str = "") -> None:
-    """x [T, K] times weight [N, K] transposed, plus bias [N], into out [T, N], by tiles of one kind. gate: of weight
-    and bias [2 I, ...] = (gate, up) both, f(gate) * up into out [T, I] (ops.gated_linear)."""
+def product(
+    tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, kind: str = "", gated: bool = False
+) -> None:
+    """x [T, K] times weight [N, K] transposed, plus bias [N], into out [T, N], by tiles of one kind. kind: an
+    activation of that. gated: of weight and bias [2 I, ...] = (gate, up) both, f(gate) * up into out [T, I]."""
     (rows, inputs), outputs = x.shape, out.shape[1]
     tiles = -(-rows // tile.rows) * -(-outputs // tile.columns)
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -61,7 +63,7 @@ def product(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, out: Ten
         options["launch_pdl"] = True
     product_kernels.product[(tiles,)](
         x, weight, weight if bias is None else bias, out, rows, inputs, outputs, x.stride(0), STEP=step,
-        EVEN=inputs % step == 0, GATE=gate, AHEAD=ahead, PRECISION="ieee", **sizes, **options,
+        EVEN=inputs % step == 0, KIND=kind, GATED=gated, AHEAD=ahead, PRECISION="ieee", **sizes, **options,
     )  # fmt: skip
 
 
@@ -72,11 +74,10 @@ def overlaps(device: torch.device) -> bool:
 
 
 def takes_blocks(x: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Whether `product_by_blocks` takes these: 16 bits each, rows that begin at multiples of 16 bytes."""
-    return (
-        x.dtype == weight.dtype == out.dtype
-        and x.element_size() == 2
-        and all(
-            each.data_ptr() % 16 == 0 and each.stride(0) % 8 == 0 and each.stride(1) == 1 for each in (x, weight, out)
-        )
-    )
+    """Whether `product_by_blocks` takes these: 16 bits each, rows that begin at multiples of 16 bytes, and a GPU that
+    copies blocks by itself (elsewhere they are loaded one at a time)."""
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return False
+    alike = x.dtype == weight.dtype == out.dtype and x.element_size() == 2
+    tensors = (x, weight, out)
+    return alike and all(x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in tensors)
