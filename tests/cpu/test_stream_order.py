@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace import arrival, device
 from headrace.config import AttentionSpec
 from headrace.kv.storage import KVStorage
-from headrace.offload import copy_streams, frame, landing, ticket
+from headrace.offload import chunk_codec, copy_streams, frame, landing, ticket
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CudaStream, ThreadStream
 from headrace.offload.landing import PinnedLanding
@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, order: StreamOrder, monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
         self.order = order
-        ordered_threads(order, monkeypatch, (arrival, ticket, copy_streams, landing))
+        ordered_threads(order, monkeypatch, (arrival, ticket, copy_streams, landing, chunk_codec))
         _watch_the_host(order, monkeypatch)
         spec = AttentionSpec(LAYERS, HEADS, HEADS, DIM, 1.0, (None,) * LAYERS)
         self.storage = KVStorage(spec, SLOTS, torch.float32, HIDDEN, torch.float32)

@@ -88,6 +88,8 @@ def test_all_is_ordered(form: str, truth: Any, monkeypatch: pytest.MonkeyPatch) 
     order = StreamOrder()
     with streaming(order, monkeypatch, **FORMS[form]) as llm:
         same(answers(llm), truth)
+        transfers = llm.engine.loaded.executor.streamer.transfers  # type: ignore[attr-defined]
+        assert min(transfers.throughput.link._latest) > 0, "a transfer counted before its end"
     assert not order.violations
     assert order.seen == NEEDED[form] | TIMES
 

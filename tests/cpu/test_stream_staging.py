@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.attention.plan import Span, build
-from headrace.config import AttentionSpec
+from headrace.config import AttentionSpec, EngineConfig
+from headrace.engine.folders import model_folder
 from headrace.engine.streaming import cuts
+from headrace.models.config import read_config
+from headrace.offload.streaming.open import sizes
 from headrace.offload.streaming.staging import Staging, StagingPlan
 from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per_chunk, room
 
@@ -113,3 +116,20 @@ def test_a_file_has_room_for_what_was_reckoned_and_no_more(tmp_path: Path) -> No
         file((1,), torch.bfloat16)
     with pytest.raises(ValueError, match="lower kv_offloading_size or name another directory"):
         FileMemory(str(tmp_path), 1 << 60)
+
+
+def test_a_gpu_stages_a_layer_of_all_that_lies_outside() -> None:
+    """Its kernels take an operation in one piece. What is refused says how much would do."""
+    small = EngineConfig(
+        model="tiny", attention_backend="triton", offload_schedule="row", kv_offloading_size=0.05, offload_staging_mb=1
+    )
+    facts = (read_config(model_folder("tiny")), torch.bfloat16, torch.bfloat16)
+    with pytest.raises(ValueError, match="raise offload_staging_mb to ") as error:
+        sizes(small, *facts)
+    enough = int(str(error.value).split("offload_staging_mb to ")[1].split(",")[0])
+    found = sizes(small.replace(offload_staging_mb=enough), *facts)
+    assert found.staged == found.store
+    with pytest.raises(ValueError, match=f"raise offload_staging_mb to {enough},"):
+        sizes(small.replace(offload_staging_mb=enough - 1), *facts)
+    on_cpu = sizes(small.replace(attention_backend="cpu"), *facts)
+    assert on_cpu.staged < on_cpu.store == found.store

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.device import current
+from headrace.kernels.chunk_formats import gather
 from tests.support.offloading import MIXES, answer, flush, forced, prompts_of, watched
 from tests.support.traces import Trace, run, same
 
@@ -83,3 +85,15 @@ def test_a_file_may_hold_what_is_streamed(tmp_path: Path, truth: list[Trace]) ->
 def test_staging_must_hold_a_layer() -> None:
     with pytest.raises(ValueError, match="raise offload_staging_mb to"):
         engine(kv_offloading_size=0.5, offload_staging_mb=1, **STREAMED["row"])
+
+
+@pytest.mark.parametrize("size", [64, 65_536, 1 << 20, (1 << 20) + 24])
+def test_pieces_of_pinned_memory(size: int) -> None:
+    """Memory that the driver pinned where it lay, and small memory that torch pins."""
+    pinned = current().pinned((40, size), torch.uint8)
+    assert pinned.is_pinned()
+    pinned.copy_(torch.randint(256, pinned.shape, dtype=torch.uint8))
+    order = torch.randperm(40).tolist()
+    into = torch.zeros(40, size, dtype=torch.uint8, device="cuda")
+    gather(into, [pinned[place] for place in order])
+    assert torch.equal(into.cpu(), pinned[order])

@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -379,7 +379,9 @@ class InOneThread:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    map = staticmethod(map)
+    @staticmethod
+    def map(work: Callable[[Any], T], items: Iterable[Any]) -> Iterator[T]:
+        return iter([work(item) for item in items])
 
 
 def ordered_threads(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, modules: Sequence[ModuleType]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from headrace import host
 from headrace.config import EngineConfig
 from headrace.engine import preflight
 from headrace.engine.capacity import model_folder
-from headrace.engine.footprint import Footprint
+from headrace.engine.footprint import Footprint, keeps_activations
 from headrace.host import GIB
 from headrace.models.plain_config import plain_config
 
@@ -110,6 +111,17 @@ def test_lengths() -> None:
         with pytest.raises(ValueError, match=told):
             preflight.check(EngineConfig(**settings))
     preflight.check(EngineConfig(max_model_len=8192, kv_cache_tokens=4096, context_parallel_size=2))
+
+
+@pytest.mark.parametrize(("settings", "kept"), [
+    ({}, True), ({"kv_offload_activations": "off"}, False), ({"attention_backend": "triton"}, False),
+    ({"attention_backend": "triton", "kv_offload_activations": "on"}, True),
+    ({"context_parallel_size": 2}, False), ({"context_parallel_size": 2, "kv_offload_activations": "on"}, True),
+], ids=str)  # fmt: skip
+def test_where_activations_are_kept(settings: dict[str, Any], kept: bool) -> None:
+    """Of a model whose X is smaller than its K and V: heads of their own. On ranks and a GPU where it is asked for."""
+    alike = replace(TINY, attention=replace(TINY.attention, kv_heads=TINY.attention.heads))
+    assert keeps_activations(EngineConfig(kv_offloading_size=1.0, **settings), alike, 2, 2) is kept
 
 
 def test_what_has_passed_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ class StreamRunner(Executor):
         count = self.batches if self.streamer.options.schedule == "column" else 1
         batches = [self._batch([ordered[i] for i in group], [spans[i] for i in group]) for group in cuts(spans, count)]
         hidden = torch.cat(self.streamer.run(batches))
-        return wanted_rows(ordered).computed(hidden, lambda drawn: self.decoder.logits(drawn).cpu())
+        return wanted_rows(ordered).computed(hidden, self.decoder.logits)
 
     def _batch(self, slices: list[Slice], spans: list[planning.Span]) -> StreamBatch:
         plan = planning.build(spans)

@@ -27,6 +27,8 @@ on a GPU, whose buffers lie there too, are torch's: raw chunks are handed to the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -114,6 +116,29 @@ def store_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: OffloadF
 def load_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: OffloadFormat) -> None:
     """The way back, into chunks `slots`, no two the same."""
     _load(buffer, _x_planes(x_pool), slots, format, x_bytes(x_pool.shape[-1], x_pool.dtype, format))
+
+
+def gather(into: Tensor, sections: Sequence[Tensor]) -> None:
+    """into[i] = sections[i]: sections uint8 [bytes] each in pinned memory, into [n, bytes] on a GPU, whose current
+    stream is given that to do: by one kernel, since a copy of 64 KiB takes longer to launch than to run."""
+    if into.is_cuda:
+        from headrace.kernels.triton import pinned
+
+        return pinned.gather(into, sections)
+    for there, section in zip(into, sections, strict=True):
+        there.copy_(section, non_blocking=True)
+
+
+def take_raw(section: Tensor, tensors: Sequence[Tensor], slot: int) -> None:
+    """One chunk, as "raw", out of pools on a GPU into pinned memory, uint8 [bytes]: the current stream is given the
+    copies. The rest of the section becomes zeros."""
+    at = 0
+    for tensor in tensors:
+        part = tensor[slot]
+        section[at : at + part.nbytes].view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
+        at += part.nbytes
+    if at < len(section):
+        section[at:] = 0
 
 
 def _kv_planes(pool: Pool, dtype: torch.dtype | None, layout: Layout | None) -> list[Plane]:

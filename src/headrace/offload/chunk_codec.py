@@ -8,6 +8,7 @@ sections have one size, and the last ones of a layer are filled up with zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -20,7 +21,7 @@ from headrace.kernels import chunk_formats
 from headrace.kernels.records import Layout
 from headrace.kv.storage import KVStorage
 from headrace.offload import frame
-from headrace.offload.landing import HostLanding, Landing, PinnedLanding
+from headrace.offload.landing import READERS, HostLanding, Landing, PinnedLanding
 from headrace.offload.tiers.base import BlobFormat, BlobKind, BlobParts
 
 
@@ -95,23 +96,28 @@ class ChunkCodec:
             parts = [data[own.start * size : own.stop * size] for own in sections]
             return all(self._store(part, layer, slot, kind, form) for layer, part in enumerate(parts))
 
-        data = self._filled(count * size, fill)
+        data = self._filled(count * size, fill, form)
         if data is None:
             return self.encode(slot, digest, kind, "raw")
         payload = memoryview(data.numpy().data).cast("B")
-        sums = [frame.checksum(payload[section * size : (section + 1) * size]) for section in range(count)]
+        each = map if self._out is None else self._out.each
+        sums = list(each(frame.checksum, [payload[at : at + size] for at in range(0, count * size, size)]))
         layout = frame.BlobLayout(self.identity, count, size, kind, form)
         return frame.make_header(layout, digest, sums), payload
 
-    def _filled(self, size: int, fill: Callable[[Tensor], bool]) -> Tensor | None:
+    def _filled(self, size: int, fill: Callable[[Tensor], bool], form: BlobFormat) -> Tensor | None:
         """Host memory, uint8 [size], that `fill` has filled, be it over the device's; None where it could not."""
         if self._out is not None:
-            return self._out.filled(size, fill)
+            return self._out.filled(size, fill, over=form != "raw")
         if len(self._scratch) < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size] if fill(self._scratch[:size]) else None
 
     def _store(self, section: Tensor, layer: int, slot: int, kind: BlobKind, form: BlobFormat) -> bool:
+        if self.device is not None and form == "raw":
+            parts = (self.activations(layer),) if kind == "x" else self.storage.pool(layer).tensors
+            chunk_formats.take_raw(section, parts, slot)
+            return True
         where = torch.tensor([slot], dtype=torch.int32)
         if kind == "x":
             return chunk_formats.store_x_many(section[None], self.activations(layer), where, form)[0]
@@ -128,10 +134,12 @@ class ChunkCodec:
         """The sections, where the pool is."""
         if self.device is None:
             return sections if isinstance(sections, Tensor) else torch.stack(list(sections))
-        shape, parts = (len(sections), len(sections[0])), [sections] if isinstance(sections, Tensor) else sections
+        shape = (len(sections), len(sections[0]))
         there = torch.empty(shape, dtype=torch.uint8, device=self.device.place)
-        for into, part in zip([there] if isinstance(sections, Tensor) else there, parts, strict=True):
-            into.copy_(part, non_blocking=True)
+        if isinstance(sections, Tensor):
+            there.copy_(sections, non_blocking=True)
+        else:
+            chunk_formats.gather(there, sections)
         return there
 
     def header(self, data: memoryview, digest: bytes, kind: BlobKind) -> frame.BlobHeader:
@@ -162,24 +170,27 @@ class ChunkCodec:
 
 
 class _Outward:
-    """The way of chunks from a device's memory to the host's: put together there, and copied by one copy."""
+    """The way of chunks from a device's memory to the host's. each: `map` by several threads."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.stream, self.compute = device, device.stream(), device.current_stream()
+        self.each = ThreadPoolExecutor(READERS, thread_name_prefix="headrace-sums").map
         self._there, self._here = torch.empty(0), torch.empty(0)
 
-    def filled(self, size: int, fill: Callable[[Tensor], bool]) -> Tensor | None:
-        """See ChunkCodec._filled."""
+    def filled(self, size: int, fill: Callable[[Tensor], bool], over: bool) -> Tensor | None:
+        """See ChunkCodec._filled. over: put together in the device's memory, and copied by one copy."""
         device, written = self.device, self.device.event()
         written.record(self.compute)
         with device.on(self.stream):
             self.stream.wait_event(written)
             if len(self._here) < size:
-                self._there = torch.empty(size, dtype=torch.uint8, device=device.place)
                 self._here = device.pinned((size,), torch.uint8)
-            there, here = self._there[:size], self._here[:size]
-            fits = fill(there)
-            here.copy_(there, non_blocking=True)
+            if over and len(self._there) < size:
+                self._there = torch.empty(size, dtype=torch.uint8, device=device.place)
+            here = self._here[:size]
+            fits = fill(self._there[:size] if over else here)
+            if over:
+                here.copy_(self._there[:size], non_blocking=True)
             copied = device.event(blocking=True)
             copied.record(self.stream)
         copied.synchronize()

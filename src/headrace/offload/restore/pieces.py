@@ -79,7 +79,7 @@ class ReadPiece(Piece):
         return self._data[:count]
 
     def left(self) -> None:
-        self._landing.left()
+        self._landing.left(self._data)
 
 
 class LentPiece(Piece):

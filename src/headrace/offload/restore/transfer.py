@@ -16,7 +16,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -184,10 +185,34 @@ class RestoreTransfer:
             size, sections = self.codec.section_bytes(kind, form), self.codec.sections(kind)
             own = Sections(sections[layer], size, frame.section_at(sections[-1].stop, size, sections[layer].start))
             most = max(1, self.codec.landing.piece_bytes // own.bytes)
-            for first in range(0, len(left), most):
-                some = [w for w in left[first : first + most] if w.chunk < self.end]
-                if self.cancelled or not self._bring(layer, kind, form, some, self._piece(some, own, lent)):
-                    return
+            pieces = [left[first : first + most] for first in range(0, len(left), most)]
+            if not self._bring_all(layer, kind, form, pieces, own, lent):
+                return
+
+    def _bring_all(
+        self,
+        layer: int,
+        kind: BlobKind,
+        form: BlobFormat,
+        pieces: list[list[WantedChunk]],
+        sections: Sections,
+        lent: list[LentPiece],
+    ) -> bool:
+        """Piece after piece, the next ones being read and checked meanwhile; whether all came."""
+        started: deque[tuple[list[WantedChunk], Piece, Iterator[str]]] = deque()
+        landing = self.codec.landing
+        try:
+            for chunks in [*pieces, *([] for _ in range(landing.ahead))]:
+                if chunks := [] if self.cancelled else [w for w in chunks if w.chunk < self.end]:
+                    piece = self._piece(chunks, sections, lent)
+                    started.append((chunks, piece, landing.read(len(chunks), piece.arrive)))
+                behind = len(started) > (landing.ahead if chunks else 0)
+                if behind and not self._bring(layer, kind, form, *started.popleft()):
+                    return False
+            return not self.cancelled
+        finally:
+            for _, _, found in started:
+                deque(found, maxlen=0)  # nobody reads into memory that is used again
 
     def _lender(self, tier: int) -> Lender | None:
         """A tier that a device's copies can run from."""
@@ -201,12 +226,21 @@ class RestoreTransfer:
         lent.append(LentPiece(chunks, sections, lender))
         return lent[-1]
 
-    def _bring(self, layer: int, kind: BlobKind, form: BlobFormat, chunks: list[WantedChunk], piece: Piece) -> bool:
-        """Whether all of a piece came."""
+    def _bring(
+        self,
+        layer: int,
+        kind: BlobKind,
+        form: BlobFormat,
+        chunks: list[WantedChunk],
+        piece: Piece,
+        found: Iterator[str],
+    ) -> bool:
+        """Puts a piece into the pool as far as it came; whether all of it did. found: what is wrong with each chunk."""
         whole = 0
-        for wanted, wrong in zip(chunks, self.codec.landing.read(len(chunks), piece.arrive), strict=True):
+        for wanted, wrong in zip(chunks, found, strict=True):
             if wrong:
                 self._lost(wanted, wrong)
+                deque(found, maxlen=0)
                 break
             whole += 1
         if whole:

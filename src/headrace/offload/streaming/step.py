@@ -176,6 +176,7 @@ class StreamStep:
         waited, projecting = (sum(each.seconds() for each in some) for some in (times.waits, times.projecting))
         totals.waited_s += waited
         for ticket in times.carried:
+            ticket.synchronize()  # a device's has come, and may not have been ended yet
             throughput.carried(ticket)
         throughput.projected(projected, projecting)
         throughput.computed(self.work[batch], times.whole.seconds() - waited - projecting)
