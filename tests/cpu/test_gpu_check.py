@@ -13,7 +13,7 @@ from headrace.attention.plan import build
 from headrace.bench.attention_testbed import decode_spans, shared
 from headrace.bench.shapes import CheckpointShape, write_checkpoint, write_outline
 from headrace.types import CHUNK
-from tools.gpu import bits, chunk_attention, engine, long_context, lookup_model, models, sessions, timing
+from tools.gpu import bits, check, chunk_attention, engine, long_context, lookup_model, models, sessions, timing
 from tools.gpu.runner import Case, LeftOut, Row
 
 SMALL = CheckpointShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=200, context=2048)
@@ -148,3 +148,9 @@ def test_gaps_are_of_steps_that_serve_everyone() -> None:
     steps = [sessions.Step(ended, {str(i): 1 for i in range(count)}) for ended, count in ends]
     assert sessions.whole_gaps(steps, 2, skip=0) == [2.0, 1.0]
     assert sessions.whole_gaps(steps, 2, skip=1) == [1.0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_machine_without_a_device_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([]) == 1
+    assert "no CUDA device; nothing was checked" in capsys.readouterr().err
