@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from headrace.attention.plan import Plan, Span, build
 from headrace.bench.attention_testbed import GQA, H64, MHA, Heads, decode_spans, private, shared, slots_of
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Pool, StepInputs
 from headrace.kernels.triton import attention
 from headrace.types import CHUNK, chunks_for
 from tools.gpu import timing
@@ -56,11 +56,14 @@ def cases() -> Iterator[Case]:
 
 def attending(plan: Plan, heads: Heads, pool: Pool) -> Run:
     """Our kernels, given a plan whose work lies on the device: random rows attend over the pool."""
-    items, positions = torch.from_numpy(plan.items), torch.from_numpy(plan.positions)
-    work = attention.TileWork(items, positions, heads.heads, heads.kv_heads, heads.dim, CUDA)
-    mask = Mask(items, positions.int().to(CUDA), scale=heads.dim**-0.5)
+    at, slots, offsets = (torch.from_numpy(x) for x in (plan.positions, plan.row_slots, plan.row_offsets))
+    inputs = StepInputs(
+        {None: torch.from_numpy(plan.items)}, at, slots, offsets, heads=heads.heads,
+        shape=(len(pool.k), heads.kv_heads, heads.dim), dtype=torch.bfloat16, scale=heads.dim**-0.5,
+    )  # fmt: skip
+    step = attention.TritonStep(inputs, CUDA)
     q = torch.randn(plan.rows, heads.heads, heads.dim, device=CUDA).bfloat16()
-    return lambda: work.run(q, pool, mask)
+    return partial(step.work[None].run, q, pool, step.masks[None])
 
 
 def drawn_pool(slots: int, heads: Heads) -> Pool:

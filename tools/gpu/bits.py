@@ -27,6 +27,9 @@ from tools.gpu.runner import Case, LeftOut, Row
 TESTS_SECONDS = 60.0
 """For tests/gpu, which run beside the engines."""
 
+FEW = {"max_sequences": 32}
+"""Steps of fewer sizes have to be recorded."""
+
 Make = Callable[..., LLM]
 
 
@@ -91,16 +94,16 @@ class Bits:
             return self.equal("eager", run(self.llm, self.prompts))
 
     def cut(self, budget: int) -> Row:
-        with self.make(max_batch_tokens=budget) as llm:
+        with self.make(max_batch_tokens=budget, **FEW) as llm:
             return self.equal(f"cut at {budget}", run(llm, self.prompts))
 
     def unshared(self) -> Row:
-        with self.make(enable_prefix_caching=False) as llm:
+        with self.make(enable_prefix_caching=False, **FEW) as llm:
             return self.equal("unshared", run(llm, self.prompts))
 
     def preempted(self) -> Row:
         long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
-        with self.make(kv_cache_tokens=1024, max_batch_tokens=200) as small:
+        with self.make(kv_cache_tokens=1024, max_batch_tokens=200, **FEW) as small:
             row = self.equal("preempted", run(small, self.prompts, long), run(self.llm, self.prompts, long))
             preemptions = small.engine.stats().scheduler.preemptions
         assert preemptions, "nothing was preempted"
@@ -129,7 +132,7 @@ class Bits:
 
     def speculated(self) -> Row:
         try:
-            llm = self.make(speculative="ngram")
+            llm = self.make(speculative="ngram", **FEW)
         except ValueError as why:
             raise LeftOut(str(why)) from None
         with llm:
