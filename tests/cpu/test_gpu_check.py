@@ -137,6 +137,11 @@ def test_the_planted_fact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not text.wrong(right) and text.wrong([right[0] + 1, *right[1:]]) == [0]
 
 
+def test_the_shipped_model_is_asked_within_its_limits() -> None:
+    (row,) = long_context.shipped(prompts=3, lengths=(600,))
+    assert row.figures == {"right": 1.0}
+
+
 def test_refused_settings_leave_a_case_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(long_context.CONTEXTS, "128k", 1000)
     with pytest.raises(LeftOut, match="kv_cache_tokens"):
