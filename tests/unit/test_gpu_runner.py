@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tools.gpu import check, runner
+from tools.gpu import check, runner, tables
 from tools.gpu.runner import Case, Goal, LeftOut, Row, Section
 
 ROW = Row("a row", {"ours_ms": 2.0, "of_best": 0.7}, (Goal("of_best", 0.65), Goal("of_best", 0.9)))
@@ -171,3 +171,17 @@ def test_make_runs_it() -> None:
     text = (Path(__file__).parents[2] / "Makefile").read_text()
     recipe = text.split("\ngpu-check:")[1].split("\n\n")[0].splitlines()[1:]
     assert recipe == ["\t@$(BIN)/python -m tools.gpu.check --json build/gpu-check.json"]
+
+
+def test_a_result_as_tables() -> None:
+    """Figures that one row lacks leave its cell empty; what was not measured is named."""
+    other = Row("another", {"ours_ms": 3.0, "sweep": {1: 2}})
+    report = runner.run([section("one", lambda: ROW, lambda: other, leave_out)], 60)
+    machine = {"gpu": "H100", "torch": "2.11", "triton": "3.6"}
+    text = tables.markdown({"date": "2026-11-26T07:00", "machine": machine, "cases": report.cases})
+    assert text.splitlines() == [
+        "2026-11-26, H100, torch 2.11, Triton 3.6:", "", "**one**", "",
+        "| | ours ms | of best | goals |", "|---|---:|---:|---|",
+        "| a row | 2 | 0.7 | of_best 0.7 >= 0.65 met; of_best 0.7 >= 0.9 short |",
+        "| another | 3 |  |  |", "case 2: left out: no memory.",
+    ]  # fmt: skip

@@ -5,6 +5,7 @@ Times are of the kernels, the calls in turns, caches emptied before each (tools.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -84,15 +85,17 @@ def needs(count: int) -> None:
 def sdpa_runs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run]:
     """torch's attention by each backend that takes this work. q [S, Hq, R, D], k and v [S, Hkv, T, D], the rows being
     the last ones of T."""
-    found: dict[str, Run] = {}
-    for name, backend in BACKENDS.items():
-        run = partial(_sdpa, backend, q, k, v)
+    runs = {name: partial(_sdpa, backend, q, k, v) for name, backend in BACKENDS.items()}
+    return {name: run for name, run in runs.items() if _takes(run)}
+
+
+def _takes(run: Run) -> bool:
+    with warnings.catch_warnings(action="ignore"):  # they say why not
         try:
             run()
-        except RuntimeError:  # the backend does not know such heads or masks
-            continue
-        found[name] = run
-    return found
+        except RuntimeError:
+            return False
+    return True
 
 
 def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from headrace.bench.worker import step_bytes
 from tools.gpu import sessions, timing
 from tools.gpu.models import MODELS, DrawnModel, drawn_model, transformers_model
 from tools.gpu.peers import TransformersPeer
-from tools.gpu.runner import Case, Goal, Row
+from tools.gpu.runner import Case, Goal, LeftOut, Row
 from tools.gpu.sessions import answers, drawn_tokens, whole_gaps
 
 
@@ -224,7 +224,8 @@ def all_decoding(llm: LLM, prompts: list[list[int]], answer: int) -> sessions.Se
 
 
 def device_ms_a_step(llm: LLM, prompts: list[list[int]], answer: int, steps: int = 16) -> float:
-    """Milliseconds in which the GPU computes, of a step in which all sequences decode."""
+    """Milliseconds in which the GPU computes, of a step in which all sequences decode. Raises LeftOut where the
+    profiler is told of no kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     session = all_decoding(llm, prompts, answer)
@@ -235,7 +236,10 @@ def device_ms_a_step(llm: LLM, prompts: list[list[int]], answer: int, steps: int
             session.step()
         torch.cuda.synchronize()
     session.drain()
-    return float(sum(each.self_device_time_total for each in found.key_averages())) / 1e3 / steps
+    total = float(sum(each.self_device_time_total for each in found.key_averages()))
+    if not total:
+        raise LeftOut("the profiler sees no kernels here")
+    return total / 1e3 / steps
 
 
 def peer_figures(name: str, count: int, run: Callable[[], tuple[list[float], Any]]) -> dict[str, Any]:
