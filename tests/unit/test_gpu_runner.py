@@ -124,6 +124,9 @@ def test_what_hangs_is_interrupted_and_cleaned_up() -> None:
     report = runner.run([Section("one", 60.0, cases), section("two", lambda: ROW)], 0.2)
     assert time.monotonic() - began < 20 and cleaned == ["yes"]
     assert statuses(report) == ["left out: interrupted, no time", "left out: no time"]
+    report = runner.run([Section("one", 0.2, cases), section("two", lambda: ROW)], 60)
+    assert time.monotonic() - began < 20
+    assert statuses(report) == ["left out: interrupted, no time", "measured"]
 
 
 def test_the_result_is_written(
@@ -155,7 +158,7 @@ def test_without_a_device_nothing_is_checked(
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "bits,speed"])
-    assert "--only 'speed': no such section; there are limits, bits" in capsys.readouterr().err
+    assert "--only 'speed': no such section; there are limits, chunk_attention" in capsys.readouterr().err
 
 
 def test_sections_end_within_nine_minutes() -> None:

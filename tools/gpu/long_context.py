@@ -96,7 +96,7 @@ def facts(name: str, **settings: Any) -> Row:
     length = CONTEXTS[name]
     with tempfile.TemporaryDirectory() as folder:
         lookup_model.write(Path(folder), 2 * length)
-        room = {"kv_cache_tokens": length + 64 * CHUNK}
+        room = {"kv_cache_tokens": length + 64 * CHUNK, "max_batch_tokens": 8192, "max_sequences": 16}
         try:
             llm = LLM(folder, **{**USUAL, **room, **settings})
         except ValueError as why:

@@ -62,8 +62,8 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """cases: called when the section starts, for it may draw a model; closed at its end. seconds: no case starts
-    later."""
+    """cases: called when the section starts, for it may draw a model; run to its end, so that it can clean up. seconds:
+    no case goes on longer."""
 
     name: str
     seconds: float
@@ -99,7 +99,8 @@ class Report:
 
 
 def run(sections: Iterable[Section], seconds: float) -> Report:
-    """Runs the sections in this order within `seconds`. A case under way when the time ends is interrupted."""
+    """Runs the sections in this order within `seconds`. A case that is under way when its section's time, or all of it,
+    ends is interrupted."""
     report, ends = Report(), time.monotonic() + seconds
     for section in sections:
         began = time.monotonic()
@@ -108,7 +109,7 @@ def run(sections: Iterable[Section], seconds: float) -> Report:
             report.note(section.name, "all", "left out: no time")
             continue
         try:
-            with _alarm(ends - began):
+            with _alarm(min(section.seconds, ends - began)):
                 cases = section.cases()
                 _run_cases(section, cases, report, began, ends)
         except (Exception, _TimeOver) as error:
