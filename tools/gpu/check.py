@@ -2,8 +2,8 @@
 
     python -m tools.gpu.check --only bits,attention --seconds 200 --json FILE
 
-Sections run in the order of SECTIONS, each within its seconds; what tells most in a short time comes first. Exit status:
-1 without a CUDA device and after a failure; goals that are not met are printed ('short') and fail nothing.
+Sections run in the order of SECTIONS, each within its seconds; what tells most in a short time comes first. Exit
+status: 1 without a CUDA device and after a failure; goals that are not met are printed (short) and fail nothing.
 """
 
 from __future__ import annotations
