@@ -30,6 +30,9 @@ TESTS_SECONDS = 60.0
 FEW = {"max_sequences": 32}
 """Steps of fewer sizes have to be recorded."""
 
+SCHEDULES = ("batch", "cached", "eager", "preempted", "prefilled", "buckets", "unshared")
+"""Methods of Bits."""
+
 Make = Callable[..., LLM]
 
 
@@ -53,12 +56,14 @@ def shipped(**settings: Any) -> LLM:
 def of_model(name: str, make: Make) -> Iterator[Case]:
     """All schedules of one model against each prompt alone on an empty cache."""
     bits = Bits(name, make)
-    for schedule in (bits.batch, bits.cached, bits.eager, bits.preempted, bits.prefilled, bits.buckets, bits.unshared):
-        yield Case(f"{name} {schedule.__name__}", schedule)
-    for budget in (64, 96, 1000):
-        yield Case(f"{name} cut at {budget}", partial(bits.cut, budget))
-    yield Case(f"{name} speculated", bits.speculated)
-    bits.llm.close()
+    try:
+        for schedule in SCHEDULES:
+            yield Case(f"{name} {schedule}", getattr(bits, schedule))
+        for budget in (64, 96, 1000):
+            yield Case(f"{name} cut at {budget}", partial(bits.cut, budget))
+        yield Case(f"{name} speculated", bits.speculated)
+    finally:
+        bits.llm.close()
 
 
 @dataclass

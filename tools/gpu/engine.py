@@ -50,17 +50,19 @@ DECODE_GOALS = {1: 0.7}
 def cases_of(name: str, first_token_goal: float, sizes: Sizes = SIZES) -> Iterator[Case]:
     """All cases of a model, the most telling first. first_token_goal: of transformers' best, at the longest prompt."""
     bench = EngineBench(name, drawn_model(MODELS[name], timing.CUDA), sizes)
-    for length in sizes.first:
-        goals = (Goal("of_best", first_token_goal, most=True),) if length == sizes.first[0] else ()
-        yield Case(f"first token of {length}", partial(bench.first_token, length, goals))
-    for count, length in sizes.contexts:
-        yield Case(f"decode {count}", partial(bench.decode, count, length))
-    yield Case(f"{sizes.sharing} on {sizes.shared} shared", bench.shared)
-    yield Case(f"steps of {sizes.many}", bench.steps)
-    yield Case("beside a prompt", partial(bench.beside, None))
-    yield Case("beside a prompt, by slices", partial(bench.beside, sizes.slices))
-    yield Case("decode, sampled", partial(bench.decode, *sizes.contexts[1], sampled=True))
-    bench.close()
+    try:
+        for length in sizes.first:
+            goals = (Goal("of_best", first_token_goal, most=True),) if length == sizes.first[0] else ()
+            yield Case(f"first token of {length}", partial(bench.first_token, length, goals))
+        for count, length in sizes.contexts:
+            yield Case(f"decode {count}", partial(bench.decode, count, length))
+        yield Case(f"{sizes.sharing} on {sizes.shared} shared", bench.shared)
+        yield Case(f"steps of {sizes.many}", bench.steps)
+        yield Case("beside a prompt", partial(bench.beside, None))
+        yield Case("beside a prompt, by slices", partial(bench.beside, sizes.slices))
+        yield Case("decode, sampled", partial(bench.decode, *sizes.contexts[1], sampled=True))
+    finally:
+        bench.close()
 
 
 def release() -> None:
