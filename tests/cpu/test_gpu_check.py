@@ -13,7 +13,18 @@ from headrace.attention.plan import build
 from headrace.bench.attention_testbed import decode_spans, shared
 from headrace.bench.shapes import CheckpointShape, write_checkpoint, write_outline
 from headrace.types import CHUNK
-from tools.gpu import bits, check, chunk_attention, engine, long_context, lookup_model, models, sessions, timing
+from tools.gpu import (
+    bits,
+    check,
+    chunk_attention,
+    engine,
+    long_context,
+    lookup_model,
+    models,
+    restores,
+    sessions,
+    timing,
+)
 from tools.gpu.runner import Case, LeftOut, Row
 
 SMALL = CheckpointShape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=96, vocab=200, context=2048)
@@ -126,6 +137,11 @@ def test_everything_shared_leaves_one_phase() -> None:
     ours, pages, slots = chunk_attention.plans(1024, 1024, sequences=4)
     assert slots == 1024 // CHUNK == ours.shared == len(ours.items)
     assert len(pages.items) == 4 * slots
+
+
+def test_a_restored_prompt_has_the_bits_of_the_computed_one() -> None:
+    row = restores.restored("S1", length=600, rounds=1, gib=0.05)
+    assert row.figures["read_mb"] > 0 and row.figures["gain"] > 0
 
 
 def test_the_planted_fact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
