@@ -92,8 +92,8 @@ def _config(context: int) -> dict[str, object]:
 def _weights() -> dict[str, Tensor]:
     embed, code = _embeddings(), torch.eye(NAMES)
     q, k, v = torch.zeros(HEADS * DIM, HIDDEN), torch.zeros(KV_HEADS * DIM, HIDDEN), torch.zeros(KV_HEADS * DIM, HIDDEN)
-    for head in range(HEADS):
-        q[head * DIM + _KEYS.start : head * DIM + _KEYS.stop, _QUERY] = code * SCORE * DIM**0.5
+    for begin in range(0, HEADS * DIM, DIM):
+        q[begin + _KEYS.start : begin + _KEYS.stop, _QUERY] = code * SCORE * DIM**0.5
     k[_KEYS, _CODE] = code
     v[:VALUES, _VALUE] = torch.eye(VALUES)
     out = torch.zeros(HIDDEN, HEADS * DIM)

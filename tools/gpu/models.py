@@ -24,7 +24,7 @@ MODELS = {
 }
 """7B: Llama-2-7B; 8B: Llama-3-8B, but for their contexts and rotations."""
 
-USUAL = {"attention_backend": "triton", "dtype": "bfloat16", "kv_cache_tokens": 40_960}
+USUAL: dict[str, Any] = {"attention_backend": "triton", "dtype": "bfloat16", "kv_cache_tokens": 40_960}
 """Settings of an engine, where none are given."""
 
 

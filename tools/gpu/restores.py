@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
 
@@ -29,7 +30,7 @@ def cases() -> Iterator[Case]:
     yield Case("KVPR's table", table)
 
 
-def restored(name: str, length: int = 8192, rounds: int = 3, gib: float = 8.0) -> Row:
+def restored(name: str, length: int = 8192, rounds: int = 3, gib: float = 6.0) -> Row:
     """First token of a prompt that is computed, of one whose chunks all come from host memory, and of one of whose
     chunks the solver chooses which are computed: the same bits. Raises LeftOut where a GPU's engine has no tiers."""
     model = drawn_model(MODELS[name], timing.CUDA)
@@ -68,8 +69,7 @@ def table() -> list[Row]:
     """A row for each shape. Raises LeftOut without the module."""
     if find_spec("tools.gpu.kvpr") is None:
         raise LeftOut("tools/gpu/kvpr.py is missing")
-    from tools.gpu import kvpr
-
+    kvpr = import_module("tools.gpu.kvpr")
     rows = []
     for found in kvpr.table(SECONDS)["rows"]:
         figures = {name: value for name, value in found.items() if name != "shape"}
