@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from tools.gpu.runner import Case, LeftOut, Row
 
 TESTS_SECONDS = 60.0
 """For tests/gpu, which run beside the engines."""
+TESTS_AT_ONCE = 6
+"""Processes: most of the time goes into compiling kernels."""
 
 FEW = {"max_sequences": 32}
 """Steps of fewer sizes have to be recorded."""
@@ -161,24 +165,30 @@ class Tests:
     """tests/gpu in a process of its own, from now on."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "tests/gpu"]
+        at_once = ["-n", str(TESTS_AT_ONCE)] if find_spec("xdist") else []
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *at_once, "tests/gpu"]
         self.ends = time.monotonic() + TESTS_SECONDS
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads would stop it)
+        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
 
     def result(self) -> Row:
         """What they came to. Raises LeftOut where they take longer than TESTS_SECONDS, RuntimeError if one fails."""
         try:
-            told, _ = self.process.communicate(timeout=max(1.0, self.ends - time.monotonic()))
+            status = self.process.wait(max(1.0, self.ends - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.stop()
-            told = self.process.communicate()[0]
-            print("\n".join(told.splitlines()[-10:]))
+            print("\n".join(self.told()[-10:]))
             raise LeftOut(f"not at their end after {TESTS_SECONDS:.0f} s") from None
-        lines = told.splitlines()
-        if self.process.returncode:
+        lines = self.told()
+        if status:
             print("\n".join(lines[-60:]))
-            raise RuntimeError(f"tests/gpu: {lines[-1] if lines else 'no output'}")
+            raise RuntimeError(f"tests/gpu: {lines[-1]}")
         return Row("tests/gpu", {"pytest": lines[-1].strip("= ")})
+
+    def told(self) -> list[str]:
+        """Lines that it has printed."""
+        self.output.seek(0)
+        return self.output.read().splitlines() or ["no output"]
 
     def stop(self) -> None:
         """Ends the process if it runs."""
