@@ -3,12 +3,13 @@ report. The figures mean nothing here."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from headrace import SamplingParams
+from headrace import LLM, SamplingParams
 from headrace.attention.plan import build
 from headrace.bench.attention_testbed import decode_spans, shared
 from headrace.bench.shapes import CheckpointShape, write_checkpoint, write_outline
@@ -24,6 +25,7 @@ from tools.gpu import (
     restores,
     sessions,
     timing,
+    warm,
 )
 from tools.gpu.runner import Case, LeftOut, Row
 
@@ -175,3 +177,51 @@ def test_gaps_are_of_steps_that_serve_everyone() -> None:
 def test_a_machine_without_a_device_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([]) == 1
     assert "no CUDA device; nothing was checked" in capsys.readouterr().err
+
+
+def test_kernels_are_compiled_by_prompts_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of one layer answers prompts of each length and batches, greedy and drawn."""
+    ran: list[tuple[int, int, float]] = []
+    whole = sessions.run
+
+    def run(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[sessions.Step]:
+        assert llm.engine.loaded.decoder.config.layers == 1
+        ran.append((len(prompts), len(prompts[0]), params.temperature))
+        return whole(llm, prompts, params)
+
+    monkeypatch.setattr(sessions, "run", run)
+    monkeypatch.setattr(warm, "LENGTHS", (300, 70))
+    warm.compile_kernels("S1")
+    assert ran == [(1, 300, 0.0), (1, 70, 0.0), (1, 64, 0.0), (16, 64, 0.0), (1, 64, 0.8), (16, 64, 0.8)]
+
+
+def test_processes_beside_end_with_their_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails is named; one that takes too long is ended and left out."""
+
+    class Process:
+        def __init__(self, status: int | None) -> None:
+            self.status, self.killed = status, False
+
+        def wait(self, seconds: float) -> int:
+            if self.status is None:
+                raise subprocess.TimeoutExpired("warm", seconds)
+            return self.status
+
+        def poll(self) -> int | None:
+            return self.status
+
+        def kill(self) -> None:
+            self.killed = True
+
+    def warming(*statuses: int | None) -> warm.Warming:
+        left = iter(statuses)
+        monkeypatch.setattr(subprocess, "Popen", lambda command: Process(next(left)))
+        return warm.Warming([f"model {number}" for number in range(len(statuses))])
+
+    assert warming(0, 0).result(1).figures["models"] == 2
+    with pytest.raises(RuntimeError, match="no kernels for model 1:"):
+        warming(0, 1).result(1)
+    slow = warming(0, None)
+    with pytest.raises(LeftOut, match="not at their end after 1 s more"):
+        slow.result(1)
+    assert [each.killed for each in slow.processes.values()] == [False, True]

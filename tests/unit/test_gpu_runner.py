@@ -158,7 +158,7 @@ def test_without_a_device_nothing_is_checked(
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "bits,speed"])
-    assert "--only 'speed': no such section; there are limits, chunk_attention" in capsys.readouterr().err
+    assert "--only 'speed': no such section; there are limits, bits" in capsys.readouterr().err
 
 
 def test_sections_end_within_nine_minutes() -> None:

@@ -1,7 +1,8 @@
 """The promise on a GPU: whole engines whose schedules differ give the same bits, and so do kernels (tests/gpu).
 
 A trace holds the logits behind every token of every answer; they are compared by torch.equal, on the shipped model
-and on S1's shape with drawn weights.
+and on S1's shape with drawn weights. Processes beside run tests/gpu and compile the kernels of larger models, since
+nothing is timed here.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from tools.gpu import timing
 from tools.gpu.engine import release
 from tools.gpu.models import MODELS, USUAL, drawn_model
 from tools.gpu.runner import Case, LeftOut, Row
+from tools.gpu.warm import Warming
 
 TESTS_SECONDS = 60.0
 """For tests/gpu, which run beside the engines."""
 TESTS_AT_ONCE = 6
 """Processes: most of the time goes into compiling kernels."""
 
-FEW = {"max_sequences": 32}
+WARMING_SECONDS = 20.0
+"""For other models' kernels, behind everything else: no later section has to compile them then."""
+FEW = {"max_sequences": 16}
 """Steps of fewer sizes have to be recorded."""
 
 SCHEDULES = ("batch", "cached", "eager", "preempted", "prefilled", "buckets", "unshared")
@@ -41,20 +45,22 @@ Make = Callable[..., LLM]
 
 
 def cases() -> Iterator[Case]:
-    tests = Tests()
+    tests, warming = Tests(), Warming([name for name in MODELS if name != "S1"])
     try:
         yield from of_model("tiny", shipped)
         drawn = drawn_model(MODELS["S1"], timing.CUDA)
-        yield from of_model("S1", drawn.engine)
+        yield from of_model("S1", partial(drawn.engine, **FEW))
         yield Case("tests/gpu", tests.result)
+        yield Case("kernels of larger models", partial(warming.result, WARMING_SECONDS))
     finally:
         tests.stop()
-    release()
+        warming.stop()
+        release()
 
 
 def shipped(**settings: Any) -> LLM:
     """An engine of the shipped model on the GPU."""
-    return LLM("tiny", **{**USUAL, **settings})
+    return LLM("tiny", **{**USUAL, **FEW, **settings})
 
 
 def of_model(name: str, make: Make) -> Iterator[Case]:
@@ -103,16 +109,16 @@ class Bits:
             return self.equal("eager", run(self.llm, self.prompts))
 
     def cut(self, budget: int) -> Row:
-        with self.make(max_batch_tokens=budget, **FEW) as llm:
+        with self.make(max_batch_tokens=budget) as llm:
             return self.equal(f"cut at {budget}", run(llm, self.prompts))
 
     def unshared(self) -> Row:
-        with self.make(enable_prefix_caching=False, **FEW) as llm:
+        with self.make(enable_prefix_caching=False) as llm:
             return self.equal("unshared", run(llm, self.prompts))
 
     def preempted(self) -> Row:
         long = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
-        with self.make(kv_cache_tokens=1024, max_batch_tokens=200, **FEW) as small:
+        with self.make(kv_cache_tokens=1024, max_batch_tokens=200) as small:
             row = self.equal("preempted", run(small, self.prompts, long), run(self.llm, self.prompts, long))
             preemptions = small.engine.stats().scheduler.preemptions
         assert preemptions, "nothing was preempted"
@@ -141,7 +147,7 @@ class Bits:
 
     def speculated(self) -> Row:
         try:
-            llm = self.make(speculative="ngram", **FEW)
+            llm = self.make(speculative="ngram")
         except ValueError as why:
             raise LeftOut(str(why)) from None
         with llm:

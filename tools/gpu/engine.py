@@ -183,7 +183,11 @@ class EngineBench:
 
     def beside(self, max_batch_tokens: int | None, count: int = 8) -> Row:
         """Time per token of 8 sequences while a long prompt is read beside them."""
-        llm = self.llm if max_batch_tokens is None else self.model.engine(max_batch_tokens=max_batch_tokens)
+        llm = (
+            self.llm
+            if max_batch_tokens is None
+            else self.model.engine(max_batch_tokens=max_batch_tokens, max_sequences=16)
+        )
         for _ in range(2):
             quiet, during = self._interrupted(llm, count)
         if llm is not self.llm:

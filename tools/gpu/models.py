@@ -24,7 +24,12 @@ MODELS = {
 }
 """7B: Llama-2-7B; 8B: Llama-3-8B, but for their contexts and rotations."""
 
-USUAL: dict[str, Any] = {"attention_backend": "triton", "dtype": "bfloat16", "kv_cache_tokens": 40_960}
+USUAL: dict[str, Any] = {
+    "attention_backend": "triton",
+    "dtype": "bfloat16",
+    "kv_cache_tokens": 40_960,
+    "max_sequences": 64,
+}
 """Settings of an engine, where none are given."""
 
 

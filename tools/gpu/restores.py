@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
+from typing import Any
 
 from headrace import LLM, SamplingParams
 from tests.support.offloading import MIXES, counters, flush, forced, watched
@@ -16,8 +17,8 @@ from tools.gpu.engine import release
 from tools.gpu.models import MODELS, drawn_model
 from tools.gpu.runner import Case, Goal, LeftOut, Row
 
-SECONDS = 30.0
-"""For KVPR's table."""
+SECONDS, RATES_SECONDS = 24.0, 4.0
+"""For KVPR's table, and for a tier's rates."""
 GOALS = (Goal("less", 0.3), Goal("over_best", 0.03, most=True), Goal("prediction_off", 0.1, most=True))
 """Less time than by loading everything; of the solver's split over the best of a sweep; of what it predicts."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -28,6 +29,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"{name} restored", partial(restored, name))
         release()
     yield Case("KVPR's table", table)
+    yield Case("a tier's rates", rates)
 
 
 def restored(name: str, length: int = 8192, rounds: int = 3, gib: float = 6.0) -> Row:
@@ -35,7 +37,7 @@ def restored(name: str, length: int = 8192, rounds: int = 3, gib: float = 6.0) -
     chunks the solver chooses which are computed: the same bits. Raises LeftOut where a GPU's engine has no tiers."""
     model = drawn_model(MODELS[name], timing.CUDA)
     try:
-        llm = model.engine(kv_offloading_size=gib)
+        llm = model.engine(kv_offloading_size=gib, max_sequences=4)
     except ValueError as why:
         raise LeftOut(str(why)) from None
     with llm:
@@ -66,12 +68,22 @@ def fetched(llm: LLM, prompt: list[int], truth: list[Trace], rounds: int) -> tup
 
 
 def table() -> list[Row]:
-    """A row for each shape. Raises LeftOut without the module."""
-    if find_spec("tools.gpu.kvpr") is None:
-        raise LeftOut("tools/gpu/kvpr.py is missing")
-    kvpr = import_module("tools.gpu.kvpr")
+    """KVPR's, a row for each shape."""
     rows = []
-    for found in kvpr.table(SECONDS)["rows"]:
+    for found in beside("kvpr").table(SECONDS)["rows"]:
         figures = {name: value for name, value in found.items() if name != "shape"}
         rows.append(Row(found["shape"], figures | {"prediction_off": abs(found["prediction"])}, GOALS))
     return rows
+
+
+def rates() -> list[Row]:
+    """At which chunks leave a GPU's pool for pinned memory and come back, beside the link."""
+    found = beside("tier_rates").table(RATES_SECONDS)
+    return [Row(f"chunks of {name}", {**row, "link_gbps": found["link_gbps"]}) for name, row in found["rows"].items()]
+
+
+def beside(name: str) -> Any:
+    """A module of this folder. Raises LeftOut where there is none."""
+    if find_spec(f"tools.gpu.{name}") is None:
+        raise LeftOut(f"tools/gpu/{name}.py is missing")
+    return import_module(f"tools.gpu.{name}")
