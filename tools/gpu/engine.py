@@ -52,7 +52,7 @@ def cases_of(name: str, first_token_goal: float, sizes: Sizes = SIZES) -> Iterat
     bench = EngineBench(name, drawn_model(MODELS[name], timing.CUDA), sizes)
     try:
         for length in sizes.first:
-            goals = (Goal("of_best", first_token_goal, most=True),) if length == sizes.first[0] else ()
+            goals = (Goal("over_best", first_token_goal, most=True),) if length == sizes.first[0] else ()
             yield Case(f"first token of {length}", partial(bench.first_token, length, goals))
         for count, length in sizes.contexts:
             yield Case(f"decode {count}", partial(bench.decode, count, length))
@@ -111,7 +111,7 @@ class EngineBench:
                     found[name].append(1e3 * seconds)
         figures = {f"{name}_ms": median(times) for name, times in found.items()}
         best = min(ms for name, ms in figures.items() if name != "ours_ms")
-        return Row(f"{self.name} first token of {length:,}", figures | {"of_best": figures["ours_ms"] / best}, goals)
+        return Row(f"{self.name} first token of {length:,}", figures | {"over_best": figures["ours_ms"] / best}, goals)
 
     def _peer_first(self, peer: TransformersPeer, length: int) -> float:
         return peer.run(self.prompts(1, length), 1)[0][0]
