@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from headrace import LLM, SamplingParams
 from tests.support.checkpoints import KINDS, VOCAB, build_model, make_checkpoint
 from tests.support.traces import Trace, alone, prompts_of, run, same, words
+from tools.gpu.bits import eager_steps
+from tools.gpu.long_context import far_outputs, far_slots
+from tools.gpu.runner import LeftOut, Row
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -80,6 +84,21 @@ def test_decoded_is_the_same_as_prefilled(llm: LLM, truth: list[Trace]) -> None:
         logits = llm.logits(prompt + answer[:-1])
         for position, row in trace.items():
             assert torch.equal(logits[position], row)
+
+
+def test_replayed_is_the_same_as_launched(llm: LLM, truth: list[Trace]) -> None:
+    llm.engine.cache.tree.clear()
+    with eager_steps(llm.engine.loaded.executor):
+        same(run(llm, prompts_of(llm)), truth)
+
+
+@pytest.mark.parametrize("beyond", [far_slots, far_outputs])
+def test_more_than_two_to_the_31_elements(beyond: Callable[[], Row]) -> None:
+    """Numbers of elements that no int32 holds."""
+    try:
+        assert beyond().figures["elements"] > 1 << 31
+    except LeftOut as why:
+        pytest.skip(str(why))
 
 
 def test_capacity_comes_from_the_gpu() -> None:

@@ -32,6 +32,7 @@ FOREIGN = {"curl", "lm_eval", "torchrun", "ray", "export", "echo", "head", ".ven
 FOREIGN_FLAGS = {"--node-rank", "--nproc-per-node", "--strict"}  # torchrun, mkdocs
 MADE_WHEN_RUN = {
     "/openapi.json",
+    "build/gpu-check.json",
     "notes.txt",
     "config.json",
     "index.damaged",

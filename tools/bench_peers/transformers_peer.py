@@ -1,7 +1,8 @@
 """transformers as an engine under test: sdpa attention, bf16, static batches, the usual way to reuse a prefix.
 
 The cache of the last single prompt is kept; a batch whose prompts all begin with it takes it over, repeated per row, as
-transformers' own guide to prefix caching does. Prompts of unequal length are padded on the left.
+transformers' own guide to prefix caching does. Prompts of unequal length are padded on the left. Options: device;
+static: a cache of fixed length, which is never reused; compiled: steps of one token by torch.compile, with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from headrace.bench.protocol import Times, serve
 
@@ -24,6 +25,9 @@ class Transformers:
         load = AutoModelForCausalLM.from_pretrained
         self.device = options.get("device", "cpu")
         self.model = load(checkpoint, dtype=torch.bfloat16, attn_implementation="sdpa").eval().to(self.device)
+        compiled = options.get("compiled", False)
+        self.static = options.get("static", False) or compiled
+        self.decode = torch.compile(self.model.forward, mode="reduce-overhead") if compiled else self.model.forward
         self.known: list[int] = []
         self.cache: DynamicCache | None = None
         self.facts = {"threads": str(torch.get_num_threads())}
@@ -31,7 +35,7 @@ class Transformers:
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Times:
         began = time.perf_counter()
-        cache, skipped = self._reuse(prompts)
+        cache, skipped = self._static(prompts, max_tokens) if self.static else self._reuse(prompts)
         rows = [prompt[skipped:] for prompt in prompts]
         width = max(map(len, rows))
         tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=self.device)
@@ -41,7 +45,8 @@ class Transformers:
         times: Times = [[] for _ in prompts]
         for step in range(max(max_tokens)):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-            out = self.model(
+            forward = self.decode if step else self.model.forward
+            out = forward(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
             )
             tokens = out.logits[:, -1].argmax(-1, keepdim=True)
@@ -51,11 +56,16 @@ class Transformers:
             for row, limit in zip(times, max_tokens, strict=True):
                 if step < limit:
                     row.append(now)
-        if len(prompts) == 1:
+        if len(prompts) == 1 and not self.static:
             if max_tokens[0] > 1:
                 cache.crop(1 - max_tokens[0])
             self.known, self.cache = prompts[0], cache
         return times
+
+    def _static(self, prompts: list[list[int]], max_tokens: list[int]) -> tuple[StaticCache, int]:
+        """An empty cache with room for all of it."""
+        length = max(map(len, prompts)) + max(max_tokens)
+        return StaticCache(config=self.model.config, max_cache_len=-(-length // 64) * 64), 0
 
     def _reuse(self, prompts: list[list[int]]) -> tuple[DynamicCache, int]:
         """(cache to go on from, tokens that are in it)."""

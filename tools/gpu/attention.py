@@ -1,134 +1,167 @@
-"""Attention on a GPU: sequences on a shared prefix, on copies of their own, and torch's attention on the same work.
+"""Attention on a GPU beside torch's, each of its backends by name, and beside copies of what is shared.
 
-    python tools/gpu/attention.py FILE
-
-Times are of the kernels (CUDA events behind a busy GPU, caches emptied before each), medians of 11. FILE takes the
-result.
+Times are of the kernels, the calls in turns, caches emptied before each (tools.gpu.timing).
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from headrace.attention.plan import Plan, Span, batch_order, build
-from headrace.bench.result import machine
-from headrace.kernels.records import Mask, Pool
+from headrace.attention.plan import Plan, Span, build
+from headrace.bench.attention_testbed import GQA, H64, MHA, Heads, decode_spans, private, shared, slots_of
+from headrace.kernels.records import Pool, StepInputs
 from headrace.kernels.triton import attention
-from headrace.types import CHUNK
+from headrace.types import CHUNK, chunks_for
+from tools.gpu import timing
+from tools.gpu.runner import Case, Goal, LeftOut, Row
+from tools.gpu.timing import CUDA, Run
 
-CUDA = torch.device("cuda", 0)
-SHAPES = {"mha": (32, 32, 128), "gqa": (32, 8, 128), "h64": (32, 32, 64)}
-"""Query heads, KV heads, head size."""
-MOST_BYTES = 40 << 30
-"""Of keys and values: larger cases are left out."""
-
-
-def timed(run: Callable[[], object], rounds: int = 11) -> float:
-    """Milliseconds."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
-    for _ in range(3):
-        run()
-    found = []
-    for _ in range(rounds):
-        flush.zero_()
-        torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(400_000)  # launches wait behind it
-        began.record()
-        run()
-        ended.record()
-        torch.cuda.synchronize()
-        found.append(began.elapsed_time(ended))
-    return sorted(found)[rounds // 2]
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+PREFILL_GOALS = (Goal("of_best", 0.65), Goal("of_best", 0.9))
+UNSHARED_GOAL = (Goal("of_best", 1.0),)
+LONG_GOAL = (Goal("of_read", 0.7),)
+ELEMENT = 2
+"""Bytes of a bf16 number."""
 
 
-def limits() -> dict[str, float]:
-    """What the GPU reads and multiplies at best."""
-    data = torch.zeros(1 << 29, device=CUDA)
-    read = data.nbytes / timed(data.sum) / 1e6
-    a = torch.randn(8192, 8192, device=CUDA).bfloat16()
-    return {"read_gbps": round(read), "gemm_tflops": round(2 * 8192**3 / timed(lambda: a @ a) / 1e9)}
+def cases() -> Iterator[Case]:
+    for heads in (MHA, GQA, H64):
+        goals = PREFILL_GOALS if heads is not H64 else ()
+        yield Case(f"prefill {heads.name} 8192", partial(prefill, heads, 0, 8192, goals))
+    yield Case("decode gqa 1x65536", partial(decode, GQA, 1, 65_536, LONG_GOAL))
+    for heads in (MHA, GQA, H64):
+        for sequences, length in ((16, 2048), (32, 8192)):
+            name = f"decode {heads.name} {sequences}x{length}"
+            yield Case(name, partial(decode, heads, sequences, length, UNSHARED_GOAL))
+    for heads in (MHA, GQA):
+        yield Case(f"decode {heads.name} 1x8192", partial(decode, heads, 1, 8192, UNSHARED_GOAL))
+    yield Case("decode mha 1x65536", partial(decode, MHA, 1, 65_536, ()))
+    for heads in (MHA, GQA, H64):
+        for prefix in (8192, 1024):
+            yield Case(f"shared {heads.name} 32 on {prefix}", partial(on_a_prefix, heads, 32, prefix))
+        yield Case(f"prefill {heads.name} 512 on 8192", partial(prefill, heads, 8192, 512, ()))
 
 
-def decoding(prefix: int, own: int, sequences: int, shared: bool) -> tuple[Plan, int]:
-    """The plan of a step of decoding, and how many chunks it names."""
-    common, mine = -(-prefix // CHUNK), -(-own // CHUNK)
-    slot, spans = common if shared else 0, []
-    for _ in range(sequences):
-        width = mine if shared else common + mine
-        table = [*(range(common) if shared else ()), *range(slot, slot + width)]
-        slot += width
-        spans.append(Span(np.array(table, np.int32), prefix + own - 1, 1))
-    order = batch_order([span.slots for span in spans])
-    return build([spans[i] for i in order]), slot
+def attending(plan: Plan, heads: Heads, pool: Pool) -> Run:
+    """Our kernels, given a plan whose work lies on the device: random rows attend over the pool."""
+    at, slots, offsets = (torch.from_numpy(x) for x in (plan.positions, plan.row_slots, plan.row_offsets))
+    inputs = StepInputs(
+        {None: torch.from_numpy(plan.items)}, at, slots, offsets, heads=heads.heads,
+        shape=(len(pool.k), heads.kv_heads, heads.dim), dtype=torch.bfloat16, scale=heads.dim**-0.5,
+    )  # fmt: skip
+    step = attention.TritonStep(inputs, CUDA)
+    q = torch.randn(plan.rows, heads.heads, heads.dim, device=CUDA).bfloat16()
+    return partial(step.work[None].run, q, pool, step.masks[None])
 
 
-def ours(plan: Plan, slots: int, heads: int, kv_heads: int, dim: int) -> float:
+def drawn_pool(slots: int, heads: Heads) -> Pool:
+    """Random keys and values: [slots, Hkv, D, 64] and [slots, Hkv, 64, D]."""
+    needs(2 * slots * CHUNK * heads.kv_heads * heads.dim * ELEMENT)
+    shapes = ((heads.dim, CHUNK), (CHUNK, heads.dim))
+    return Pool(*(torch.randn(slots, heads.kv_heads, *tail, device=CUDA, dtype=torch.bfloat16) for tail in shapes))
+
+
+def needs(count: int) -> None:
+    """Raises LeftOut where the GPU has not so many bytes left."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(CUDA)[0]
+    if count > 0.95 * free:
+        raise LeftOut(f"needs {count / 2**30:.0f} GiB, {free / 2**30:.0f} are free")
+
+
+def sdpa_runs(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Run]:
+    """torch's attention by each backend that takes this work. q [S, Hq, R, D], k and v [S, Hkv, T, D], the rows being
+    the last ones of T."""
+    runs = {name: partial(_sdpa, backend, q, k, v) for name, backend in BACKENDS.items()}
+    return {name: run for name, run in runs.items() if _takes(run)}
+
+
+def _takes(run: Run) -> bool:
+    with warnings.catch_warnings(action="ignore"):  # they say why not
+        try:
+            run()
+        except RuntimeError:
+            return False
+    return True
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows, keys, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
+    with sdpa_kernel(backend):
+        if rows == keys:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mask = causal_lower_right(rows, keys) if rows > 1 else None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def copies(sequences: int, rows: int, keys: int, heads: Heads) -> dict[str, Run]:
+    """torch's attention of random rows, each sequence with keys and values of its own."""
+    needs(2 * sequences * keys * heads.kv_heads * heads.dim * ELEMENT)
+    q = torch.randn(sequences, heads.heads, rows, heads.dim, device=CUDA).bfloat16()
     k, v = (
-        torch.randn(slots, kv_heads, *tail, device=CUDA, dtype=torch.bfloat16) for tail in ((dim, CHUNK), (CHUNK, dim))
+        torch.randn(sequences, heads.kv_heads, keys, heads.dim, device=CUDA, dtype=torch.bfloat16) for _ in range(2)
     )
-    q = torch.randn(plan.rows, heads, dim, device=CUDA).bfloat16()
-    items, positions = torch.from_numpy(plan.items), torch.from_numpy(plan.positions)
-    work = attention.TileWork(items, positions, heads, kv_heads, dim, CUDA)
-    mask = Mask(items, positions.int().to(CUDA), scale=dim**-0.5)
-    return timed(lambda: work.run(q, Pool(k, v), mask))
+    return sdpa_runs(q, k, v)
 
 
-def theirs(sequences: int, rows: int, keys: int, heads: int, kv_heads: int, dim: int) -> float:
-    q = torch.randn(sequences, heads, rows, dim, device=CUDA).bfloat16()
-    k, v = (torch.randn(sequences, kv_heads, keys, dim, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
-    mask = causal_lower_right(rows, keys) if rows > 1 else None
-    grouped = kv_heads != heads
-    return timed(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped))
+def compared(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """Milliseconds of each run, and the best other one over ours."""
+    found = timing.in_turns(runs)
+    figures = {f"{name}_ms": ms for name, ms in found.items()}
+    others = [ms for name, ms in found.items() if name in BACKENDS]
+    return figures | ({"of_best": min(others) / found["ours"]} if others else {})
 
 
-def decode(shape: str, prefix: int, own: int, sequences: int) -> dict[str, Any]:
-    heads, kv_heads, dim = SHAPES[shape]
-    chunk, ops = kv_heads * dim * CHUNK * 4, 4 * sequences * heads * dim * (prefix + own)
-    plan, slots = decoding(prefix, own, sequences, True)
-    ms = ours(plan, slots, heads, kv_heads, dim)
-    case = {"ours_ms": ms, "gbps": slots * chunk / ms / 1e6, "tflops": ops / ms / 1e9}
-    apart, copies = decoding(prefix, own, sequences, False)
-    if prefix and copies * chunk <= MOST_BYTES:
-        case["unshared_ms"] = ours(apart, copies, heads, kv_heads, dim)
-        case["gain"] = case["unshared_ms"] / ms
-    if copies * chunk <= MOST_BYTES:
-        case["sdpa_ms"] = theirs(sequences, 1, prefix + own, heads, kv_heads, dim)
-    return {"name": f"decode_{shape}_{sequences}x({prefix}+{own})", **case}
+def prefill(heads: Heads, cached: int, new: int, goals: tuple[Goal, ...]) -> Row:
+    """The last `new` tokens of one sequence."""
+    slots = chunks_for(cached + new)
+    plan = build([Span(np.arange(slots, dtype=np.int32), cached, new)])
+    runs = {"ours": attending(plan, heads, drawn_pool(slots, heads)), **copies(1, new, cached + new, heads)}
+    figures = compared(runs)
+    ops = heads.ops(new * cached + new * (new + 1) // 2)
+    figures["tflops"] = ops / figures["ours_ms"] / 1e9
+    figures["of_gemm"] = figures["tflops"] / timing.gemm_tflops()
+    return Row(f"prefill {heads.name} {new:,} on {cached:,}", figures, goals)
 
 
-def prefill(shape: str, cached: int, new: int) -> dict[str, Any]:
-    heads, kv_heads, dim = SHAPES[shape]
-    slots = -(-(cached + new) // CHUNK)
-    ms = ours(build([Span(np.arange(slots, dtype=np.int32), cached, new)]), slots, heads, kv_heads, dim)
-    ops = 4 * heads * dim * (new * cached + new * new / 2)
-    sdpa = theirs(1, new, cached + new, heads, kv_heads, dim)
-    return {"name": f"prefill_{shape}_{new}_on_{cached}", "ours_ms": ms, "tflops": ops / ms / 1e9, "sdpa_ms": sdpa}
+def decode(heads: Heads, sequences: int, length: int, goals: tuple[Goal, ...]) -> Row:
+    """One row of each sequence, nothing shared."""
+    paths = private(sequences, length)
+    plan = build(decode_spans(paths, length))
+    runs = {"ours": attending(plan, heads, drawn_pool(slots_of(paths), heads)), **copies(sequences, 1, length, heads)}
+    figures = compared(runs)
+    figures["of_read"] = _of_read(sequences * length, heads, figures["ours_ms"])
+    return Row(f"decode {heads.name} {sequences} x {length:,}", figures, goals)
 
 
-def main() -> None:
-    cases = []
-    found = limits()
-    for shape in SHAPES:
-        decodes = [(0, 8192, 1), (0, 65_536, 1), (0, 2048, 16), *((prefix, 64, 32) for prefix in (1024, 8192, 32_768))]
-        for case in (*(decode(shape, *each) for each in decodes), prefill(shape, 0, 8192), prefill(shape, 8192, 512)):
-            cases.append({name: round(x, 3) if isinstance(x, float) else x for name, x in case.items()})
-            print(cases[-1], flush=True)
-    command = "python tools/gpu/attention.py " + sys.argv[1]
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    content = {"date": when, "machine": machine() | found, "command": command, "cases": cases}
-    Path(sys.argv[1]).write_text(json.dumps(content, indent=1) + "\n")
+def on_a_prefix(heads: Heads, sequences: int, prefix: int, own: int = CHUNK) -> Row:
+    """One row of each sequence: a shared prefix, read once, beside a copy of it for each."""
+    length, together = prefix + own, shared([sequences], [prefix], own)
+    apart = private(sequences, length)
+    plans = {"ours": together, "unshared": apart}
+    runs: dict[str, Run] = {
+        name: attending(build(decode_spans(paths, length)), heads, drawn_pool(slots_of(paths), heads))
+        for name, paths in plans.items()
+    }
+    figures = compared(runs | copies(sequences, 1, length, heads))
+    figures["of_read"] = _of_read(prefix + sequences * own, heads, figures["ours_ms"])
+    figures["gain"] = figures["unshared_ms"] / figures["ours_ms"]
+    return Row(f"shared {heads.name} {sequences} on {prefix:,} + {own}", figures)
 
 
-if __name__ == "__main__":
-    main()
+def _of_read(keys: int, heads: Heads, ms: float) -> float:
+    """Bytes of so many keys and values, each read once, over what the card reads in that time."""
+    return keys * heads.token_bytes / ms / 1e6 / timing.read_gbps()

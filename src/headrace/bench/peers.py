@@ -178,7 +178,10 @@ ENGINES = {
         Contender(OURS_Q4, "Q4_K_M", None, OURS, gguf="q4_k_m"),
         Contender("headrace-triton", "bf16, GPU", None, OURS | {"attention_backend": "triton"}, gpu=True),
         Contender("transformers", "bf16", "transformers"),
-        Contender("transformers-cuda", "bf16, GPU", "transformers", {"device": "cuda"}, gpu=True),
+        *(
+            Contender(f"transformers-cuda{name}", "bf16, GPU", "transformers", {"device": "cuda"} | options, gpu=True)
+            for name, options in (("", {}), ("-static", {"static": True}), ("-compiled", {"compiled": True}))
+        ),
         Contender("openvino-genai", "bf16", "openvino", {"precision": "bf16", "kv": "bf16"}),
         Contender("openvino-genai-kv8", "bf16, KV u8", "openvino", {"precision": "bf16", "kv": "u8"}),
         Contender("openvino-genai-f32", "fp32", "openvino", {"precision": "f32", "kv": "f32"}),

@@ -4,6 +4,8 @@ knowledge."""
 from __future__ import annotations
 
 import json
+import math
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +105,31 @@ def write_checkpoint(shape: CheckpointShape, folder: Path, seed: int = 0) -> Pat
         weights[delta + "norm.weight"] = torch.ones(shape.delta_dim).bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    return folder
+
+
+def write_outline(shape: CheckpointShape, folder: Path) -> Path:
+    """Writes config.json and weights that are zeros and take no room on the disk; returns the folder.
+
+    For engines whose weights are made elsewhere: all that is read of the files but the numbers is as it should be.
+    """
+    sizes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{layer}.{name}.weight": size
+        for layer in range(shape.layers)
+        for name, size in _matrices(shape, layer).items()
+    }
+    sizes |= {f"{name}.weight": (shape.vocab, shape.hidden) for name in ("model.embed_tokens", "lm_head")}
+    sizes |= {name: (width,) for name, width in _norms(shape).items()}
+    header, end = {}, 0
+    for name, size in sizes.items():
+        begin, end = end, end + 2 * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
     (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
     return folder
 

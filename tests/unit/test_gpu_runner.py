@@ -1,0 +1,190 @@
+"""The runner of `make gpu-check`: time, failures, what is left out, the table; its sections measure nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tools.gpu import check, runner, tables
+from tools.gpu.runner import Case, Goal, LeftOut, Row, Section
+
+ROW = Row("a row", {"ours_ms": 2.0, "of_best": 0.7}, (Goal("of_best", 0.65), Goal("of_best", 0.9)))
+
+
+def section(name: str, *runs: Callable[[], Any], seconds: float = 60.0) -> Section:
+    return Section(name, seconds, lambda: iter([Case(f"case {number}", run) for number, run in enumerate(runs)]))
+
+
+def fail() -> Row:
+    raise ValueError("broken\nand more")
+
+
+def leave_out() -> Row:
+    raise LeftOut("no memory")
+
+
+def statuses(report: runner.Report) -> list[str]:
+    return [case["status"] for case in report.cases]
+
+
+class Clock:
+    """time.monotonic, which a case may move on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(runner.signal, "setitimer", lambda *args: None)
+
+    def passing(self, seconds: float) -> Callable[[], Row]:
+        def run() -> Row:
+            self.now += seconds
+            return ROW
+
+        return run
+
+
+def test_rows_are_kept_with_their_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    report = runner.run([section("one", lambda: ROW)], 60)
+    (case,) = report.cases
+    assert {case[name] for name in ("section", "case", "status", "name")} == {"one", "case 0", "measured", "a row"}
+    assert case["ours_ms"] == 2.0 and case["goals"] == ["of_best 0.7 >= 0.65 met", "of_best 0.7 >= 0.9 short"]
+    printed = capsys.readouterr().out
+    assert "ours_ms 2  of_best 0.7   [of_best 0.7 >= 0.65 met; of_best 0.7 >= 0.9 short]" in printed
+    assert "1 rows measured, 1 of 2 goals met" in printed
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(2.0, "met"), (2.001, "short"), (1.0, "met")])
+def test_a_goal_may_be_a_most(value: float, verdict: str) -> None:
+    assert Goal("ms", 2.0, most=True).told({"ms": value}).endswith(f"<= 2 {verdict}")
+
+
+def test_a_failure_ends_its_case_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    report = runner.run([section("one", fail, lambda: ROW), section("two", leave_out)], 60)
+    assert statuses(report) == ["failed: ValueError: broken", "measured", "left out: no memory"]
+    assert report.count("failed") == 1
+    printed = capsys.readouterr().out
+    assert "failed: one/case 0" in printed and "left out: two/case 0" in printed and "Traceback" in printed
+
+
+def test_a_section_that_cannot_begin_fails() -> None:
+    def cases() -> Iterator[Case]:
+        yield Case("first", lambda: ROW)
+        raise MemoryError("no room for a model")
+
+    report = runner.run([Section("one", 60.0, cases), section("two", lambda: ROW)], 60)
+    assert statuses(report) == ["measured", "failed: MemoryError: no room for a model", "measured"]
+
+
+def test_rows_before_a_failure_are_kept() -> None:
+    def some() -> Iterator[Row]:
+        yield ROW
+        raise ValueError("then broken")
+
+    report = runner.run([section("one", some)], 60)
+    assert [(case["name"], case["status"]) for case in report.cases] == [("a row", "failed: ValueError: then broken")]
+
+
+def test_no_case_starts_after_its_sections_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    slow = section("slow", clock.passing(4), clock.passing(4), clock.passing(4), seconds=7)
+    report = runner.run([slow, section("next", clock.passing(1))], 100)
+    assert statuses(report) == ["measured", "measured", "left out: no time", "measured"]
+
+
+def test_no_section_starts_after_the_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock(monkeypatch)
+    begun: list[str] = []
+
+    def late() -> Iterator[Case]:
+        begun.append("late")
+        yield Case("first", lambda: ROW)
+
+    report = runner.run([section("one", clock.passing(11), clock.passing(1)), Section("late", 60.0, late)], 10)
+    assert statuses(report) == ["measured", "left out: no time", "left out: no time"] and not begun
+    assert "left out: one/case 1, late/all" in capsys.readouterr().out
+
+
+def test_what_hangs_is_interrupted_and_cleaned_up() -> None:
+    """By an alarm; the section's own clean-up runs, and so does the next section's note."""
+    cleaned: list[str] = []
+
+    def cases() -> Iterator[Case]:
+        try:
+            yield Case("hangs", lambda: time.sleep(30))  # type: ignore[func-returns-value, arg-type, return-value]
+        finally:
+            cleaned.append("yes")
+
+    began = time.monotonic()
+    report = runner.run([Section("one", 60.0, cases), section("two", lambda: ROW)], 0.2)
+    assert time.monotonic() - began < 20 and cleaned == ["yes"]
+    assert statuses(report) == ["left out: interrupted, no time", "left out: no time"]
+    report = runner.run([Section("one", 0.2, cases), section("two", lambda: ROW)], 60)
+    assert time.monotonic() - began < 20
+    assert statuses(report) == ["left out: interrupted, no time", "measured"]
+
+
+def test_the_result_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One JSON with date, machine, command and cases; status 1 after a failure."""
+    monkeypatch.setattr(check, "no_device", lambda: None)
+    monkeypatch.setattr(check, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(check, "cases_of", lambda name: section(name, fail if name == "bits" else lambda: ROW).cases)
+    file = tmp_path / "build" / "found.json"
+    assert check.main(["--only", "bits,limits", "--json", str(file)]) == 1
+    found = json.loads(file.read_text())
+    assert list(found) == ["date", "machine", "command", "cases"]
+    assert [(case["section"], case["status"]) for case in found["cases"]] == [
+        ("bits", "failed: ValueError: broken"), ("limits", "measured"),
+    ]  # fmt: skip
+    assert check.main(["--only", "limits"]) == 0
+
+
+def test_without_a_device_nothing_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "no_device", lambda: "no CUDA device")
+    monkeypatch.setattr(check, "run", lambda *args: pytest.fail("a section began"))
+    assert check.main([]) == 1
+    assert capsys.readouterr().err == "gpu-check: no CUDA device; nothing was checked\n"
+
+
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--only", "bits,speed"])
+    assert "--only 'speed': no such section; there are limits, bits" in capsys.readouterr().err
+
+
+def test_sections_end_within_nine_minutes() -> None:
+    """What starts at the last second of its section's time is interrupted at the end of all."""
+    assert check.SECONDS <= 9 * 60 - 30
+    assert sum(check.SECTIONS.values()) <= 9 * 60
+    folder = Path(check.__file__).parent
+    assert all((folder / f"{name}.py").is_file() for name in check.SECTIONS)
+
+
+def test_make_runs_it() -> None:
+    """`make gpu-check` is this program, whose status is make's."""
+    text = (Path(__file__).parents[2] / "Makefile").read_text()
+    recipe = text.split("\ngpu-check:")[1].split("\n\n")[0].splitlines()[1:]
+    assert recipe == ["\t@$(BIN)/python -m tools.gpu.check --json build/gpu-check.json"]
+
+
+def test_a_result_as_tables() -> None:
+    """Figures that one row lacks leave its cell empty; what was not measured is named."""
+    other = Row("another", {"ours_ms": 3.0, "sweep": {1: 2}})
+    report = runner.run([section("one", lambda: ROW, lambda: other, leave_out)], 60)
+    machine = {"gpu": "H100", "torch": "2.11", "triton": "3.6"}
+    text = tables.markdown({"date": "2026-11-26T07:00", "machine": machine, "cases": report.cases})
+    assert text.splitlines() == [
+        "2026-11-26, H100, torch 2.11, Triton 3.6:", "", "**one**", "",
+        "| | ours ms | of best | goals |", "|---|---:|---:|---|",
+        "| a row | 2 | 0.7 | of_best 0.7 >= 0.65 met; of_best 0.7 >= 0.9 short |",
+        "| another | 3 |  |  |", "case 2: left out: no memory.",
+    ]  # fmt: skip

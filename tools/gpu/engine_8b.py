@@ -1,0 +1,12 @@
+"""The engine on the 8B shape (tools.gpu.engine)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tools.gpu.engine import cases_of
+from tools.gpu.runner import Case
+
+
+def cases() -> Iterator[Case]:
+    return cases_of("8B", first_token_goal=1.05)

@@ -1,0 +1,177 @@
+"""Sections of measurements within a time: cases run one after another, their rows are printed as they come and kept.
+
+A section is a list of named cases. A case that raises is 'failed' and the next one runs; one that raises LeftOut is
+'left out', as are those for which no time is left. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class LeftOut(Exception):
+    """Says why a case cannot run here."""
+
+
+class Goal(NamedTuple):
+    """The least that a figure shall be, or the most."""
+
+    figure: str
+    limit: float
+    most: bool = False
+
+    def met(self, value: float) -> bool:
+        return value <= self.limit if self.most else value >= self.limit
+
+    def told(self, figures: dict[str, Any]) -> str:
+        """'of_best 0.71 >= 0.9 short'."""
+        value = figures[self.figure]
+        sign, verdict = "<=" if self.most else ">=", "met" if self.met(value) else "short"
+        return f"{self.figure} {shown(value)} {sign} {shown(self.limit)} {verdict}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a case found: figures, whose names end in their units, and the goals for some of them. A figure that is a
+    dict is kept and not printed."""
+
+    name: str
+    figures: dict[str, Any]
+    goals: tuple[Goal, ...] = ()
+
+    def told(self) -> str:
+        """One line of the table."""
+        judged = "; ".join(goal.told(self.figures) for goal in self.goals)
+        figures = "  ".join(f"{name} {shown(value)}" for name, value in self.figures.items() if type(value) is not dict)
+        return f"{self.name:<40} {figures}" + (f"   [{judged}]" if judged else "")
+
+
+class Case(NamedTuple):
+    """A measurement, and the name under which it is left out."""
+
+    name: str
+    run: Callable[[], Row | Iterable[Row]]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """cases: called when the section starts, for it may draw a model; run to its end, so that it can clean up. seconds:
+    no case goes on longer."""
+
+    name: str
+    seconds: float
+    cases: Callable[[], Iterator[Case]]
+
+
+@dataclass(slots=True)
+class Report:
+    """Cases with their status and rows, in the order in which they ran."""
+
+    cases: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, section: str, case: str, status: str, rows: Iterable[Row] = (), seconds: float = 0.0) -> None:
+        head = {"section": section, "case": case, "status": status, "seconds": round(seconds, 2)}
+        given = list(rows)
+        self.cases += [head | _kept(row) for row in given] or [head]
+        lines = [f"  {row.told()}" for row in given]
+        lines += [] if status == "measured" else [f"  {case:<40} {status}"]
+        print(*lines, sep="\n", flush=True)
+
+    def count(self, status: str) -> int:
+        return sum(case["status"].startswith(status) for case in self.cases)
+
+    def summary(self) -> str:
+        """How many were measured, and those that were not, by name."""
+        goals = [goal for case in self.cases for goal in case.get("goals", ())]
+        met = sum(goal.endswith(" met") for goal in goals)
+        lines = [f"{self.count('measured')} rows measured, {met} of {len(goals)} goals met"]
+        for status in ("failed", "left out"):
+            names = [f"{case['section']}/{case['case']}" for case in self.cases if case["status"].startswith(status)]
+            lines += [f"{status}: {', '.join(names)}"] if names else []
+        return "\n".join(lines)
+
+
+def run(sections: Iterable[Section], seconds: float) -> Report:
+    """Runs the sections in this order within `seconds`. A case that is under way when its section's time, or all of it,
+    ends is interrupted."""
+    report, ends = Report(), time.monotonic() + seconds
+    for section in sections:
+        began = time.monotonic()
+        print(f"{section.name}: {section.seconds:.0f} s at most, {max(0, ends - began):.0f} s left", flush=True)
+        if began >= ends:
+            report.note(section.name, "all", "left out: no time")
+            continue
+        try:
+            with _alarm(min(section.seconds, ends - began)):
+                cases = section.cases()
+                _run_cases(section, cases, report, began, ends)
+        except (Exception, _TimeOver) as error:
+            report.note(section.name, "section", _failure(error), seconds=time.monotonic() - began)
+    print(report.summary(), flush=True)
+    return report
+
+
+def _run_cases(section: Section, cases: Iterator[Case], report: Report, began: float, ends: float) -> None:
+    """What ends the time is raised once the case is noted, so that the section's own clean-up runs."""
+    for case in cases:
+        now = time.monotonic()
+        if now >= min(began + section.seconds, ends):
+            report.note(section.name, case.name, "left out: no time")
+            continue
+        rows: list[Row] = []
+        try:
+            found = case.run()
+            rows += [found] if isinstance(found, Row) else found
+            status = "measured"
+        except LeftOut as why:
+            status = f"left out: {why}"
+        except (Exception, _TimeOver) as error:
+            status = _failure(error)
+        report.note(section.name, case.name, status, rows, time.monotonic() - now)
+
+
+def _failure(error: BaseException) -> str:
+    if isinstance(error, _TimeOver):
+        return "left out: interrupted, no time"
+    traceback.print_exception(error, limit=-6, file=sys.stdout)
+    return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+class _TimeOver(BaseException):
+    """Passes by `except Exception` of what is measured."""
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raises _TimeOver in the main thread after so many seconds."""
+
+    def over(number: int, frame: object) -> None:
+        raise _TimeOver
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _kept(row: Row) -> dict[str, Any]:
+    figures = {name: round(value, 4) if isinstance(value, float) else value for name, value in row.figures.items()}
+    goals = [goal.told(row.figures) for goal in row.goals]
+    return {"name": row.name} | figures | ({"goals": goals} if goals else {})
+
+
+def shown(value: Any) -> str:
+    """A figure with three digits or more."""
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
