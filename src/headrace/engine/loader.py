@@ -325,7 +325,8 @@ def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -
     device, tokens = device_of(config), config.cache.tokens or 0
     if device.type != "cuda":
         return
-    free, weights = torch.cuda.mem_get_info(device)[0], weight_bytes(model, compute_type(model, config.model.dtype))
+    free, asked = torch.cuda.mem_get_info(device)[0], config.model
+    weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization)
     if tokens * bytes_per_token > free - weights:
         raise ValueError(
             f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU, "
