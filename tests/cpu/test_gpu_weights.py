@@ -94,13 +94,15 @@ def test_no_rows_and_wide_ones() -> None:
     assert weights.linear(apart.half(), weight, wide=True).dtype == torch.float32
 
 
+@pytest.mark.parametrize("counted", [0, 4096], ids=["sorted", "counted"])
 @pytest.mark.parametrize("normalised", [True, False])
-def test_routes(normalised: bool) -> None:
-    logits = random(9, 11)
+def test_routes(normalised: bool, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "COUNTED", counted)
+    logits = random(30, 11)
     logits[:, 7] = logits[:, 2]  # of equal ones the first
     ours, truth = (each.route(logits, 3, normalised) for each in (experts, truth_of))
     assert torch.equal(ours.expert, truth.expert) and (ours.share - truth.share).abs().max() <= 1e-6
-    assert torch.equal(ours.order, truth.order) and torch.equal(ours.place, truth.place.long())
+    assert torch.equal(ours.order, truth.order.int()) and torch.equal(ours.place, truth.place)
     assert ours.begin.tolist() == truth.begin
 
 

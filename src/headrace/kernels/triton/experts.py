@@ -15,12 +15,16 @@ from torch import Tensor
 from headrace.kernels.triton import weight_kernels
 from headrace.kernels.triton.weights import GpuQuantized, constants, operands, tile_for
 
+COUNTED = 4096
+"""Pairs at most that are arranged by one launch, each of which is compared with all; more are sorted."""
+BLOCK = 64
+
 
 @dataclass(frozen=True, slots=True)
 class GpuRoutes:
     """Where rows go: expert int32 [T, k], share fp32 [T, k], the greatest first.
 
-    order int64 [M]: the pair (row k + place in the row) that is n-th by expert, and of one expert by row; place int64
+    order int32 [M]: the pair (row k + place in the row) that is n-th by expert, and of one expert by row; place int32
     [T, k]: the same the other way round. begin int32 [E + 1]: where each expert's pairs begin, and the end of the last.
     """
 
@@ -44,12 +48,24 @@ def route(logits: Tensor, chosen: int, normalised: bool) -> GpuRoutes:
             logits, expert, share, experts, CHOSEN=chosen, P=_rounded(experts), C=_rounded(chosen), SHARED=normalised,
             num_warps=1,
         )  # fmt: skip
+    return GpuRoutes(expert, share, *_arranged(expert, experts))
+
+
+def _arranged(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """order, place and begin of GpuRoutes."""
+    pairs, device = expert.numel(), expert.device
+    if pairs <= COUNTED:
+        order, place = torch.empty(pairs, dtype=torch.int32, device=device), torch.empty_like(expert)
+        begin = torch.empty(experts + 1, dtype=torch.int32, device=device)
+        weight_kernels.arrange[(-(-pairs // BLOCK) + 1,)](
+            expert, order, place, begin, pairs, experts, BLOCK=BLOCK, EXPERTS=_rounded(experts + 1), num_warps=4
+        )
+        return order, place, begin
     by_expert, order = expert.flatten().sort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=device)
+    place = torch.empty(pairs, dtype=torch.int32, device=device)
+    place[order] = torch.arange(pairs, dtype=torch.int32, device=device)
     edges = torch.arange(experts + 1, dtype=torch.int32, device=device)
-    begin = torch.searchsorted(by_expert, edges, out_int32=True)
-    return GpuRoutes(expert, share, order, place.view(expert.shape), begin)
+    return order.int(), place.view(expert.shape), torch.searchsorted(by_expert, edges, out_int32=True)
 
 
 class GpuExperts:

@@ -19,8 +19,9 @@ def _value(codes, CODES: tl.constexpr):
     """What codes stand for, fp32; plain weights as they are. See weights.GpuQuantized."""
     if CODES == "plain":
         value = codes
-    elif CODES == "e4m3":
-        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif CODES == "e4m3":  # the exponent of fp16 is 8 more; not every GPU has a type for it
+        wide = codes.to(tl.int16)
+        value = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     elif CODES == "int8":
         value = codes.to(tl.int8, bitcast=True).to(tl.float32)
     elif CODES == "int4":
@@ -140,14 +141,41 @@ def route(logits, expert, share, experts, CHOSEN: tl.constexpr, P: tl.constexpr,
 
 
 @triton.jit
+def arrange(expert, order, place, begin, pairs, experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
+    """Pairs by expert, and of one expert as they come: order, place int32 [M] and begin int32 [E + 1] as in
+    experts.GpuRoutes. Each program finds the places of BLOCK pairs by counting; the last one counts for begin."""
+    program, near = tl.program_id(0), tl.arange(0, BLOCK)
+    if program < tl.num_programs(0) - 1:
+        pair = program * BLOCK + near
+        mine = tl.load(expert + pair, mask=pair < pairs, other=experts)
+        before = tl.zeros((BLOCK,), tl.int32)
+        for first in range(0, pairs, BLOCK):
+            other = first + near
+            theirs = tl.load(expert + other, mask=other < pairs, other=experts)
+            same = (theirs[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])
+            before += tl.sum(((theirs[None, :] < mine[:, None]) | same).to(tl.int32), 1)
+        tl.store(place + pair, before, mask=pair < pairs)
+        tl.store(order + before, pair, mask=pair < pairs)
+    else:
+        e = tl.arange(0, EXPERTS)
+        less = tl.zeros((EXPERTS,), tl.int32)
+        for first in range(0, pairs, BLOCK):
+            other = first + near
+            theirs = tl.load(expert + other, mask=other < pairs, other=EXPERTS)
+            less += tl.sum((theirs[None, :] < e[:, None]).to(tl.int32), 1)
+        tl.store(begin + e, less, mask=e <= experts)
+
+
+@triton.jit
 def combine(y, place, share, out, width, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of a row's y [T CHOSEN, H], found by place int64 [T, CHOSEN], times its shares fp32 [T, CHOSEN], in their
+    """The sum of a row's y [T CHOSEN, H], found by place int32 [T, CHOSEN], times its shares fp32 [T, CHOSEN], in their
     order: out [T, H]."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < width
     total = tl.zeros((COLUMNS,), tl.float32)
     for j in range(CHOSEN):
-        made = tl.load(y + tl.load(place + row * CHOSEN + j) * width + column, mask=there, other=0.0).to(tl.float32)
+        at = tl.load(place + row * CHOSEN + j).to(tl.int64)
+        made = tl.load(y + at * width + column, mask=there, other=0.0).to(tl.float32)
         by = tl.load(share + row * CHOSEN + j)
         total = tl.fma(made, tl.full((COLUMNS,), 1.0, tl.float32) * by, total)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=there)
