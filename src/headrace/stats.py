@@ -246,6 +246,15 @@ class StructuredStats(StatsRecord):
 
 
 @dataclass(slots=True)
+class GraphStats(StatsRecord):
+    """Steps of decoding on a GPU as CUDA graphs."""
+
+    replayed: int = counter("graph_steps_replayed", "Steps that were a replay of a CUDA graph.")
+    eager: int = counter("graph_steps_eager", "Steps of decoding for which there was no room in a graph's memory.")
+    recorded: int = counter("graph_recordings", "CUDA graphs recorded.")
+
+
+@dataclass(slots=True)
 class SpeculationStats(StatsRecord):
     drafts: int = counter("spec_decode_num_drafts", "Drafts verified.")
     drafted: int = counter("spec_decode_num_draft_tokens", "Tokens drafted and computed.")
@@ -294,6 +303,7 @@ class EngineStats(StatsRecord):
     experts: ExpertStats = field(default_factory=ExpertStats)
     structured: StructuredStats = field(default_factory=StructuredStats)
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    graphs: GraphStats = field(default_factory=GraphStats)
     tiers: dict[str, TierStats] = by("tier", TierStats)
     stream: dict[str, StreamStats] = by("rank", StreamStats)
 

@@ -17,9 +17,10 @@ from headrace.kernels.triton import attention_kernels, row_kernels, tile_schedul
 from headrace.kernels.triton.rows import SEGMENT
 
 POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32"}
+POINTERS |= {"count": "*i32", "bases": "*i32"}
 FP32 = ("acc_of", "m_of", "z_of", "parts")
 NUMBERS = {"factor": "fp32", "eps": "fp32"}
-SIZES = ("q_stride", "k_stride", "v_stride", "x_stride", "stride", "bias_len", "spans", "window", "rows", "inputs")
+SIZES = ("q_stride", "k_stride", "v_stride", "x_stride", "stride", "bias_len", "window", "rows", "inputs")
 SIZES += ("outputs", "elements", "segments", "width", "heads")
 HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False}
 WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}

@@ -181,15 +181,18 @@ def _items(grid: Int32, begins: Int64, ends: Int64, starts: Int64) -> tuple[Int3
     first[:-1].reshape(width, sequences)[:, 1:] = (columns[:, 1:] != columns[:, :-1]) | (columns[:, 1:] < 0)
     edge = np.flatnonzero(first)
     slot = columns.reshape(-1)[edge[:-1]]
-    real = slot >= 0
-    run, stop = edge[:-1][real], edge[1:][real]
+    real = np.flatnonzero(slot >= 0)
+    run, stop = edge.take(real), edge.take(real + 1)
     key = run // max(sequences, 1) * CHUNK
     low = run % max(sequences, 1)
     high = stop - run + low - 1
     shared = high > low
     # An own chunk is met from its first key on; a shared one may begin with its writer's rows, which the mask knows.
-    begin = np.where(shared, begins[low], np.maximum(begins[low], begins[low] + key - starts[low]))
+    begin = begins.take(low)
+    begin += np.where(shared, 0, np.maximum(key - starts.take(low), 0))
     items = np.empty((len(run), 4), dtype=np.int32)
-    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = slot[real], key, begin, ends[high]
-    order = np.argsort(np.where(shared, -1, low), kind="stable")
-    return items[order], int(np.count_nonzero(shared))
+    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = slot.take(real), key, begin, ends.take(high)
+    place = np.where(shared, -1, low)
+    # Sixteen bits are sorted by counting.
+    order = np.argsort(place.astype(np.int16) if sequences < 1 << 15 else place, kind="stable")
+    return items.take(order, axis=0), int(np.count_nonzero(shared))

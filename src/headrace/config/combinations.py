@@ -84,7 +84,7 @@ FEATURES: tuple[Feature, ...] = (
             "speculative"),
     Feature("private", "prefix caching off", lambda given: not given.of(CacheSettings).prefix_caching,
             {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
-    Feature("gpu", "a GPU", lambda given: given.of(ModelSettings).backend == "triton", {"attention_backend": "triton"},
+    Feature("gpu", "a GPU", lambda given: given.of(ModelSettings).on_gpu, {"attention_backend": "triton"},
             "attention_backend"),
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}

@@ -60,3 +60,8 @@ class ModelSettings(SettingsRecord):
         check=at_least(1),
         common=True,
     )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the engine computes on a GPU."""
+        return self.backend == "triton"

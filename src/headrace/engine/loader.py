@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.config import EngineConfig, Quantization
+from headrace.device import current
 from headrace.engine import ranks, tiers, torchrun
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
@@ -154,7 +155,10 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
             states.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    runner, offload = Runner(decoder, storage, capacity.backend, states), None
+    runner, offload = Runner(decoder, storage, capacity.backend, states, capacity.max_sequences), None
+    if config.model.on_gpu:
+        tell(LoadPhase("recording steps"))
+        runner.record()
     if config.tiers is not None:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)
@@ -203,7 +207,8 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     spec = model.attention
     capped = spec.score_cap is not None or spec.sinks
     largest = max(dim for _, dim in spec.every_shape)
-    backend = dispatch.choose(config.model.backend, dtype, device_of(config), largest, capped)
+    kind = current().type if config.model.on_gpu else "cpu"
+    backend = dispatch.choose(config.model.backend, dtype, kind, largest, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
@@ -303,7 +308,7 @@ def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:
 
 def device_of(config: EngineConfig) -> torch.device:
     """Where an engine of one rank computes."""
-    return torch.device("cuda", 0) if config.model.backend == "triton" else torch.device("cpu")
+    return current().place if config.model.on_gpu else torch.device("cpu")
 
 
 def _sizes(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tuple[int, int]:
@@ -322,10 +327,10 @@ def _sizes(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tu
 
 def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> None:
     """Raises ValueError for a KV cache that a GPU has no memory for (of a host's, preflight has told already)."""
-    device, tokens = device_of(config), config.cache.tokens or 0
-    if device.type != "cuda":
+    tokens = config.cache.tokens or 0
+    if not config.model.on_gpu:
         return
-    free, asked = torch.cuda.mem_get_info(device)[0], config.model
+    free, asked = current().free_memory(), config.model
     weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization)
     if tokens * bytes_per_token > free - weights:
         raise ValueError(
@@ -337,9 +342,8 @@ def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -
 
 def _free_memory(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes for the KV cache: half of what is free on a GPU, else as Footprint has it."""
-    device = device_of(config)
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 2
+    if config.model.on_gpu:
+        return current().free_memory() // 2
     return Footprint.of(config, model).auto_bytes()
 
 

@@ -77,7 +77,7 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
         )
     found = {
         "tensor_parallel_size": config.ranks.tensor > 1,
-        "attention_backend triton": config.model.backend == "triton",
+        "attention_backend triton": config.model.on_gpu,
         "offload_schedule": config.streaming is not None,
         "kv_offload_activations": tiers is not None and tiers.activations == "on",
     }
@@ -97,7 +97,7 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
     why = f"{model.architecture} has layers that differ in their heads or share keys and values"
     if config.streaming is not None:
         raise ValueError(f"offload_schedule: {why}, and streamed decoding stages layers that are alike; leave it out")
-    if config.model.backend == "triton":
+    if config.model.on_gpu:
         raise ValueError(f"attention_backend 'triton': {why}, which run on the CPU; use 'auto'")
 
 
@@ -114,7 +114,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
             f"kv_cache_dtype {kv_dtype}: keys and values are kept in the compute type, which is {compute}, or as int8; "
             f"leave it out, or set dtype {kv_dtype}"
         )
-    if config.model.backend == "triton" and config.model.quantization == "w8a8":
+    if config.model.on_gpu and config.model.quantization == "w8a8":
         raise ValueError("quantization w8a8: the C++ kernels round rows, those of a GPU do not; use int8")
     if asked is None:
         return
@@ -128,7 +128,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
 
 def _check_devices(config: EngineConfig) -> None:
     """Packages and devices that the settings ask for."""
-    if config.model.backend == "triton" and not any(any(Path("/dev").glob(name)) for name in GPU_DEVICES):
+    if config.model.on_gpu and not any(any(Path("/dev").glob(name)) for name in GPU_DEVICES):
         raise ValueError("attention_backend 'triton': no CUDA device; use 'auto'")
     if config.ranks.launcher == "ray" and config.ranks.count > 1 and find_spec("ray") is None:
         raise ValueError("distributed_backend ray needs the package: pip install 'headrace[ray]'")

@@ -1,8 +1,8 @@
-"""Three ways to compute a step from its tokens to its logits: eagerly, as one call of C++, as a CUDA graph.
+"""Two ways to compute a step from its tokens to its logits: eagerly, or as one call of C++. The third is engine.graphs.
 
 Between two steps of decoding the weights pass through the caches, and all that Python touches comes back from memory:
-what a step costs besides its arithmetic is how many things Python looks at. The second and the third way prepare a run
-of steps (attention.plan.PlannedStep) once, and then look at little but the tokens.
+what a step costs besides its arithmetic is how many things Python looks at. The second way prepares a run of steps
+(attention.plan.PlannedStep) once, and then looks at little but the tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import KeepActivations, PlanAttention, StepAttention
+from headrace.attention.execute import KeepActivations, StepAttention
 from headrace.attention.plan import Int64, Plan, PlannedStep
 from headrace.attention.recurrence import StepRecurrence, prepared_recurrence
 from headrace.engine.sequence import Slice
@@ -116,50 +116,6 @@ class InCpp:
     def _prepare(self, planned: PlannedStep) -> ModelStep:
         attention = self.attention.at(planned)
         return self.decoder.prepare(attention.positions, attention)
-
-
-class CudaGraph:
-    """Steps all of whose logits are wanted, on a CUDA device, recorded once and replayed: what a step costs is then its
-    kernels, not their launches. The first step of a run is computed as it is, and compiles what is not compiled yet;
-    the second is recorded. Positions lie in memory that the recording reads (PlanAttention.advance).
-    """
-
-    def __init__(self, decoder: Decoder, attention: StepAttention) -> None:
-        self.decoder, self.attention = decoder, attention
-        self.replayed = 0
-        self._first: Plan | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._x, self._turns, self._logits = torch.empty(0), torch.empty(0), torch.empty(0)
-
-    @torch.inference_mode()
-    def run(self, step: StepRows) -> Logits:
-        attention, batch = self.attention.at(step.planned), self._batch(step)
-        x, turns = self.decoder.enter(batch)
-        if step.planned.first is not self._first:
-            self._first, self._graph = step.planned.first, None
-            return Logits(self._rest(x, turns, attention).cpu())
-        if self._graph is None:
-            self._graph = self._record(x, turns, attention)
-        self._x.copy_(x)
-        if turns is not None:
-            self._turns.copy_(turns)
-        self._graph.replay()
-        self.replayed += 1
-        return Logits(self._logits.cpu())  # tokens are chosen on the CPU
-
-    def _batch(self, step: StepRows) -> TokenBatch:
-        return batch_of(self.decoder.config, step.slices, step.planned.plan.positions)
-
-    def _rest(self, x: Tensor, turns: Tensor | None, attention: PlanAttention) -> Tensor:
-        """All that comes behind the embeddings."""
-        return self.decoder.logits(self.decoder.leave(self.decoder.layers(x, turns, attention)))
-
-    def _record(self, x: Tensor, turns: Tensor | None, attention: PlanAttention) -> torch.cuda.CUDAGraph:
-        self._x, graph = x.clone(), torch.cuda.CUDAGraph()
-        self._turns = self._turns if turns is None else turns.clone()
-        with torch.cuda.graph(graph):
-            self._logits = self._rest(self._x, None if turns is None else self._turns, attention)
-        return graph
 
 
 def batch_of(config: ModelConfig, slices: Seq[Slice], positions: Int64) -> TokenBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 
 import torch
@@ -10,26 +11,37 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.execute import StepAttention
 from headrace.attention.recurrence import segment_rows
+from headrace.engine import graphs
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
-from headrace.engine.programs import CudaGraph, Eager, InCpp, Program, StepRows
+from headrace.engine.programs import Eager, InCpp, Program, StepRows
 from headrace.engine.sequence import Slice
-from headrace.kernels.backend import backend_of
+from headrace.kernels.backend import backend_of, recorded
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder
 from headrace.parallel.coming import NOTHING, Coming
+from headrace.stats import EngineStats
+
+log = logging.getLogger(__name__)
 
 
 class Runner(Executor):
     """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton'). states: of its recurrent
-    layers, if it has some.
+    layers, if it has some. sequences: that decode at once; on a GPU larger steps are not recorded.
 
     coming: chunks on their way into the storage; may be set.
     """
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, backend: str, states: StateStorage | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        storage: KVStorage,
+        backend: str,
+        states: StateStorage | None = None,
+        sequences: int = 64,
+    ) -> None:
         self.decoder = decoder
         self.storage = storage
-        self.states = states
+        self.states, self.sequences = states, sequences
         self.backend = backend_of(backend)
         self.coming: Coming = NOTHING
         self._planner = planning.Planner()
@@ -43,9 +55,26 @@ class Runner(Executor):
             return self.eager
         can = self.backend.capabilities
         if can.graphs:
-            return CudaGraph(self.decoder, attention)
+            return self._graphs() or self.eager
         in_cpp = can.all_layers and self.decoder.runs_whole and self.storage.dtype != torch.int8
         return InCpp(self.decoder, attention, self.states) if in_cpp else self.eager
+
+    def _graphs(self) -> graphs.CudaGraphs | None:
+        """Steps as CUDA graphs, where nothing is against it."""
+        why = graphs.obstacle(self.decoder.config, self.storage)
+        if why is not None:
+            log.info("steps of decoding are launched one kernel at a time: %s", why)
+            return None
+        return graphs.CudaGraphs(self.decoder, self.storage, recorded(self.backend), self.eager, self.sequences)
+
+    def record(self) -> None:
+        """On a GPU: records the usual steps of decoding."""
+        if isinstance(self.decoding, graphs.CudaGraphs):
+            self.decoding.record_usual()
+
+    def add_stats(self, stats: EngineStats) -> None:
+        if isinstance(self.decoding, graphs.CudaGraphs):
+            stats.graphs = self.decoding.stats
 
     def run(self, slices: Seq[Slice]) -> Computed:
         """See Executor.run: one pass."""

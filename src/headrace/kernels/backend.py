@@ -6,13 +6,15 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
@@ -20,6 +22,8 @@ from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
 
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 DEVICES = {"cpu": "the CPU", "cuda": "a CUDA device"}
 
 
@@ -103,6 +107,40 @@ class PreparedStep(Protocol):
         """The step in layers with these pools, windows and sinks, from a backend that declares all_layers."""
 
 
+class GraphSizes(NamedTuple):
+    """What steps that replay graphs have at most: rows, positions below `length`; and what they have in common. windows:
+    of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale: see Mask."""
+
+    rows: int
+    length: int
+    windows: frozenset[int | None]
+    heads: int
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    scale: float
+
+
+class GraphStep(Protocol):
+    """append and attend of steps whose index data lies in fixed memory on the device, for graphs (device.Graph).
+
+    tokens, positions: int32 [rows], of the step that was sent; rows that it does not have: token 0, position -1.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+
+    def fill(self, items: Mapping[int | None, Int32], positions: Int64, slots: Int32) -> int | None:
+        """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None, with nothing
+        changed: there is no room for it."""
+
+    def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
+        """Carries the step to the device: the one that was filled, or a later one of the same items (PreparedStep.go_on)."""
+
+    def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Stores k, v [T, Hkv, D] and attends: q [T, Hq, D] -> [T, Hq, D], for any T up to `rows` and at least the
+        step's. Rows of padding are not stored, and stay undefined."""
+
+
 class Backend(Protocol):
     """A module that attends over chunks. Every function raises ValueError for tensors that it does not take."""
 
@@ -130,6 +168,13 @@ class Backend(Protocol):
 
     def prepare(self, step: StepInputs) -> PreparedStep | None:
         """append and attend in one call for each layer; None from a backend that declares no prepared step."""
+
+
+class GraphBackend(Backend, Protocol):
+    """A backend whose steps can be recorded, as its capabilities say."""
+
+    def graph_step(self, sizes: GraphSizes, bias: Tensor | None = None) -> GraphStep:
+        """bias: see Mask, on the device."""
 
 
 class PiecewiseBackend(Backend, Protocol):
@@ -168,6 +213,13 @@ def backend_of(name: str) -> Backend:
     if name not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {name!r}")
     return cast(Backend, import_module(BACKENDS[name].module))
+
+
+def recorded(kernels: Backend) -> GraphBackend:
+    """The same backend, which must be one whose steps can be recorded: ValueError otherwise."""
+    if not kernels.capabilities.graphs:
+        raise ValueError(f"attention backend {kernels.capabilities.name!r} has no graphs; use 'triton'")
+    return cast(GraphBackend, kernels)
 
 
 def in_pieces(kernels: Backend) -> PiecewiseBackend:

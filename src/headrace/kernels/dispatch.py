@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import AttentionBackend, Quantization
+from headrace.device import current
 from headrace.kernels import cpu, registry
 from headrace.kernels.backend import backend_of, listed
 
@@ -66,7 +67,8 @@ def native(x: Tensor) -> bool:
     """Whether the C++ kernels take x. They know no gradients, so torch keeps a tensor that asks for one."""
     if _forced == "torch":
         return False
-    taken = cpu.available() and x.is_cpu and cpu.supports(x.dtype) and not (x.requires_grad and torch.is_grad_enabled())
+    wants_gradient = x.requires_grad and torch.is_grad_enabled()
+    taken = cpu.available() and x.is_cpu and cpu.supports(x.dtype) and not wants_gradient and not on_gpu(x)
     if _forced == "cpu" and not taken:
         raise ValueError(f"implementation 'cpu' does not take {x.dtype} on {x.device}")
     return taken
@@ -74,7 +76,7 @@ def native(x: Tensor) -> bool:
 
 def on_gpu(x: Tensor) -> bool:
     """Whether the Triton kernels take x."""
-    return x.is_cuda and _forced != "torch" and not (x.requires_grad and torch.is_grad_enabled())
+    return current().holds(x) and _forced != "torch" and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def in_cpp() -> bool:

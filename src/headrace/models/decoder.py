@@ -210,7 +210,7 @@ class Decoder:
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
         turns = self.rope.at(batch.positions, batch.rope_lengths).to(self.device) if self.rope else None
-        return self._embed(batch), turns
+        return self.embed(batch.token_ids.to(self.device), batch.positions.to(self.device)), turns
 
     def _inputs(self, batch: TokenBatch, x: Tensor) -> Tensor | None:
         """What each layer adds of the batch's tokens, which enter as x [T, H]; None where layers add nothing."""
@@ -252,14 +252,15 @@ class Decoder:
         """hidden [R, E] -> fp32 [R, labels], before any softmax, of a model with a classifier's head."""
         return ops.linear(hidden, self.matrices[CLASSIFIER], wide=True)
 
-    def _embed(self, batch: TokenBatch) -> Tensor:
-        x = F.embedding(batch.token_ids.to(self.device), self.weights["embed.weight"])
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The residual stream [T, H] of tokens [T] at positions [T], whole numbers, on the decoder's device."""
+        x = F.embedding(token_ids, self.weights["embed.weight"])
         if self.config.embed_scale != 1.0:
             x = x * self.embed_scale
         if "project_in.weight" in self.matrices:
             x = ops.linear(x, self.matrices["project_in.weight"])
         if self.config.positions == "learned":
-            x = x + F.embedding((batch.positions + LEARNED_OFFSET).to(self.device), self.weights["positions.weight"])
+            x = x + F.embedding(positions + LEARNED_OFFSET, self.weights["positions.weight"])
         return x
 
 

@@ -1,96 +1,154 @@
 """The Triton backend: attention over chunks of pools in a GPU's memory, and appending to them.
 
 R, T: rows; Hq, Hkv: query and KV heads; D: head size. bf16, fp16 and fp32. q, k, v and the pools are CUDA tensors; the
-data of a plan (items, positions, slots, offsets) comes from the CPU, where it is cut into tasks (tile_schedule).
+data of a plan (items, positions, slots, offsets) comes from the CPU, where it is cut into tasks (tile_schedule), and
+goes to the GPU in one block (arena).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention_kernels, tile_schedule
+from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
 LOG2_E = math.log2(math.e)
-STATE_BYTES = 1 << 28
+STATE_BYTES = 1 << 29
 """Of states that tasks of one span may leave; more rows walk all their spans one after another."""
 
 
 @cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 of any other, where Triton's interpreter runs the kernels."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return current().processors if device.type == "cuda" else 1
 
 
+class Heads(NamedTuple):
+    """Hq, Hkv and D of a layer, and how its lanes lie in tasks."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def part(self) -> int:
+        """Query heads of a task: all of a KV head, where they fit."""
+        return min(self.heads // self.kv_heads, tile_schedule.LANES)
+
+    @property
+    def columns(self) -> int:
+        """Programs that take the same task."""
+        return self.kv_heads * -(-self.heads // self.kv_heads // self.part)
+
+    @property
+    def most_states(self) -> int:
+        return max(0, STATE_BYTES // (self.heads * (self.dim + 2) * 4))
+
+    def bounds(self, device: torch.device) -> Bounds:
+        return Bounds(self.part, self.most_states, -(-2 * processors(device) // self.columns))
+
+    def states(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """acc [count, Hq, D], m and z [count, Hq], fp32."""
+        shape = (count, self.heads)
+        acc = torch.empty((*shape, self.dim), device=device)
+        return acc, torch.empty(shape, device=device), torch.empty(shape, device=device)
+
+
+@dataclass(slots=True)
 class TileWork:
-    """A plan's items for its rows, cut into tasks and carried to the GPU. rows: at these positions, int64 [R]."""
+    """What attention launches for rows of a step. rounds, flash: programs of each launch along the tasks, flash 0: it
+    is not launched; states: of split rows."""
 
-    def __init__(
-        self, items: Tensor, positions: Tensor, heads: int, kv_heads: int, dim: int, device: torch.device
-    ) -> None:
-        self.heads, self.kv_heads, self.dim, self.rows = heads, kv_heads, dim, len(positions)
-        group = heads // kv_heads
-        self.part = min(group, tile_schedule.LANES)
-        self.parts = -(-group // self.part)
-        spans = int(positions.max()) // tile_schedule.SPAN + 1 if self.rows else 0
-        # Positions go on within their chunk (PlanAttention.advance), and so within their span.
-        self.spans = spans
-        programs = -(-self.rows // tile_schedule.rows_together(self.part)) * kv_heads * self.parts
-        states = self.rows * spans * heads * dim * 4
-        apart = spans > 1 and states <= STATE_BYTES and programs < 2 * processors(device)
-        done = (tile_schedule.split if apart else tile_schedule.flash)(items.numpy(), self.rows, self.part)
-        self.split = done.split
-        self.items = torch.from_numpy(done.items).to(device)
-        self.rounds = [torch.from_numpy(each.tasks).to(device) for each in done.rounds]
-        self.states: tuple[Tensor, ...] | None = None
-        if apart:
-            shape = (self.rows, spans, heads)
-            self.states = (
-                torch.empty((*shape, dim), device=device),
-                torch.empty(shape, device=device),
-                torch.empty(shape, device=device),
-            )
+    heads: Heads
+    arena: TaskArena
+    rounds: list[int]
+    flash: int
+    states: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, done: TileSchedule, arena: TaskArena, heads: Heads) -> TileWork:
+        """Of a schedule that lies in the arena."""
+        states = heads.states(done.states, arena.items.there.device)
+        return cls(heads, arena, [len(tasks) for tasks in done.rounds], len(done.flash), states)
+
+    def first(self, rounds: int) -> TileWork:
+        """The same with so many rounds alone."""
+        return replace(self, rounds=self.rounds[:rounds])
 
     def run(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
-        """q [R, Hq, D] -> [R, Hq, D]. The mask's items are those of this work; its positions lie on the GPU, int32."""
-        window, bias = mask.window, mask.bias
-        if mask.cap is not None or mask.sinks is not None:
-            raise ValueError("the Triton kernels know no soft caps and no sinks; use attention_backend 'reference'")
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if not self.rows:
-            return out
-        padded = max(16, 1 << (self.dim - 1).bit_length())
-        acc, m, z = self.states if self.states is not None else (out, out, out)
-        shape = {
-            "HEADS": self.heads,
-            "D": self.dim,
-            "P": padded,
-            "SPAN": tile_schedule.SPAN,
-            "WINDOW": window is not None,
-        }
-        for number, tasks in enumerate(self.rounds):
-            attention_kernels.walk[(len(tasks), self.kv_heads * self.parts)](
-                q, pool.k, pool.v, self.items, tasks, mask.positions, q if bias is None else bias, acc, m, z, out,
-                mask.scale * LOG2_E,
-                q.stride(0), 0 if bias is None else bias.shape[-1], self.spans, window or 0,
-                KV_HEADS=self.kv_heads, PART=self.part, PARTS=self.parts, LANES=tile_schedule.LANES, SPLIT=self.split,
-                RESUME=number > 0, BIAS=bias is not None, PRECISION="ieee", **shape,
-                num_warps=4 if padded <= 128 else 8, num_stages=3 if padded <= 128 else 2,
-            )  # fmt: skip
-        if self.split:
-            together = min(16, max(1, 2048 // padded))
-            attention_kernels.merge_spans[(self.rows, -(-self.heads // together))](
-                acc, m, z, mask.positions, out, self.spans, window or 0, TOGETHER=together, **shape, num_warps=4
-            )
+        """q [R, Hq, D] -> [R, Hq, D]. The mask's positions lie on the GPU, int32; its items are left alone. Rows of no
+        task stay undefined."""
+        q, out = _rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        counts = self.arena.counts.there
+        for number, programs in enumerate(self.rounds):
+            tasks = self.arena.rounds[number].there
+            self._walk(q, pool, mask, out, tasks, counts[number:], programs, SPLIT=True, RESUME=number > 0)
+        if self.rounds:
+            self._merge(mask, out)
+        if self.flash:
+            tasks, count = self.arena.flash.there, counts[len(counts) - 1 :]
+            self._walk(q, pool, mask, out, tasks, count, self.flash, SPLIT=False, RESUME=False)
         return out
+
+    def _walk(
+        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int, **way: bool
+    ) -> None:
+        heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
+        acc, m, z = self.states
+        padded = self._padded
+        attention_kernels.walk[(programs, heads.columns)](
+            q=q, k=pool.k, v=pool.v, items=self.arena.items.there, tasks=tasks, count=count, positions=mask.positions,
+            bases=self.arena.bases.there, bias=q if bias is None else bias, sinks=q if sinks is None else sinks,
+            acc_of=acc, m_of=m, z_of=z, out=out, factor=mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap),
+            cap=(cap or 0.0) * LOG2_E, q_stride=q.stride(0), bias_len=0 if bias is None else bias.shape[-1],
+            window=mask.window or 0, **self._shape(mask), **way,
+            KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, LANES=tile_schedule.LANES,
+            BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
+            num_warps=4 if padded <= 128 else 8, num_stages=3 if padded <= 128 else 2,
+        )  # fmt: skip
+
+    def _merge(self, mask: Mask, out: Tensor) -> None:
+        acc, m, z = self.states
+        attention_kernels.merge_spans[(len(out), self.heads.heads)](
+            acc_of=acc, m_of=m, z_of=z, positions=mask.positions, bases=self.arena.bases.there,
+            sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0, AHEAD=8,
+            **self._shape(mask), num_warps=1,
+        )  # fmt: skip
+
+    @property
+    def _padded(self) -> int:
+        return max(16, 1 << (self.heads.dim - 1).bit_length())
+
+    def _shape(self, mask: Mask) -> dict[str, Any]:
+        return {
+            "HEADS": self.heads.heads,
+            "D": self.heads.dim,
+            "P": self._padded,
+            "SPAN": tile_schedule.SPAN,
+            "WINDOW": mask.window is not None,
+            "SINKS": mask.sinks is not None,
+        }
+
+
+def schedules(
+    items: Mapping[int | None, NDArray[np.int32]], positions: NDArray[np.int64], bounds: Bounds
+) -> dict[int | None, TileSchedule]:
+    """Tasks for each window's items."""
+    return {window: tile_schedule.cut(each, positions, bounds, window) for window, each in items.items()}
 
 
 class TritonStep:
@@ -98,29 +156,41 @@ class TritonStep:
     a type or size that has no kernel."""
 
     def __init__(self, step: StepInputs, device: torch.device | None = None) -> None:
-        device = device or torch.device("cuda", torch.cuda.current_device())
+        place = device or current().place
         _, kv_heads, dim = step.shape
         check(step.dtype, dim)
-        at, heads = step.positions, step.heads
-        self.work = {w: TileWork(each, at, heads, kv_heads, dim, device) for w, each in step.items.items()}
-        self.slots = step.slots.to(device)
-        self.positions, self.offsets = at.int().to(device), step.offsets.to(device)
-        self.masks = step.masks(self.positions)
+        heads = Heads(step.heads, kv_heads, dim)
+        self.arena, self.work = _arena_of(step.items, step.positions, heads, place)
+        padded(self.arena.slots.host, step.slots.numpy(), -1)
+        self.arena.move(step.positions.numpy(), step.offsets.numpy())
+        self.arena.send()
+        self.masks = step.masks(self.arena.positions.there)
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
         """Other positions and offsets for the rows of the same items, each in the chunk in which it was."""
-        self.positions.copy_(positions.int(), non_blocking=True)
-        self.offsets.copy_(offsets, non_blocking=True)
+        self.arena.move(positions.numpy(), offsets.numpy())
+        self.arena.send(tasks=False)
 
     def __call__(
         self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
-        _store(pool, k, v, self.slots, self.offsets)
-        return self.work[window].run(_rows(q), pool, replace(self.masks[window], sinks=sinks))
+        store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
+        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks))
 
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         raise ValueError("the Triton kernels run one layer after another")
+
+
+def _arena_of(
+    items: Mapping[int | None, Tensor], positions: Tensor, heads: Heads, place: torch.device
+) -> tuple[Arena, dict[int | None, TileWork]]:
+    """An arena with just enough room, filled but for its rows, and what is launched on it."""
+    done = schedules({w: each.numpy() for w, each in items.items()}, positions.numpy(), heads.bounds(place))
+    sizes = {window: TaskSizes.of(each) for window, each in done.items()}
+    arena = Arena(len(positions), sizes, current(), place, pinned=False)
+    arena.fill(done)
+    return arena, {window: TileWork.of(each, arena.tasks[window], heads) for window, each in done.items()}
 
 
 def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
@@ -128,15 +198,17 @@ def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     _check_scales(pool)
     (_, heads, dim), kv_heads = q.shape, pool.k.shape[1]
     check(q.dtype, dim)
-    work = TileWork(mask.items, mask.positions, heads, kv_heads, dim, q.device)
-    return work.run(_rows(q), pool, replace(mask, positions=mask.positions.int().to(q.device)))
+    arena, work = _arena_of({mask.window: mask.items}, mask.positions, Heads(heads, kv_heads, dim), q.device)
+    arena.move(mask.positions.numpy(), np.empty(0, np.int32))
+    arena.send()
+    return work[mask.window].run(q, pool, replace(mask, positions=arena.positions.there))
 
 
 def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:
     """Writes k_new, v_new [T, Hkv, D] into the pool as key offsets[t] of chunk slots[t], int32 [T] each."""
     _check_scales(pool)
     check(k_new.dtype, k_new.shape[-1])
-    _store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
+    store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
 
 
 def _check_scales(pool: Pool) -> None:
@@ -149,7 +221,8 @@ def _rows(q: Tensor) -> Tensor:
     return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 
-def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+def store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+    """`append` of checked tensors, those of the places on the device; rows of negative slots are not stored."""
     rows, kv_heads, dim = k.shape
     if not rows:
         return

@@ -1,11 +1,12 @@
 """Attention over chunks on a GPU, in Triton: how one task walks its chunks, and how the spans of a row are merged.
 
 L: lanes of a task, D: head size, P: D rounded up to a power of two, 64: keys of a chunk. A lane is one (row, query
-head). A lane's bits depend on nothing but its own query and the keys it sees: every task has the same number of lanes,
-whether they are taken or not, probabilities are rounded relative to their own chunk's maximum (docs/architecture.md), a
-chunk that a lane does not see changes nothing, and every merge is the same three operations, whose rounding is spelled
-out.
-Scores are in units of log 2.
+head). Scores are in units of log 2.
+
+A lane's bits depend on its own query and the keys it sees alone, whichever task it is in. Inside a span it keeps a
+running maximum, as online softmax does (arXiv 1805.02867): a chunk rescales what the lane holds, and its product is
+added to that by the tensor core. A chunk that a lane does not see rescales by 1 and adds zeros. Spans are merged from
+left to right by three operations whose rounding is spelled out.
 """
 
 # mypy: ignore-errors
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -30,134 +33,220 @@ def _merge(m, z, acc, m2, z2, acc2):
 
 
 @triton.jit
-def _probabilities(scores, seen, factor):
-    """p [L, 64] relative to each lane's greatest seen score, and that score [L], both scores times `factor`."""
-    scores = tl.where(seen, scores, float("-inf"))
-    top = tl.max(scores, 1) * factor
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, -base[:, None])), top
+def _finish(m, z, acc, sinks, head, taken, SINKS: tl.constexpr):
+    """The attention [L, P] of a finished state. sinks fp32 [HEADS]: see kernels.records.Mask."""
+    if SINKS:
+        sink = tl.load(sinks + head, mask=taken, other=0.0)
+        z = tl.where(z > 0.0, z + tl.exp2(tl.fma(sink, tl.full(sink.shape, LOG2_E, tl.float32), -m)), z)
+    return acc / tl.where(z == 0.0, 1.0, z)[:, None]
 
 
-# One kernel, long as it is: what its parts would hand to one another lives in registers.
+@triton.jit
+def _load_chunk(k, v, slot, kv_head, there, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr):
+    """Keys [P, 64] and values [64, P] of one KV head of a chunk. ALL: every value has been written; otherwise those
+    that are not `there` [64] become 0."""
+    d, j = tl.arange(0, P), tl.arange(0, 64)
+    chunk = (slot.to(tl.int64) * KV_HEADS + kv_head) * (64 * D)
+    k_pairs = k + chunk + (d[:, None] * 64 + j[None, :])
+    v_pairs = v + chunk + (j[:, None] * D + d[None, :])
+    if D == P:
+        chunk_k = tl.load(k_pairs)
+        chunk_v = tl.load(v_pairs) if ALL else tl.load(v_pairs, mask=there[:, None], other=0.0)
+    else:
+        fits = d < D
+        chunk_k = tl.load(k_pairs, mask=fits[:, None], other=0.0)
+        chunk_v = tl.load(v_pairs, mask=there[:, None] & fits[None, :], other=0.0)
+    return chunk_k, chunk_v
+
+
+@triton.jit
+def _walk_chunks(
+    rows, m, z, acc, total_m, total_z, total, k, v, items, begin, end, kv_head, head, taken, position, last, bias,
+    factor, cap, bias_len, window,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, MASKED: tl.constexpr,
+    SPANS: tl.constexpr, GUARD: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state of a span (m, z, acc), and the total of those before it, after items begin .. end-1.
+
+    MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans. GUARD: a chunk may hold NaN of a
+    sequence that is not the lane's.
+    """
+    j = tl.arange(0, 64)
+    # One item ahead: the chunk's address is known before its turn to be loaded.
+    some = begin < end
+    slot_next = tl.load(items + 4 * begin, mask=some, other=0)
+    key_next = tl.load(items + 4 * begin + 1, mask=some, other=0)
+    for i in range(begin, end):
+        slot, keys = slot_next, key_next + j
+        following = items + 4 * tl.minimum(i + 1, end - 1)
+        chunk_k, chunk_v = _load_chunk(k, v, slot, kv_head, keys <= last, KV_HEADS, D, P, not MASKED)
+        if SPANS:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+            # Before the product of the scores: a branch behind it would make the products wait for one another.
+            if key_next % SPAN == 0:
+                total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
+                m = tl.full(m.shape, float("-inf"), tl.float32)
+        slot_next, key_next = tl.load(following), tl.load(following + 1)
+        scores = tl.dot(rows, chunk_k, input_precision=PRECISION)
+        unit = tl.full(scores.shape, 1.0, tl.float32)
+        if CAP:
+            # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x)); the factor holds what makes exp2 of it.
+            scores = tl.fma(1.0 / (1.0 + tl.exp2(scores * factor)), unit * (-2.0 * cap), unit * cap)
+        if BIAS:
+            near = bias + head[:, None] * bias_len + keys[None, :]
+            here = tl.load(near, mask=taken[:, None] & (keys < bias_len)[None, :], other=0.0) * LOG2_E
+            scores = tl.fma(scores, unit if CAP else unit * factor, here)
+        scale = 1.0 if CAP or BIAS else factor
+        if MASKED:
+            seen = keys[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (keys[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        top = tl.max(scores, 1) * scale
+        new = tl.maximum(m, top)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        keep = tl.exp2(m - base)
+        p = tl.exp2(tl.fma(scores, unit * scale, -base[:, None]))
+        m, z = new, tl.fma(z, keep, tl.sum(p, 1))
+        after = tl.dot(p.to(chunk_v.dtype), chunk_v, acc * keep[:, None], input_precision=PRECISION)
+        acc = tl.where((top == float("-inf"))[:, None], acc, after) if GUARD else after
+    return m, z, acc, total_m, total_z, total
+
+
 @triton.jit
 def walk(
-    q, k, v, items, tasks, positions, bias, acc_of, m_of, z_of, out, factor, q_stride, bias_len, spans, window,
+    q, k, v, items, tasks, count, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap, q_stride,
+    bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
-    WINDOW: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One task of one KV head, or of PART of its query heads. See TileSchedule for tasks and items.
+    """Every num_programs(0)-th of count[0] tasks, of one KV head or of PART of its query heads. See TileSchedule for
+    tasks, items and bases.
 
     q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D]; positions int32 [R];
-    bias fp32 [HEADS, bias_len]. SPLIT: leaves acc_of [R, spans, HEADS, D], m_of and z_of [R, spans, HEADS], going on
-    from them if RESUME. Otherwise: out [R, HEADS, D]. factor: of the scores, in units of log 2.
+    bias fp32 [HEADS, bias_len]; sinks fp32 [HEADS]. SPLIT: leaves acc_of [states, HEADS, D], m_of and z_of
+    [states, HEADS], going on from them if RESUME. Otherwise: out [R, HEADS, D]. factor: of the scores, in units of
+    log 2. With CAP it is multiplied by 2 / cap, and cap is in units of log 2.
     """
-    task = tasks + 4 * tl.program_id(0)
+    for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        _walk_task(
+            q, k, v, items, tasks + 4 * number, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap,
+            q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, SPLIT, RESUME, WINDOW, BIAS,
+            CAP, SINKS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _walk_task(
+    q, k, v, items, task, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap, q_stride, bias_len,
+    window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
+    WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     kv_head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     begin, end, first, count = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    lane, d, j = tl.arange(0, LANES), tl.arange(0, P), tl.arange(0, 64)
+    lane, d = tl.arange(0, LANES), tl.arange(0, P)
     row, in_group = begin + lane // PART, part * PART + lane % PART
     taken = (row < end) & (in_group < GROUP)
     head = kv_head * GROUP + in_group
     position = tl.load(positions + row, mask=taken, other=-1)
+    last = tl.max(position, 0)  # behind lies what nobody has written yet
     fits = d < D
     rows = tl.load(
         q + row.to(tl.int64)[:, None] * q_stride + (head * D)[:, None] + d[None, :],
         mask=taken[:, None] & fits[None, :], other=0.0,
     )  # fmt: skip
+    key = tl.load(items + 4 * first + 1, mask=count > 0, other=0)
 
     m = tl.full((LANES,), float("-inf"), tl.float32)
     z = tl.zeros((LANES,), tl.float32)
     acc = tl.zeros((LANES, P), tl.float32)
-    total_m, total_z, total = m, z, acc
-    span = tl.load(items + 4 * first + 1, mask=count > 0, other=0) // SPAN
-    state = (row.to(tl.int64) * spans + span) * HEADS + head
-    if RESUME:
-        m = tl.load(m_of + state, mask=taken, other=float("-inf"))
-        z = tl.load(z_of + state, mask=taken, other=0.0)
-        acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
-
-    for i in range(first, first + count):
-        slot, key = tl.load(items + 4 * i).to(tl.int64), tl.load(items + 4 * i + 1)
-        low, high = tl.load(items + 4 * i + 2), tl.load(items + 4 * i + 3)
-        chunk = (slot * KV_HEADS + kv_head) * (64 * D)
-        keys = key + j
-        offered = (row >= low) & (row < high)
-        there = keys <= tl.max(tl.where(offered, position, -1), 0)  # behind lies what nobody has written yet
-        k_pairs = k + chunk + d[:, None] * 64 + j[None, :]
-        v_pairs = v + chunk + j[:, None] * D + d[None, :]
-        if D == P:
-            chunk_k = tl.load(k_pairs)
-            chunk_v = tl.load(v_pairs, mask=there[:, None], other=0.0)
-        else:
-            chunk_k = tl.load(k_pairs, mask=fits[:, None], other=0.0)
-            chunk_v = tl.load(v_pairs, mask=there[:, None] & fits[None, :], other=0.0)
-        if not SPLIT:  # noqa: SIM102 (this one is decided when the kernel is compiled)
-            if key // SPAN != span:
-                total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
-                m = tl.full((LANES,), float("-inf"), tl.float32)
-                z = tl.zeros((LANES,), tl.float32)
-                acc = tl.zeros((LANES, P), tl.float32)
-                span = key // SPAN
-        scores = tl.dot(rows, chunk_k, input_precision=PRECISION)
-        seen = (keys[None, :] <= position[:, None]) & offered[:, None]
-        if WINDOW:
-            seen = seen & (keys[None, :] > position[:, None] - window)
-        if BIAS:
-            near = bias + head[:, None] * bias_len + keys[None, :]
-            bias_here = tl.load(near, mask=taken[:, None] & (keys < bias_len)[None, :], other=0.0)
-            scores = tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * factor, bias_here * 1.4426950408889634)
-            p, top = _probabilities(scores, seen, 1.0)
-        else:
-            p, top = _probabilities(scores, seen, factor)
-        values = tl.dot(p.to(chunk_v.dtype), chunk_v, input_precision=PRECISION)
-        m, z, acc = _merge(m, z, acc, top, tl.sum(p, 1), values)
-
     if SPLIT:
+        state = (tl.load(bases + row, mask=taken, other=0).to(tl.int64) + key // SPAN) * HEADS + head
+        if RESUME:
+            m = tl.load(m_of + state, mask=taken, other=float("-inf"))
+            z = tl.load(z_of + state, mask=taken, other=0.0)
+            acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
+        m, z, acc, _, _, _ = _walk_chunks(
+            rows, m, z, acc, m, z, acc, k, v, items, first, first + count, kv_head, head, taken, position, last, bias,
+            factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, True, False, True, WINDOW, BIAS, CAP, PRECISION,
+        )  # fmt: skip
         tl.store(m_of + state, m, mask=taken)
         tl.store(z_of + state, z, mask=taken)
         tl.store(acc_of + state[:, None] * D + d[None, :], acc, mask=taken[:, None] & fits[None, :])
     else:
-        total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
-        result = total / tl.where(total_z == 0.0, 1.0, total_z)[:, None]
+        # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
+        least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
+        low = tl.minimum(tl.maximum(last - window - key + 64, 0) // 64, count) if WINDOW else 0
+        high = tl.minimum(tl.maximum((least + 1 - key) // 64, low), count)
+        total_m, total_z, total = m, z, acc
+        if WINDOW:
+            m, z, acc, total_m, total_z, total = _walk_chunks(
+                rows, m, z, acc, total_m, total_z, total, k, v, items, first, first + low, kv_head, head, taken,
+                position, last, bias, factor, cap, bias_len, window,
+                KV_HEADS, D, P, SPAN, True, True, False, WINDOW, BIAS, CAP, PRECISION,
+            )  # fmt: skip
+        m, z, acc, total_m, total_z, total = _walk_chunks(
+            rows, m, z, acc, total_m, total_z, total, k, v, items, first + low, first + high, kv_head, head, taken,
+            position, last, bias, factor, cap, bias_len, window,
+            KV_HEADS, D, P, SPAN, False, True, False, WINDOW, BIAS, CAP, PRECISION,
+        )  # fmt: skip
+        m, z, acc, total_m, total_z, total = _walk_chunks(
+            rows, m, z, acc, total_m, total_z, total, k, v, items, first + high, first + count, kv_head, head, taken,
+            position, last, bias, factor, cap, bias_len, window,
+            KV_HEADS, D, P, SPAN, True, True, False, WINDOW, BIAS, CAP, PRECISION,
+        )  # fmt: skip
+        m, z, acc = _merge(total_m, total_z, total, m, z, acc)
+        result = _finish(m, z, acc, sinks, head, taken, SINKS)
         at = out + (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
         tl.store(at, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
 
 
 @triton.jit
 def merge_spans(
-    acc_of, m_of, z_of, positions, out, spans, window,
-    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr, SPAN: tl.constexpr,
-    WINDOW: tl.constexpr,
+    acc_of, m_of, z_of, positions, bases, sinks, out, window,
+    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, AHEAD: tl.constexpr, SPAN: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The states of a row's spans, from left to right, for TOGETHER of its heads: out [R, HEADS, D]. See walk."""
+    """The states of a row's spans, from left to right, for one of its heads: out [R, HEADS, D], which rows without
+    states leave as it is. The states of AHEAD spans are loaded before they are merged one by one. See walk."""
     row = tl.program_id(0).to(tl.int64)
-    head, d = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER), tl.arange(0, P)
-    taken, fits = head < HEADS, d < D
+    base = tl.load(bases + row).to(tl.int64)
+    if base < 0:
+        return
+    one, d = tl.arange(0, 1), tl.arange(0, P)
+    head, fits = tl.program_id(1) + one, (d < D)[None, :]
     position = tl.load(positions + row)
-    m = tl.full((TOGETHER,), float("-inf"), tl.float32)
-    z = tl.zeros((TOGETHER,), tl.float32)
-    acc = tl.zeros((TOGETHER, P), tl.float32)
+    m = tl.full((1,), float("-inf"), tl.float32)
+    z = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, P), tl.float32)
     first = tl.maximum(position - window + 1, 0) // SPAN if WINDOW else 0
-    for span in range(first, position // SPAN + 1):
-        state = (row * spans + span) * HEADS + head
-        m2 = tl.load(m_of + state, mask=taken, other=float("-inf"))
-        z2 = tl.load(z_of + state, mask=taken, other=0.0)
-        acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
-        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
-    result = acc / tl.where(z == 0.0, 1.0, z)[:, None]
-    at = out + (row * HEADS + head)[:, None] * D + d[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
+    end = position // SPAN + 1
+    for span in range(first, end, AHEAD):
+        for step in tl.static_range(AHEAD):
+            there = one + span + step < end
+            state = (base + span + step) * HEADS + head
+            m2 = tl.load(m_of + state, mask=there, other=float("-inf"))
+            z2 = tl.load(z_of + state, mask=there, other=0.0)
+            acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=there[:, None] & fits, other=0.0)
+            m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+    result = _finish(m, z, acc, sinks, head, head < HEADS, SINKS)
+    tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=fits)
 
 
 @triton.jit
 def store(
     k_new, v_new, k, v, slots, offsets, k_stride, v_stride, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr
 ):
-    """A row's key and value of one KV head into the pools (see walk): key offsets[t] of chunk slots[t]."""
+    """A row's key and value of one KV head into the pools (see walk): key offsets[t] of chunk slots[t]; none of
+    a negative slot."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, offset = tl.load(slots + row).to(tl.int64), tl.load(offsets + row)
+    if slot < 0:
+        return
     d = tl.arange(0, P)
     fits = d < D
     chunk = (slot * KV_HEADS + head) * (64 * D)

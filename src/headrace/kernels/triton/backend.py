@@ -9,25 +9,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headrace.kernels.backend import Backend
+from headrace.device import current
+from headrace.kernels.backend import GraphBackend, GraphSizes
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.triton.limits import capabilities
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import TritonStep
+    from headrace.kernels.triton.graph_step import TritonGraphStep
 
-__all__ = ["append", "attend", "capabilities", "described", "layout", "missing", "prepare"]
+__all__ = ["append", "attend", "capabilities", "described", "graph_step", "layout", "missing", "prepare"]
 
 
 def missing() -> str | None:
     """Why there are no Triton kernels here; None where there are."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
+    absent = current().missing()
+    if absent is not None:
+        return absent
     return None if find_spec("triton") else "the package triton is missing, which comes with torch's builds for CUDA"
 
 
 def described(device: torch.device) -> str:
-    return f"asked for, on {torch.cuda.get_device_name(device)}"
+    return f"asked for, on {current().name}"
 
 
 def layout(dtype: torch.dtype, dim: int) -> Layout:
@@ -52,7 +55,13 @@ def prepare(step: StepInputs) -> TritonStep:
     return TritonStep(step)
 
 
+def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:
+    from headrace.kernels.triton.graph_step import TritonGraphStep
+
+    return TritonGraphStep(sizes, bias)
+
+
 if TYPE_CHECKING:  # it keeps the contract
     from headrace.kernels.triton import backend as this_module
 
-    _: Backend = this_module
+    _: GraphBackend = this_module

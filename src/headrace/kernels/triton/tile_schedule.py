@@ -1,124 +1,249 @@
 """How a plan becomes work for a GPU: tasks of some rows, each of which walks some chunks. Plain data, no tensors.
 
-A lane is one (row, query head). Keys are cut into spans of fixed length at fixed positions. A row's chunks are merged
-from left to right within a span, and its spans from left to right: that order is the GPU's canonical one (docs/gpu.md),
-whichever of two ways is taken.
+R: rows. A lane is one (row, query head). Keys are cut into spans of fixed length at fixed positions. A row's chunks are
+merged from left to right within a span, and its spans from left to right: that order is the GPU's canonical one
+(docs/gpu.md), whichever of two ways is taken. A run is the rows of one sequence; each run goes its own way.
 
-    flash   a task walks all chunks of its rows and merges span by span: for many rows
     split   a task walks one span, and leaves its state to be merged: for few rows, so that many tasks are under way.
             Rows of one task part where the tree does: those with the later chunks go on from the state of their parent,
             in the next round (ChunkAttention, arXiv 2402.15220, section 3.3, at every level of the tree)
+    flash   a task walks all chunks of its rows, which are of one run, and merges span by span: for many rows
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.types import CHUNK
+
+Bools = NDArray[np.bool_]
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 SPAN = 512
 """Keys of a span. Part of the canonical order: another length gives other bits."""
 
 LANES = 64
 """Of a task: rows of a tensor core's product."""
+SHORT = 16
+"""Rows of a run that is always split: decoding, drafts, the end of a prompt."""
+SPAN_BITS = 9
+KEY_BITS = 24
+"""Of positions, behind which the rows of an item stand in one integer."""
+SPAN_CHUNKS = SPAN // CHUNK
+NO_TASKS: Int32 = np.empty((0, 4), np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class TileRound:
-    """tasks int32 [n, 4]: (first row, row after the last, first item, number of items). None needs another."""
+class Bounds(NamedTuple):
+    """What decides how runs go. group: lanes of a row; states: that may be left in all; busy: tasks that fill the
+    machine: with fewer of them, long runs are split as well."""
 
-    tasks: Int32
+    group: int
+    states: int
+    busy: int
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a task."""
+        return max(1, LANES // self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
-    """items int32 [m, 4]: those of a plan in the order of the tasks that walk them, some of them several times.
+    """Tasks int32 [n, 4]: (first row, row after the last, first item, number of items), the longest first.
 
-    rounds: one after another; each but the first goes on from the states that those before it left. split: see above.
+    items int32 [m, 4]: those of a plan in the order of the tasks that walk them; behind the newest chunk of a row that
+    stands alone there is room for the rest of its span (see `grown`). rounds: of split tasks, one after another; each
+    but the first goes on from the states that those before it left. flash: of all other rows. bases int32 [R]: a row's
+    state of span s is number bases[row] + s; -1: the row leaves none. states: their number.
     """
 
     items: Int32
-    rounds: list[TileRound]
-    split: bool
+    rounds: list[Int32]
+    flash: Int32
+    bases: Int32
+    states: int
 
 
-@dataclass(slots=True)
-class _Task:
-    """Rows begin..end-1 in one span, which meet `items` (their numbers) in `depth`-th place."""
-
-    begin: int
-    end: int
-    depth: int
-    items: list[int] = field(default_factory=list)
-
-
-def rows_together(group: int) -> int:
-    """Rows of a task, where each is `group` lanes."""
-    return max(1, LANES // group)
-
-
-def flash(items: Int32, rows: int, group: int) -> TileSchedule:
-    """Tasks that walk all chunks of their rows. items as in Plan, of `rows` rows in all."""
-    by_key = items[np.argsort(items[:, 1], kind="stable")]
-    begins = np.arange(0, rows, rows_together(group), dtype=np.int32)
-    ends = np.minimum(begins + rows_together(group), rows).astype(np.int32)
-    met = (by_key[None, :, 2] < ends[:, None]) & (by_key[None, :, 3] > begins[:, None])
-    _, which = np.nonzero(met)
-    counts = met.sum(axis=1, dtype=np.int32)
-    firsts = np.cumsum(counts, dtype=np.int32) - counts
-    tasks = np.stack((begins, ends, firsts, counts), axis=1).astype(np.int32)
-    # The longest first: what is left at the end is short.
-    order = np.argsort(-counts, kind="stable")
-    return TileSchedule(
-        np.ascontiguousarray(by_key[which]), [TileRound(np.ascontiguousarray(tasks[order]))], split=False
-    )
+def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = None) -> TileSchedule:
+    """The tasks of a plan's items for its rows, which see their last `window` keys (None: all)."""
+    rows = len(positions)
+    edges = run_edges(items, positions)
+    states = positions // SPAN + 1
+    lengths = np.diff(edges)
+    states[edges[:-1][lengths == 1]] += 1  # a row that is alone may go on into the next span
+    split = np.repeat(_split_runs(edges, states, positions, bounds), lengths)
+    kept = np.where(split, states, 0)
+    bases = np.where(split, np.cumsum(kept) - kept, -1).astype(np.int32)
+    begins = np.repeat(edges[:-1], lengths)
+    walked, rounds = _split(_within(items, split), positions, begins, bounds) if split.any() else (NO_TASKS, [])
+    flash = NO_TASKS
+    if not split.all():
+        own, flash = _flash(items, positions, edges, split, bounds, window, len(walked))
+        walked = np.concatenate((walked, own))
+    return TileSchedule(walked, rounds, flash, bases, int(kept.sum()) if rows else 0)
 
 
-def split(items: Int32, rows: int, group: int) -> TileSchedule:
-    """Tasks of one span each. items as in Plan, of `rows` rows in all."""
-    tasks = _spans(items, rows)
-    walked: list[int] = []
-    rounds: list[list[tuple[int, int, int, int]]] = [[] for _ in range(max((t.depth + 1 for t in tasks), default=0))]
-    for task in sorted(tasks, key=lambda task: -len(task.items)):
-        for begin in range(task.begin, task.end, rows_together(group)):
-            end = min(begin + rows_together(group), task.end)
-            mine = [i for i in task.items if items[i, 2] < end and items[i, 3] > begin]
-            rounds[task.depth].append((begin, end, len(walked), len(mine)))
-            walked += mine
-    made = [TileRound(np.array(each, dtype=np.int32)) for each in rounds]
-    return TileSchedule(np.ascontiguousarray(items[walked]), made, split=True)
+def run_edges(items: Int32, positions: Int64) -> Int64:
+    """Where runs begin, and the number of rows. Two sequences whose rows meet the same chunks are one run."""
+    rows = len(positions)
+    edge = np.zeros(rows + 1, dtype=bool)
+    edge[[0, rows]] = True
+    edge[1:rows] = positions[1:] != positions[:-1] + 1
+    edge[items[:, 3]] = True
+    # A chunk of its own begins with the row that writes its first key; any other begins with a sequence.
+    low = items[:, 2]
+    edge[low[items[:, 1] < positions[low]]] = True
+    return np.flatnonzero(edge)
 
 
-def _spans(items: Int32, rows: int) -> list[_Task]:
-    """One task for each set of rows that meets the same chunks of a span, a row's later ones deeper than its first."""
-    tasks: list[_Task] = []
-    last = np.full(rows, -1)
-    span = -1
-    order = np.argsort(items[:, 1], kind="stable")
-    keys = items[order, 1]
-    for key in np.unique(keys):
-        if key // SPAN != span:
-            span = key // SPAN
-            last[:] = -1
-        begin, end = np.searchsorted(keys, (key, key + 1))
-        _column(items, order[begin:end].tolist(), last, tasks)
-    return tasks
+def _split_runs(edges: Int64, states: Int64, positions: Int64, bounds: Bounds) -> Bools:
+    """Which runs are split."""
+    lengths = np.diff(edges)
+    if not len(lengths):
+        return np.zeros(0, dtype=bool)
+    needed = np.add.reduceat(states, edges[:-1])
+    short = lengths <= SHORT
+    fits = short & (np.cumsum(np.where(short, needed, 0)) <= bounds.states)
+    tiles = -(-lengths[~short] // bounds.rows_together)
+    far = ~short & (positions[edges[1:] - 1] >= SPAN)
+    if tiles.sum() < bounds.busy and needed[short | far].sum() <= bounds.states:
+        return fits | far
+    return fits
 
 
-def _column(items: Int32, column: list[int], last: np.ndarray, tasks: list[_Task]) -> None:
-    """The items of one position: each goes on with the task of its rows if no other does, or begins one."""
-    parents = []
-    for i in column:
-        rows = last[items[i, 2] : items[i, 3]]
-        parents.append(int(rows[0]) if (rows == rows[0]).all() else -2)
-    for i, parent in zip(column, parents, strict=True):
-        if parent >= 0 and parents.count(parent) == 1 and -2 not in parents:
-            tasks[parent].items.append(i)
+def _within(items: Int32, split: Bools) -> Int32:
+    """The items of the rows that are split, one for each stretch of them."""
+    if split.all():
+        return items
+    turns = np.flatnonzero(np.diff(split, prepend=False, append=False))
+    parts = []
+    for begin, end in turns.reshape(-1, 2).tolist():
+        part = items[(items[:, 2] < end) & (items[:, 3] > begin)]
+        part[:, 2:] = part[:, 2:].clip(begin, end)
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+class _Groups(NamedTuple):
+    """Items of one span that are offered to the same rows: numbers of [low, high), first and last key, depth: groups of
+    the span that these rows go through before. Ordered by span, low, and the wider ones first."""
+
+    low: Int64
+    high: Int64
+    key: Int64
+    last: Int64
+    first: Int64
+    chunks: Int64
+    depth: Int64
+
+
+def _split(items: Int32, positions: Int64, begins: Int64, bounds: Bounds) -> tuple[Int32, list[Int32]]:
+    """Items in the order of their tasks, and the tasks by round. begins [R]: where the run of each row begins."""
+    order, groups = _grouped(items, begins)
+    if not _is_tree(groups):
+        lengths = items[:, 3] - items[:, 2]
+        ends = np.cumsum(lengths)
+        items = np.repeat(items, lengths, axis=0)
+        items[:, 2] += (np.arange(len(items)) - np.repeat(ends - lengths, lengths)).astype(np.int32)
+        items[:, 3] = items[:, 2] + 1
+        order, groups = _grouped(items, np.arange(len(positions)))
+    walked, firsts = _with_room(items, order, groups, positions)
+    tiles = -(-(groups.high - groups.low) // bounds.rows_together)
+    which = np.repeat(np.arange(len(tiles)), tiles)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    begin = groups.low[which] + nth * bounds.rows_together
+    end = np.minimum(begin + bounds.rows_together, groups.high[which])
+    # Of one run's rows none sees further than the last.
+    key, count = groups.key[which], groups.chunks[which]
+    seen = np.where(begins[end - 1] <= begin, (positions[end - 1] - key) // CHUNK + 1, count)
+    tasks = _tasks(begin, end, firsts[which], np.minimum(count, seen))
+    depth, useful = groups.depth[which], seen > 0
+    rounds = [tasks[useful & (depth == turn)] for turn in range(int(depth.max()) + 1)]
+    return walked, [_longest_first(each) for each in rounds]
+
+
+def _grouped(items: Int32, begins: Int64) -> tuple[Int64, _Groups]:
+    """Numbers of the items, group by group, and the groups."""
+    rows = len(begins) + 1
+    key, low, high = items[:, 1].astype(np.int64), begins.take(items[:, 2]), items[:, 3].astype(np.int64)
+    owner = ((low * rows + (rows - high)) << KEY_BITS) + key
+    order = np.argsort(owner, kind="stable")  # a plan's own items lie so already
+    owner = owner.take(order) >> SPAN_BITS  # high bits: who; low bits: the span
+    new = np.ones(len(order), dtype=bool)
+    np.not_equal(owner[1:], owner[:-1], out=new[1:])
+    first = np.flatnonzero(new)
+    count = np.diff(first, append=len(order))
+    start = key[order[first]]
+    by_span = np.argsort(start // SPAN * (rows * rows) + (owner[first] >> (KEY_BITS - SPAN_BITS)), kind="stable")
+    first, count, start = first[by_span], count[by_span], start[by_span]
+    begin = order[first]
+    low, high = low[begin], high[begin]
+    # Ranges of rows lie within one another or apart: those that begin before a row and have not ended hold it.
+    span = start // SPAN * (2 * rows)
+    ended = np.searchsorted(np.sort(span + high), span + low, side="right")
+    depth = np.arange(len(first)) - ended
+    return order, _Groups(low, high, start, key[order[first + count - 1]], first, count, depth)
+
+
+def _is_tree(groups: _Groups) -> bool:
+    """Whether every group's rows are among those of the group before it in their span, and its keys lie behind."""
+    whole = groups.last - groups.key == (groups.chunks - 1) * CHUNK
+    if not whole.all():
+        return False
+    for depth in range(1, int(groups.depth.max()) + 1):
+        here, above = np.flatnonzero(groups.depth == depth), np.flatnonzero(groups.depth == depth - 1)
+        if not len(above):
+            return False
+        parent = above[np.searchsorted(above, here) - 1]
+        holds = (parent < here) & (groups.high[parent] >= groups.high[here])
+        if not (holds & (groups.last[parent] < groups.key[here])).all():
+            return False
+    return True
+
+
+def _with_room(items: Int32, order: Int64, groups: _Groups, positions: Int64) -> tuple[Int32, Int64]:
+    """The items group by group, with room behind some, and where each group begins."""
+    alone = groups.high - groups.low == 1
+    newest = alone & (groups.last == positions[groups.low] // CHUNK * CHUNK)
+    room = np.where(newest, SPAN_CHUNKS - groups.key // CHUNK % SPAN_CHUNKS, groups.chunks)
+    ends = np.cumsum(room)
+    firsts = ends - room
+    number = np.repeat(groups.first - firsts, room)
+    number += np.arange(len(number))
+    # What lies in the room is never read.
+    return items.take(order.take(number, mode="clip"), axis=0), firsts
+
+
+def _flash(
+    items: Int32, positions: Int64, edges: Int64, split: Bools, bounds: Bounds, window: int | None, offset: int
+) -> tuple[Int32, Int32]:
+    """Items and tasks of the runs that are not split. offset: number of the first of these items."""
+    walked, tasks = [], []
+    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        if split[begin]:
             continue
-        begin, end = int(items[i, 2]), int(items[i, 3])
-        before = last[begin:end]
-        depth = max((tasks[j].depth + 1 for j in np.unique(before).tolist() if j >= 0), default=0)
-        last[begin:end] = len(tasks)
-        tasks.append(_Task(begin, end, depth, [i]))
+        mine = items[(items[:, 2] < end) & (items[:, 3] > begin)]
+        mine = mine[np.argsort(mine[:, 1], kind="stable")]
+        low = np.arange(begin, end, bounds.rows_together)
+        high = np.minimum(low + bounds.rows_together, end)
+        seen = np.searchsorted(mine[:, 1], positions[high - 1], side="right")
+        first = np.zeros(len(low), dtype=np.int64)
+        if window is not None:
+            first = np.searchsorted(mine[:, 1], positions[low] - window - CHUNK + 1, side="right")
+        tasks.append(_tasks(low, high, offset + first, seen - first))
+        walked.append(mine)
+        offset += len(mine)
+    return np.concatenate(walked), _longest_first(np.concatenate(tasks))
+
+
+def _tasks(begin: Int64, end: Int64, first: Int64, count: Int64) -> Int32:
+    return np.stack((begin, end, first, count), axis=1).astype(np.int32)
+
+
+def _longest_first(tasks: Int32) -> Int32:
+    """What is left at the end is short then."""
+    return tasks[np.argsort(-tasks[:, 3], kind="stable")]

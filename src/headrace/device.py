@@ -1,0 +1,180 @@
+"""The accelerator that an engine computes on: what is asked of it beside tensors, in one place. A test may put a fake
+one in its place (`use`), on which the same engine runs with its tensors in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Stands behind all that the stream (None: the current one) was given."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds from this event to a later one, both recorded and made with `timing`."""
+
+
+class Stream(Protocol):
+    """Work that the device does in order."""
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Graph(Protocol):
+    """Recorded launches, with the memory that they read and wrote."""
+
+    def replay(self) -> None: ...
+
+
+class Device(Protocol):
+    """type: as backends declare it; place: where tensors lie; processors: those that run one program at a time."""
+
+    type: str
+    place: torch.device
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def processors(self) -> int: ...
+
+    def missing(self) -> str | None:
+        """Why there is no such device here; None where there is."""
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether x lies on the device, and is computed with there."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory from which copies run beside the kernels, zeroed."""
+
+    def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        """Records what `run` launches on the current stream, which is not computed, and what it returns. All graphs
+        share their memory: what one returned is valid until another is replayed."""
+
+    def stream(self) -> Stream: ...
+
+    def current_stream(self) -> Stream: ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Within it `stream` is the current one."""
+
+    def event(self, timing: bool = False) -> Event: ...
+
+    def synchronize(self) -> None:
+        """Waits for all streams."""
+
+    def free_memory(self) -> int:
+        """Bytes, those that torch keeps but does not use among them."""
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at most, beside those in use before it."""
+
+
+class Cuda(Device):
+    """A CUDA device, by torch."""
+
+    type = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.place = torch.device("cuda", index)
+        self._side: torch.cuda.Stream | None = None
+        self._memory: Any = None
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.place)
+
+    @property
+    def processors(self) -> int:
+        return int(torch.cuda.get_device_properties(self.place).multi_processor_count)
+
+    def missing(self) -> str | None:
+        return None if torch.cuda.is_available() else "no CUDA device"
+
+    def holds(self, x: Tensor) -> bool:
+        return x.is_cuda
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.
+        if self._side is None:
+            self._side, self._memory = torch.cuda.Stream(self.place), torch.cuda.graph_pool_handle()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.place)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                made = run()
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._side)
+        return graph, made
+
+    def stream(self) -> Stream:
+        return cast(Stream, torch.cuda.Stream(self.place))
+
+    def current_stream(self) -> Stream:
+        return cast(Stream, torch.cuda.current_stream(self.place))
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+
+    def event(self, timing: bool = False) -> Event:
+        return cast(Event, torch.cuda.Event(enable_timing=timing))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.place)
+
+    def free_memory(self) -> int:
+        kept = torch.cuda.memory_reserved(self.place) - torch.cuda.memory_allocated(self.place)
+        return torch.cuda.mem_get_info(self.place)[0] + kept
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.place)
+        before = torch.cuda.memory_allocated(self.place)
+        run()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.place) - before
+
+
+_current: Device = Cuda()
+
+
+def current() -> Device:
+    """The accelerator of this process."""
+    return _current
+
+
+class use:
+    """use(device) puts another in its place until the end of the `with` block, for tests."""
+
+    def __init__(self, device: Device) -> None:
+        global _current
+        self._before, _current = _current, device
+
+    def __enter__(self) -> use:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._before

@@ -1,0 +1,147 @@
+"""Steps as CUDA graphs that outlive plans: what a step costs is then its kernels, not their launches.
+
+A graph is recorded for a number of rows and of rounds of attention tasks, and reads tokens, places and tasks from
+memory of a fixed size (kernels.backend.GraphStep), which is filled anew for each step. A step takes the next larger
+graph; the rows that it does not have are padding. T: rows of a graph, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.attention.plan import Plan
+from headrace.device import Graph, current
+from headrace.engine.programs import Eager, Logits, StepRows
+from headrace.kernels import ops
+from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep
+from headrace.kernels.model_step import Greatest
+from headrace.kv.storage import KVStorage
+from headrace.models.config import ModelConfig
+from headrace.models.decoder import Decoder
+from headrace.stats import GraphStats
+from headrace.types import CHUNK
+
+log = logging.getLogger(__name__)
+
+ROUNDS = (1, 2, 4)
+"""Rounds of tasks that graphs are recorded for; a step takes one with at least its own."""
+USUAL_ROUNDS = ROUNDS[:2]
+"""Those recorded before the first step; others are when they are first needed."""
+
+
+class Key(NamedTuple):
+    """Of a recording."""
+
+    rows: int
+    rounds: int
+
+
+class Recorded(NamedTuple):
+    """logits fp32 [T, V], chosen int32 [2, T]: where a replay leaves them."""
+
+    graph: Graph
+    logits: Tensor
+    chosen: Tensor
+
+
+class GraphAttention(Attend):
+    """Attention of a recording."""
+
+    def __init__(self, step: GraphStep, rounds: int, storage: KVStorage, windows: tuple[int | None, ...]) -> None:
+        self.step, self.rounds, self.storage, self.windows = step, rounds, storage, windows
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        assert rows is None, "all rows of a graph are wanted"
+        return self.step(self.rounds, self.storage.pool(layer), q, k, v, self.windows[layer])
+
+
+def obstacle(config: ModelConfig, storage: KVStorage) -> str | None:
+    """Why a model's steps are not recorded; None where they can be."""
+    if storage.keeps_activations:
+        return "activations are kept between layers"
+    if config.rope_depends_on_length:
+        return "rotations depend on the lengths of sequences"
+    if not config.head:
+        return "the model has no head over the vocabulary"
+    return "its layers differ in their heads" if len(config.attention.every_shape) > 1 else None
+
+
+class CudaGraphs:
+    """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit is computed eagerly."""
+
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: GraphBackend, eager: Eager, rows: int) -> None:
+        config, spec = decoder.config, decoder.config.attention
+        self.decoder, self.storage, self.eager = decoder, storage, eager
+        self.sizes = [1 << power for power in range((rows - 1).bit_length() + 1)]
+        length = min(config.max_model_len, storage.slots * CHUNK)
+        sizes = GraphSizes(
+            self.sizes[-1], length, frozenset(spec.windows), spec.heads, (storage.slots, *spec.shape(0)), storage.dtype,
+            spec.scale,
+        )  # fmt: skip
+        self.step = backend.graph_step(sizes, decoder.key_bias)
+        rope = decoder.rope
+        self._turns = None if rope is None else rope.table(torch.arange(length)).to(decoder.device)
+        self._recorded: dict[Key, Recorded] = {}
+        self._first: Plan | None = None
+        self._rounds = 0
+        self.stats = GraphStats()
+
+    @torch.inference_mode()
+    def record_usual(self) -> None:
+        """Records what steps of decoding will need, so that none of them waits for it."""
+        for rows in self.sizes:
+            for rounds in USUAL_ROUNDS:
+                self._record(Key(rows, rounds))
+            log.info("recorded steps of %d of up to %d rows", rows, self.sizes[-1])
+
+    @torch.inference_mode()
+    def run(self, step: StepRows) -> Logits:
+        planned = step.planned
+        if not self._holds(planned.first, planned.steps, planned.plan):
+            self.stats.eager += 1
+            return self.eager.run(step)
+        rows, plan = planned.first.rows, planned.plan
+        self.step.send(step.tokens(), plan.positions, plan.row_offsets)
+        key = Key(next(size for size in self.sizes if size >= rows), self._rounds)
+        recorded = self._recorded.get(key) or self._record(key)
+        recorded.graph.replay()
+        self.stats.replayed += 1
+        best, values = recorded.chosen.cpu()
+        greatest = Greatest(values.view(torch.float32)[:rows].tolist(), best[:rows].tolist())
+        return Logits(recorded.logits[:rows], greatest)
+
+    def _holds(self, first: Plan, steps: int, plan: Plan) -> bool:
+        """Whether the step's tasks lie, or now lie, in the fixed memory."""
+        if steps and first is self._first:
+            return True
+        self._first = None
+        items = {window: plan.items_within(window) for window in set(self.decoder.config.attention.windows)}
+        rounds = self.step.fill(items, plan.positions, plan.row_slots)
+        if rounds is None:
+            return False
+        self._first, self._rounds = first, next(each for each in ROUNDS if each >= rounds)
+        return True
+
+    def _record(self, key: Key) -> Recorded:
+        run = partial(self._compute, key)
+        run()  # compiles what is not compiled yet, and asks for the memory that libraries keep
+        graph, (logits, chosen) = current().graph(run)
+        self._recorded[key] = found = Recorded(graph, logits, chosen)
+        self.stats.recorded += 1
+        return found
+
+    def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
+        """From the tokens to the logits, and the greatest of each row."""
+        decoder, tokens = self.decoder, self.step.tokens[: key.rows]
+        positions = self.step.positions[: key.rows].clamp(min=0)
+        attend = GraphAttention(self.step, key.rounds, self.storage, decoder.config.attention.windows)
+        turns = None if self._turns is None else self._turns.index_select(0, positions)
+        x = decoder.layers(decoder.embed(tokens, positions), turns, attend)
+        logits = decoder.logits(decoder.leave(x))
+        values, best = ops.greatest(logits)
+        return logits, torch.stack((best.int(), values.view(torch.int32)))

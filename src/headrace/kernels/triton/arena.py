@@ -1,0 +1,127 @@
+"""A step's index data on the device: one block of int32, written on the host and carried over by one copy.
+
+R: rows that there is room for. What a step does not take is padding: rows at position -1, in slot -1, with base -1, and
+tasks beyond the counts. A block made for one plan has its sizes; one that outlives plans is what CUDA graphs read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.device import Device
+from headrace.kernels.triton.tile_schedule import Int32, TileSchedule
+
+ALIGN = 32
+"""Numbers between whose multiples parts begin: the kernels' pointers are then all aligned alike."""
+ROWS = ("tokens", "positions", "slots", "offsets")
+
+
+class TaskSizes(NamedTuple):
+    """Room for a schedule: tasks of each round, of flash, and items."""
+
+    rounds: tuple[int, ...]
+    flash: int
+    items: int
+
+    @classmethod
+    def of(cls, done: TileSchedule) -> TaskSizes:
+        """Just enough for it."""
+        return cls(tuple(len(tasks) for tasks in done.rounds), len(done.flash), len(done.items))
+
+
+class Part(NamedTuple):
+    """The same numbers on the host and on the device."""
+
+    host: NDArray[np.int32]
+    there: Tensor
+
+
+class TaskArena(NamedTuple):
+    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash."""
+
+    counts: Part
+    bases: Part
+    rounds: list[Part]
+    flash: Part
+    items: Part
+
+    def fits(self, done: TileSchedule) -> bool:
+        if len(done.rounds) > len(self.rounds) or len(done.flash) > len(self.flash.host):
+            return False
+        tasks = all(len(each) <= len(room.host) for each, room in zip(done.rounds, self.rounds, strict=False))
+        return tasks and len(done.items) <= len(self.items.host) and len(done.bases) <= len(self.bases.host)
+
+    def fill(self, done: TileSchedule) -> Part:
+        """Takes a schedule that fits; returns its items."""
+        self.counts.host[:] = 0
+        for number, tasks in enumerate(done.rounds):
+            self.counts.host[number] = len(tasks)
+            self.rounds[number].host[: len(tasks)] = tasks
+        self.counts.host[-1] = len(done.flash)
+        self.flash.host[: len(done.flash)] = done.flash
+        self.items.host[: len(done.items)] = done.items
+        padded(self.bases.host, done.bases, -1)
+        return self.items
+
+
+class Arena:
+    """tokens, positions, slots, offsets: [R] each; tasks: of each window. pinned: it is written again and again."""
+
+    def __init__(
+        self, rows: int, tasks: Mapping[int | None, TaskSizes], device: Device, place: torch.device, pinned: bool
+    ) -> None:
+        self.rows = rows
+        shapes: list[tuple[int, ...]] = [(rows,)] * len(ROWS)
+        for sizes in tasks.values():
+            shapes += [(len(sizes.rounds) + 1,), (rows,), *((count, 4) for count in sizes.rounds)]
+            shapes += [(sizes.flash, 4), (sizes.items, 4)]
+        lengths = [-(-int(np.prod(shape)) // ALIGN) * ALIGN for shape in shapes]
+        ends = np.cumsum([0, *lengths]).tolist()
+        whole = (ends[-1],)
+        self._host = device.pinned(whole, torch.int32) if pinned else torch.zeros(whole, dtype=torch.int32)
+        self._there = torch.zeros(whole, dtype=torch.int32, device=place)
+        self._head = self._used = ends[len(ROWS)]
+        parts = [self._part(begin, shape) for begin, shape in zip(ends, shapes, strict=False)]
+        self.tokens, self.positions, self.slots, self.offsets = parts[: len(ROWS)]
+        left = iter(parts[len(ROWS) :])
+        self.tasks = {
+            window: TaskArena(next(left), next(left), [next(left) for _ in sizes.rounds], next(left), next(left))
+            for window, sizes in tasks.items()
+        }
+
+    def fits(self, schedules: Mapping[int | None, TileSchedule]) -> bool:
+        """Whether there is room for the schedules of all windows."""
+        return all(self.tasks[window].fits(done) for window, done in schedules.items())
+
+    def fill(self, schedules: Mapping[int | None, TileSchedule]) -> None:
+        """Takes schedules that fit. Of the items of the last one only those in use are carried over."""
+        self._used = len(self._host)
+        for window, done in schedules.items():
+            items = self.tasks[window].fill(done)
+            self._used = items.there.storage_offset() + done.items.size
+
+    def _part(self, begin: int, shape: tuple[int, ...]) -> Part:
+        end = begin + int(np.prod(shape))
+        return Part(self._host[begin:end].numpy().reshape(shape), self._there[begin:end].view(shape))
+
+    def move(self, positions: NDArray[np.int64], offsets: Int32) -> None:
+        """Takes other places for the rows of a step; all others are padding."""
+        padded(self.positions.host, positions, -1)
+        padded(self.offsets.host, offsets, 0)
+
+    def send(self, tasks: bool = True) -> None:
+        """Carries it to the device, in the order of the current stream; without `tasks` the rows alone."""
+        end = self._used if tasks else self._head
+        self._there[:end].copy_(self._host[:end], non_blocking=True)
+
+
+def padded(room: NDArray[np.int32], values: NDArray[np.int32] | NDArray[np.int64], rest: int) -> None:
+    """Writes the values and, behind them, what stands for no row."""
+    room[: len(values)] = values
+    room[len(values) :] = rest

@@ -1,0 +1,84 @@
+"""Attention of steps whose index data lies in memory of a fixed size: what a CUDA graph launches and reads.
+
+A recording is of a number of rows and of rounds of tasks (tile_schedule); the plans of the steps that replay it differ.
+R: rows of a step; T: rows of the recording, those behind the step's being padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from headrace.device import current
+from headrace.kernels.backend import GraphSizes
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.triton import attention
+from headrace.kernels.triton.arena import Arena, TaskSizes, padded
+from headrace.kernels.triton.attention import Heads, TileWork
+from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
+
+ROUNDS = 4
+"""Of tasks: how often the sequences of a step may part within one span, and once more."""
+TASKS, LATER_TASKS = 8, 4
+"""Room for each row, beside the tasks of chunks that nobody shares; in later rounds, of which few rows have any."""
+PROGRAMS = 8
+"""Of a launch for each multiprocessor: how many tasks there are only the device knows."""
+
+
+class TritonGraphStep:
+    """See kernels.backend.GraphStep. Raises ValueError for a type or size that has no kernel."""
+
+    def __init__(self, sizes: GraphSizes, bias: Tensor | None = None) -> None:
+        slots, kv_heads, dim = sizes.shape
+        check(sizes.dtype, dim)
+        self.place = current().place
+        heads = Heads(sizes.heads, kv_heads, dim)
+        whole = sizes.rows * (-(-sizes.length // SPAN) + 1)  # spans of all rows, and one more of each
+        states = min(heads.most_states, whole)
+        self.bounds = heads.bounds(self.place)._replace(states=states)
+        tasks = min(whole, slots // SPAN_CHUNKS + TASKS * sizes.rows)
+        later = [min(whole, LATER_TASKS * sizes.rows)] * (ROUNDS - 1)
+        room = TaskSizes((tasks, *later), 0, (tasks + sum(later)) * SPAN_CHUNKS)
+        self.arena = arena = Arena(sizes.rows, dict.fromkeys(sizes.windows, room), current(), self.place, pinned=True)
+        self.tokens, self.positions = arena.tokens.there, arena.positions.there
+        programs = max(1, PROGRAMS * attention.processors(self.place) // heads.columns)
+        kept = heads.states(states, self.place)
+        self._masks = {
+            window: Mask(each.items.there, self.positions, window=window, bias=bias, scale=sizes.scale)
+            for window, each in arena.tasks.items()
+        }
+        self._work = {
+            window: TileWork(heads, each, [programs] * ROUNDS, 0, kept) for window, each in arena.tasks.items()
+        }
+        self.clear()
+
+    def clear(self) -> None:
+        """Takes a step of no rows."""
+        none: Int64 = np.empty(0, np.int64)
+        self.fill({window: np.empty((0, 4), np.int32) for window in self._work}, none, none.astype(np.int32))
+        self.send([], none, none.astype(np.int32))
+
+    def fill(self, items: Mapping[int | None, Int32], positions: Int64, slots: Int32) -> int | None:
+        if len(positions) > self.arena.rows:
+            return None
+        done = attention.schedules(items, positions, self.bounds)
+        if not self.arena.fits(done):
+            return None
+        self.arena.fill(done)
+        padded(self.arena.slots.host, slots, -1)
+        self._filled = True
+        return max(len(each.rounds) for each in done.values())
+
+    def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
+        arena = self.arena
+        padded(arena.tokens.host, np.array(tokens, np.int32), 0)
+        arena.move(positions, offsets)
+        arena.send(tasks=self._filled)
+        self._filled = False
+
+    def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        attention.store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
+        return self._work[window].first(rounds).run(q, pool, self._masks[window])

@@ -1,0 +1,111 @@
+"""A GPU that is none: tensors in memory, Triton's kernels in its interpreter, graphs that are calls made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace import device
+from headrace.device import Device, Event, Graph, Stream
+from headrace.engine import preflight
+
+T = TypeVar("T")
+
+
+class FakeEvent(Event):
+    """Has always happened."""
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeStream(Stream):
+    """Does its work as it gets it."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or FakeEvent()
+
+
+class FakeGraph(Graph):
+    """Calls again what was recorded, and leaves what it returns where the first call left it: the memory is the
+    recording's."""
+
+    def __init__(self, run: Callable[[], T], made: T) -> None:
+        self.run, self.made, self.replays = run, made, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for place, value in zip(tensors_of(self.made), tensors_of(self.run()), strict=True):
+            place.copy_(value)
+
+
+def tensors_of(made: object) -> list[Tensor]:
+    """The tensors of what a recording returns: a tensor, or a tuple of such things."""
+    if isinstance(made, Tensor):
+        return [made]
+    return [each for part in made for each in tensors_of(part)] if isinstance(made, tuple | list) else []
+
+
+class FakeDevice(Device):
+    """memory: bytes that are free."""
+
+    type = "cuda"
+    place = torch.device("cpu")
+    name = "a fake device"
+    processors = 4
+
+    def __init__(self, memory: int = 1 << 30) -> None:
+        self.memory = memory
+        self.graphs: list[FakeGraph] = []
+
+    def missing(self) -> str | None:
+        return None
+
+    def holds(self, x: Tensor) -> bool:
+        return True
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype)
+
+    def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        made = run()
+        for each in tensors_of(made):
+            each.zero_()  # a recording computes nothing
+        graph = FakeGraph(run, made)
+        self.graphs.append(graph)
+        return graph, made
+
+    def stream(self) -> Stream:
+        return FakeStream()
+
+    current_stream = stream
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def event(self, timing: bool = False) -> Event:
+        return FakeEvent()
+
+    def synchronize(self) -> None:
+        return None
+
+    def free_memory(self) -> int:
+        return self.memory
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        run()
+        return 0
+
+
+@contextmanager
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """An engine with attention_backend 'triton' computes on it meanwhile."""
+    monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
+    fake = FakeDevice()
+    with device.use(fake):
+        yield fake
