@@ -66,8 +66,24 @@ def test_weights_that_are_rounded(scheme: Quantization, inputs: int) -> None:
 def test_scales_for_whole_tiles() -> None:
     """Behind the inputs lie codes and scales that are zero, up to where the last tile ends."""
     weight = weights.GpuQuantized(Rounded(random(65, 192), "int4"), CPU)
-    assert weight.codes.shape == (65, 128) and weight.scales.shape == (4, 65)
+    assert weight.codes.shape == (65, 32) and weight.scales.shape == (4, 65)
     assert weight.scales[:3].all() and not weight.scales[3].any()
+
+
+@pytest.mark.parametrize("few", [0, 64], ids=["by one program", "by several"])
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_inputs_in_segments(scheme: Quantization, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "FEW", few)
+    monkeypatch.setattr(weights, "LEAST_SEGMENT", 128)
+    given = Rounded(random(70, 448), scheme)
+    weight = weights.GpuQuantized(given, CPU)
+    assert weights.segments_of(weight.shape) == 3
+    check(weight, given.dequantised(), 3, random(70))
+
+
+def test_segments_go_by_the_weight_alone() -> None:
+    shapes = [(4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (128256, 4096)]
+    assert [weights.segments_of(shape) for shape in shapes] == [8, 1, 8, 2, 1]
 
 
 def test_inputs_in_an_order_of_their_own() -> None:

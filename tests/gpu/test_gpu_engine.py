@@ -82,5 +82,14 @@ def test_decoded_is_the_same_as_prefilled(llm: LLM, truth: list[Trace]) -> None:
             assert torch.equal(logits[position], row)
 
 
+def test_keys_and_values_in_int8() -> None:
+    int8 = engine(kv_cache_dtype="int8")
+    prompts, truth = prompts_of(int8), alone(int8)
+    int8.engine.cache.tree.clear()
+    same(run(int8, prompts), truth)
+    same(run(engine(kv_cache_dtype="int8", max_batch_tokens=96), prompts), truth)
+    same(run(engine(kv_cache_dtype="int8", enable_prefix_caching=False), prompts), truth)
+
+
 def test_capacity_comes_from_the_gpu() -> None:
     assert LLM("tiny", attention_backend="triton").capacity.backend == "triton"

@@ -21,9 +21,9 @@ from torch import Tensor
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, StepInputs
-from headrace.kernels.triton import attention_kernels, tile_schedule
+from headrace.kernels.triton import attention_kernels, int8_kv_kernels, tile_schedule
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
-from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
 LOG2_E = math.log2(math.e)
@@ -111,7 +111,9 @@ class TileWork:
         acc, m, z = self.states
         padded = self._padded
         attention_kernels.walk[(programs, heads.columns)](
-            q=q, k=pool.k, v=pool.v, items=self.arena.items.there, tasks=tasks, count=count, positions=mask.positions,
+            q=q, k=pool.k, v=pool.v, k_scale=q if pool.k_scale is None else pool.k_scale,
+            v_scale=q if pool.v_scale is None else pool.v_scale,
+            items=self.arena.items.there, tasks=tasks, count=count, positions=mask.positions,
             bases=self.arena.bases.there, bias=q if bias is None else bias, sinks=q if sinks is None else sinks,
             acc_of=acc, m_of=m, z_of=z, out=out, factor=mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap),
             cap=(cap or 0.0) * LOG2_E, q_stride=q.stride(0), bias_len=0 if bias is None else bias.shape[-1],
@@ -158,7 +160,7 @@ class TritonStep:
     def __init__(self, step: StepInputs, device: torch.device | None = None) -> None:
         place = device or current().place
         _, kv_heads, dim = step.shape
-        check(step.dtype, dim)
+        check_stored(step.dtype, dim)
         heads = Heads(step.heads, kv_heads, dim)
         self.arena, self.work = _arena_of(step.items, step.positions, heads, place)
         padded(self.arena.slots.host, step.slots.numpy(), -1)
@@ -212,8 +214,8 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
 
 
 def _check_scales(pool: Pool) -> None:
-    if pool.k_scale is not None or pool.v_scale is not None:
-        raise ValueError("the Triton kernels know no int8 keys and values; leave kv_cache_dtype 'auto'")
+    if [pool.k_scale is None, pool.v_scale is None] != [pool.k.dtype != torch.int8] * 2:
+        raise ValueError(f"int8 pools need both k_scale and v_scale, others neither; the pools are {pool.k.dtype}")
 
 
 def _rows(q: Tensor) -> Tensor:
@@ -227,7 +229,9 @@ def store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> N
     if not rows:
         return
     k, v = _rows(k), _rows(v)
-    padded = max(16, 1 << (dim - 1).bit_length())
-    attention_kernels.store[(rows, kv_heads)](
-        k, v, pool.k, pool.v, slots, offsets, k.stride(0), v.stride(0), KV_HEADS=kv_heads, D=dim, P=padded, num_warps=1
-    )
+    places, sizes = (slots, offsets, k.stride(0), v.stride(0)), {"KV_HEADS": kv_heads, "D": dim}
+    sizes["P"] = max(16, 1 << (dim - 1).bit_length())
+    if pool.k.dtype == torch.int8:
+        int8_kv_kernels.store[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)
+    else:
+        attention_kernels.store[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)

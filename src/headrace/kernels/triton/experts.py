@@ -94,13 +94,14 @@ class GpuExperts:
         if not pairs:
             return out
         x = x if x.stride(1) == 1 else x.contiguous()
-        tile = tile_for(-(-pairs // experts), x.dtype)
+        tile = tile_for(-(-pairs // experts), x.dtype, 1)
         weight, scales, offsets, bias = self.operands[0]
         grid = (pairs // tile.rows + min(experts, pairs), -(-outputs // tile.columns))
         weight_kernels.product[grid](
             x, weight, scales, offsets, bias, out, self.table, routes.begin, routes.order, pairs, inputs, outputs,
-            x.stride(0), weight.stride(0), outputs, experts, chosen,
-            **constants(self.first, tile), BIAS=self.biased, EXPERTS=_rounded(experts), SENT=sent,
+            x.stride(0), weight.stride(0), outputs, inputs, experts, chosen,
+            **constants(self.first, tile), BIAS=self.biased, SEGMENTS=1, APART=False, EXPERTS=_rounded(experts),
+            SENT=sent,
         )  # fmt: skip
         return out
 

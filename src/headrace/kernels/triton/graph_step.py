@@ -17,7 +17,7 @@ from headrace.kernels.records import Mask, Pool
 from headrace.kernels.triton import attention
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
 from headrace.kernels.triton.attention import Heads, TileWork
-from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
 
 ROUNDS = 4
@@ -33,7 +33,7 @@ class TritonGraphStep:
 
     def __init__(self, sizes: GraphSizes, bias: Tensor | None = None) -> None:
         slots, kv_heads, dim = sizes.shape
-        check(sizes.dtype, dim)
+        check_stored(sizes.dtype, dim)
         self.place = current().place
         heads = Heads(sizes.heads, kv_heads, dim)
         whole = sizes.rows * (-(-sizes.length // SPAN) + 1)  # spans of all rows, and one more of each

@@ -15,25 +15,72 @@ import triton.language as tl
 
 
 @triton.jit
-def _value(codes, CODES: tl.constexpr):
-    """What codes stand for, fp32; plain weights as they are. See weights.GpuQuantized."""
-    if CODES == "plain":
-        value = codes
-    elif CODES == "e4m3":  # the exponent of fp16 is 8 more; not every GPU has a type for it
-        wide = codes.to(tl.int16)
-        value = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    elif CODES == "int8":
-        value = codes.to(tl.int8, bitcast=True).to(tl.float32)
-    elif CODES == "int4":
-        value = codes.to(tl.float32) - 8.0
-    elif CODES == "e2m1":  # a sign, two bits of exponent, one of mantissa: below 1 there are 0 and 1/2
-        size = codes & 7
-        odd = (codes & 1).to(tl.float32) * 0.5
-        value = tl.where(size < 2, odd, (1.0 + odd) * (1 << (size >> 1)).to(tl.float32) * 0.5)
-        value = tl.where(codes > 7, -value, value)
+def _value(words, shift: tl.constexpr, CODES: tl.constexpr, MASK: tl.constexpr):
+    """fp32 of the codes that lie in words int32 from bit `shift` on. Whole numbers are as they are, from -8 or -128 on
+    for int4 and int8."""
+    code = (words >> shift) & MASK
+    if CODES == "e2m1":  # a sign, two bits of exponent, one of mantissa: fp32 has 126 more, and is exact below 1 too
+        return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif CODES == "e4m3":
+        return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
-        value = codes.to(tl.float32)
-    return value
+        LEAST: tl.constexpr = 8388616.0 if CODES == "int4" else 8388736.0 if CODES == "int8" else 8388608.0
+        return (code | 0x4B000000).to(tl.float32, bitcast=True) - LEAST
+
+
+@triton.jit
+def _scaled(words, shift: tl.constexpr, scale, offset, like, CODES: tl.constexpr, MASK: tl.constexpr,
+            GROUP: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
+    """Weights in the type of `like`: scale * code + offset."""
+    value = _value(words, shift, CODES, MASK)
+    if OFFSETS:
+        value = tl.fma(value, scale.broadcast_to(value.shape), offset.broadcast_to(value.shape))
+    elif GROUP:
+        value = value * scale
+    return value.to(like)
+
+
+@triton.jit
+def _tile(words, scale, offset, like: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+          OFFSETS: tl.constexpr):  # fmt: skip
+    """Words int32 [N, W] -> weights [N, W * 32 / BITS]: see weights.GpuQuantized for where codes lie. A thread has the
+    codes of its words where a tensor core wants them: nothing moves."""
+    M: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    if BITS == 8:
+        a = tl.join(
+            tl.join(
+                _scaled(words, 0, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+                _scaled(words, 8, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+            ),
+            tl.join(
+                _scaled(words, 16, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+                _scaled(words, 24, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+            ),
+        )
+        return a.reshape(M, W // 4, 4, 2, 2).permute(0, 1, 4, 2, 3).reshape(M, 4 * W)
+    else:
+        low = tl.join(
+            tl.join(
+                _scaled(words, 0, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, 4, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+            ),
+            tl.join(
+                _scaled(words, 8, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, 12, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+            ),
+        )
+        high = tl.join(
+            tl.join(
+                _scaled(words, 16, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, 20, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+            ),
+            tl.join(
+                _scaled(words, 24, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, 28, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+            ),
+        )
+        return tl.join(low, high).reshape(M, W // 4, 4, 2, 2, 2).permute(0, 1, 5, 4, 2, 3).reshape(M, 8 * W)
 
 
 @triton.jit
@@ -50,26 +97,73 @@ def _tile_of_expert(begin, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.conste
     return expert, start + (tile - before) * ROWS, start + tl.sum(tl.where(mine, counts, 0), 0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _chain(
+    from_x, from_w, scales, offsets, read, taken, first, last, inputs, outputs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, CODES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums [COLUMNS, ROWS] over the inputs of tiles first .. last-1, in one chain. See product."""
+    WORD: tl.constexpr = 1 if BITS == 16 else 32 // BITS
+    j = tl.arange(0, STEP)
+    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for tile in range(first, last):
+        for step in tl.static_range(STEPS):
+            at = (tile * STEPS + step) * STEP
+            there = at + j < inputs
+            if WHOLE:
+                part = tl.load(from_x + at, mask=taken[None, :], other=0.0)
+            else:
+                part = tl.load(from_x + at, mask=taken[None, :] & there[:, None], other=0.0)
+            if BITS < 16:
+                words = tl.load(from_w + at // WORD)
+                group = (at // GROUP) * outputs if GROUP else 0
+                scale = tl.load(scales + group + read)[:, None] if GROUP else 1.0
+                offset = tl.load(offsets + group + read)[:, None] if OFFSETS else 0.0
+                w = _tile(words, scale, offset, part.dtype, CODES, BITS, GROUP, OFFSETS)
+            elif WHOLE:
+                w = tl.load(from_w + at)
+            else:
+                w = tl.load(from_w + at, mask=there[None, :], other=0.0)
+            acc = tl.dot(w, part, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _finished(total, scale, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
+    """total * scale + bias, where there are such."""
+    if SCALED and BIAS:
+        return tl.fma(total, scale.broadcast_to(total.shape), bias.to(tl.float32).broadcast_to(total.shape))
+    elif SCALED:
+        return total * scale
+    elif BIAS:
+        return total + bias.to(tl.float32)
+    else:
+        return total
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
 def product(
     x, weight, scales, offsets, bias, out, table, begin, order, rows, inputs, outputs, x_stride, stride, out_stride,
-    experts, chosen,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, CODES: tl.constexpr, PLANES: tl.constexpr,
-    GROUP: tl.constexpr, OFFSETS: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr,
-    SENT: tl.constexpr, PRECISION: tl.constexpr,
+    tiles, experts, chosen,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, CODES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr,
+    SEGMENTS: tl.constexpr, APART: tl.constexpr, EXPERTS: tl.constexpr, SENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x [T, K] times a weight [N, K] transposed, plus bias [N]: out [T, N]. Rows are x_stride and out_stride apart.
 
-    weight uint8, rows `stride` apart: see weights.GpuQuantized, as for scales, offsets fp32 [K / G, N]. GROUP 0: one
-    scale for all inputs, [N], which the sum is multiplied by. PLANES: codes in a byte. WHOLE: K needs no mask.
+    weight: words, rows `stride` apart, scales, offsets fp32 [K / G, N]: see weights.GpuQuantized. BITS 16: numbers.
+    GROUP 0: one scale for all inputs, [N], which the sum is multiplied by. WHOLE: K needs no mask. A tile has STEPS
+    times STEP inputs. SEGMENTS of `tiles` tiles are summed up for themselves, then from left to right. APART: each by a
+    program of its own into out fp32 [SEGMENTS, T, N], which add_segments finishes.
     EXPERTS: E rounded up, 0 for none. Then row r belongs to expert e where begin[e] <= r < begin[e + 1], int32 [E + 1],
     and table int64 [E, 4] has where weight, scales, offsets and bias of each lie. SENT: row r of out is of row
     order[r] // chosen of x.
     """
-    tile, last = tl.program_id(0), rows
-    first = tile * ROWS
+    number, last = tl.program_id(0), rows
+    first = number * ROWS
     if EXPERTS:
-        expert, first, last = _tile_of_expert(begin, tile, experts, EXPERTS, ROWS)
+        expert, first, last = _tile_of_expert(begin, number, experts, EXPERTS, ROWS)
         if expert >= experts:
             return
         table += expert * 4
@@ -78,43 +172,52 @@ def product(
         offsets = tl.multiple_of(tl.load(table + 2).to(offsets.dtype), 16)
         bias = tl.multiple_of(tl.load(table + 3).to(bias.dtype), 16)
     row, j = first + tl.arange(0, ROWS), tl.arange(0, STEP)
+    word = tl.arange(0, STEP if BITS == 16 else STEP * BITS // 32)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     read = tl.minimum(column, outputs - 1)
     taken = row < last
     source = tl.load(order + row, mask=taken, other=0) // chosen if SENT else row
-    from_w = weight + read.to(tl.int64)[:, None] * stride + j[None, :]
+    from_w = weight + read.to(tl.int64)[:, None] * stride + word[None, :]
     from_x = x + source.to(tl.int64)[None, :] * x_stride + j[:, None]
-    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for unit in range(0, tl.cdiv(inputs, STEP * PLANES)):
-        if CODES == "plain" and not WHOLE:
-            packed = tl.load(from_w + unit * STEP, mask=(unit * STEP + j < inputs)[None, :], other=0.0)
-        else:
-            packed = tl.load(from_w + unit * STEP)
-        for plane in tl.static_range(PLANES):
-            at = (unit * PLANES + plane) * STEP
-            codes = packed
-            if PLANES == 2:
-                codes = (packed >> 4) if plane else (packed & 15)
-            w = _value(codes, CODES)
-            if GROUP:
-                group = (at // GROUP) * outputs
-                scale = tl.load(scales + group + read)[:, None]
-                if OFFSETS:
-                    offset = tl.load(offsets + group + read)[:, None]
-                    w = tl.fma(w, scale.broadcast_to(w.shape), offset.broadcast_to(w.shape))
-                else:
-                    w = w * scale
-            if WHOLE:
-                part = tl.load(from_x + at, mask=taken[None, :], other=0.0)
-            else:
-                part = tl.load(from_x + at, mask=taken[None, :] & (at + j < inputs)[:, None], other=0.0)
-            acc = tl.dot(w.to(part.dtype), part, acc, input_precision=PRECISION)
-    if GROUP == 0 and CODES != "plain":
-        acc = acc * tl.load(scales + read)[:, None]
-    if BIAS:
-        acc += tl.load(bias + read).to(tl.float32)[:, None]
+    every = tl.cdiv(inputs, STEP * STEPS)
+    if APART or SEGMENTS == 1:
+        begins = tl.program_id(2) * tiles
+        total = _chain(
+            from_x, from_w, scales, offsets, read, taken, begins, tl.minimum(begins + tiles, every), inputs, outputs,
+            ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
+        )  # fmt: skip
+    else:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for segment in range(SEGMENTS):
+            total += _chain(
+                from_x, from_w, scales, offsets, read, taken, segment * tiles, tl.minimum((segment + 1) * tiles, every),
+                inputs, outputs, ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
+            )  # fmt: skip
     to = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
-    tl.store(to, tl.trans(acc).to(out.dtype.element_ty), mask=taken[:, None] & (column < outputs)[None, :])
+    if APART:
+        to += tl.program_id(2).to(tl.int64) * rows * out_stride
+    else:
+        scale = tl.load(scales + read)[:, None] if GROUP == 0 and BITS < 16 else 1.0
+        added = tl.load(bias + read)[:, None] if BIAS else 0.0
+        total = _finished(total, scale, added, GROUP == 0 and BITS < 16, BIAS)
+    tl.store(to, tl.trans(total).to(out.dtype.element_ty), mask=taken[:, None] & (column < outputs)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_segments(
+    parts, scales, bias, out, rows, outputs, out_stride, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """parts fp32 [SEGMENTS, T, N] of product added up from left to right, then finished as there: out [T, N]."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    there = column < outputs
+    total = tl.zeros((WIDTH,), tl.float32)
+    for segment in tl.static_range(SEGMENTS):
+        total += tl.load(parts + (segment * rows + row) * outputs + column, mask=there, other=0.0)
+    scale = tl.load(scales + column, mask=there, other=0.0) if SCALED else 1.0
+    added = tl.load(bias + column, mask=there, other=0.0) if BIAS else 0.0
+    total = _finished(total, scale, added, SCALED, BIAS)
+    tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit

@@ -21,11 +21,17 @@ KINDS: dict[str, Codes] = {
     "e2m1": "e2m1", "e4m3": "e4m3",
 }  # fmt: skip
 """Of kernels.formats.CODES: codes of five and six bits take a byte."""
-STEP = 64
-"""Inputs of a tile at most."""
+STEP, STEPS = 64, 2
+"""Inputs of one product of a tile at most, and such products of it."""
 LEAST_STEP = 16
 """Of a tensor core's product."""
 ONE_GROUP = 1 << 30
+COLUMNS, PROGRAMS = 64, 640
+"""Outputs of a program that few rows have, and how many of these keep a GPU busy."""
+LEAST_SEGMENT, MOST_SEGMENTS = 512, 8
+"""Inputs of a segment at least, and segments at most."""
+FEW = 64
+"""Rows at most whose segments are summed up by programs of their own."""
 
 
 def step_of(group: int) -> int:
@@ -51,13 +57,14 @@ def obstacle(parts: Sequence[Tensor | Coded], expert: bool = False) -> str | Non
 class GpuQuantized:
     """A weight [N, K] of codes under scales. Raises ValueError for what `obstacle` names.
 
-    codes uint8 [N, K'], K' being K up to whole tiles, a code a byte; or [N, K' / 2], where a byte of each 2 `step`
-    inputs has input j in its low half and input `step` + j in the high one. scales, offsets (or None) fp32 [K' / G, N]:
-    a weight is scale * code + offset. group: G; 0: scales are [N], of all inputs. order int64 [K]: the input that each
-    column is for; None: its own.
+    codes: words int32 [N, K' bits / 32], K' being K up to whole tiles. Of 16 (8 bits) or 32 inputs (4 bits) word t, 0
+    to 3, has from its lowest bits on those of inputs 2t, 2t + 1, 8 + 2t, 9 + 2t, and 16 more of each: what one thread
+    hands to a tensor core. Whole numbers lie above 0 (int4: 8 more, int8: 128 more). scales, offsets (or None) fp32
+    [K' / G, N]: a weight is scale * code + offset. group: G; 0: scales are [N], of all inputs. order int64 [K]: the
+    input that each column is for; None: its own.
     """
 
-    __slots__ = ("codes", "group", "kind", "offsets", "order", "scales", "shape", "step")
+    __slots__ = ("bits", "codes", "group", "kind", "offsets", "order", "scales", "shape", "step")
     gated = False
 
     def __init__(self, coded: Coded, device: torch.device) -> None:
@@ -68,16 +75,12 @@ class GpuQuantized:
         scales, offsets = coded.scales_and_offsets()
         groups = scales.shape[1]
         self.step = STEP if groups == 1 else step_of(self.shape[1] // groups)
+        self.bits = 4 if coded.format.codes.bits == 4 and self.step >= 32 else 8
         self.group = self.shape[1] // groups if groups > 1 else 0 if offsets is None else ONE_GROUP
         self.order = None if coded.order is None else coded.order.to(device, torch.int64)
         self.codes = self._packed(coded.codes.to(device))
         self.scales = self._by_group(scales.to(device))
         self.offsets = None if offsets is None else self._by_group(offsets.to(device))
-
-    @property
-    def planes(self) -> int:
-        """Codes in a byte."""
-        return 2 if self.kind in ("int4", "uint4", "e2m1") else 1
 
     @property
     def nbytes(self) -> int:
@@ -86,19 +89,21 @@ class GpuQuantized:
 
     def _by_group(self, each: Tensor) -> Tensor:
         """Scales or offsets [N, K / G] as the kernel reads them: [K' / G, N]."""
-        more = -(-self.codes.shape[1] * self.planes // self.group) - each.shape[1] if self.group else 0
+        inputs = self.codes.shape[1] * 32 // self.bits
+        more = -(-inputs // self.group) - each.shape[1] if self.group else 0
         return torch.nn.functional.pad(each, (0, max(0, more))).T.contiguous()
 
     def _packed(self, codes: Tensor) -> Tensor:
         """codes int8 [N, K] as the kernel reads them."""
-        if self.kind == "int4":
-            codes = codes + 8
-        whole = self.step * self.planes
-        bytes_of = torch.nn.functional.pad(codes.view(torch.uint8), (0, -codes.shape[1] % whole))
-        if self.planes == 1:
-            return bytes_of.contiguous()
-        low, high = bytes_of.view(len(codes), -1, 2, self.step).unbind(2)
-        return (low | high << 4).flatten(1)
+        above = {"int4": 8, "int8": 128}.get(self.kind, 0)
+        each = codes.view(torch.uint8) + above  # wraps around
+        each = torch.nn.functional.pad(each, (0, -each.shape[1] % (self.step * STEPS)))
+        if self.bits == 8:
+            each = each.view(len(each), -1, 2, 4, 2).transpose(2, 3)
+        else:
+            low, high = each.view(len(each), -1, 2, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).unbind(-1)
+            each = low | high << 4
+        return each.reshape(len(each), -1).contiguous().view(torch.int32)
 
 
 class GpuParts:
@@ -151,30 +156,39 @@ class Tile:
     stages: int
 
 
-def tile_for(rows: int, dtype: torch.dtype) -> Tile:
-    """By the number of rows. A row's bits are the same in each."""
+def tile_for(rows: int, dtype: torch.dtype, segments: int) -> Tile:
+    """By the number of rows. A row's bits are the same in each: 64 columns and more are one kind of instruction."""
     if dtype == torch.float32:
         return Tile(64, 16, 4, 2)
     if rows <= 16:
-        return Tile(64, 16, 4, 6)
+        return Tile(64, 16, 4, 4)
     if rows <= 32:
-        return Tile(64, 32, 4, 5)
-    return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
+        return Tile(64, 32, 4, 4)
+    if rows <= 64:
+        return Tile(64, 64, 4, 3)
+    return Tile(128, 128, 8, 3) if segments > 1 or rows <= 256 else Tile(128, 256, 8, 3)
 
 
 def constants(weight: GpuQuantized | Tensor, tile: Tile) -> dict[str, Any]:
     """What weight_kernels.product is compiled for: a weight's form, a tile."""
     if isinstance(weight, Tensor):
-        step, planes = STEP, 1
-        form: dict[str, Any] = {"CODES": "plain", "GROUP": 0, "OFFSETS": False}
+        step = STEP
+        form: dict[str, Any] = {"CODES": "plain", "BITS": 16, "GROUP": 0, "OFFSETS": False}
     else:
-        step, planes = weight.step, weight.planes
-        form = {"CODES": weight.kind, "GROUP": weight.group, "OFFSETS": weight.offsets is not None}
+        step, offsets = weight.step, weight.offsets is not None
+        form = {"CODES": weight.kind, "BITS": weight.bits, "GROUP": weight.group, "OFFSETS": offsets}
     return form | {
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "PLANES": planes,
-        "WHOLE": weight.shape[1] % (step * planes) == 0, "PRECISION": "ieee", "num_warps": tile.warps,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "STEPS": STEPS,
+        "WHOLE": weight.shape[1] % (step * STEPS) == 0, "PRECISION": "ieee", "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
+
+
+def segments_of(shape: tuple[int, ...]) -> int:
+    """Parts of its inputs that a weight [N, K] is summed up by, so that few rows keep a whole GPU busy. Of the weight
+    alone: the parts are part of the order of sums."""
+    outputs, inputs = shape
+    return max(1, min(inputs // LEAST_SEGMENT, PROGRAMS * COLUMNS // outputs, MOST_SEGMENTS))
 
 
 def linear(x: Tensor, weight: GpuWeight, bias: Tensor | None = None, wide: bool = False) -> Tensor:
@@ -197,9 +211,21 @@ def _product(x: Tensor, weight: GpuQuantized | Tensor, bias: Tensor | None, out:
 
     if isinstance(weight, GpuQuantized) and weight.order is not None:
         x = x[:, weight.order]
-    (rows, inputs), outputs, tile = x.shape, weight.shape[0], tile_for(len(x), x.dtype)
+    (rows, inputs), outputs, segments = x.shape, weight.shape[0], segments_of(weight.shape)
+    tile = tile_for(rows, x.dtype, segments)
     codes, scales, offsets, added = operands(weight, bias)
-    weight_kernels.product[(-(-rows // tile.rows), -(-outputs // tile.columns))](
-        x, codes, scales, offsets, added, out, out, out, out, rows, inputs, outputs, x.stride(0), codes.stride(0),
-        out.stride(0), 0, 0, **constants(weight, tile), BIAS=bias is not None, EXPERTS=0, SENT=False,
+    form = constants(weight, tile)
+    tiles = -(-inputs // (form["STEP"] * STEPS * segments))
+    apart = segments > 1 and rows <= FEW
+    into = torch.empty(segments, rows, outputs, device=x.device) if apart else out
+    grid = (-(-rows // tile.rows), -(-outputs // tile.columns), segments if apart else 1)
+    weight_kernels.product[grid](
+        x, codes, scales, offsets, added, into, out, out, out, rows, inputs, outputs, x.stride(0), codes.stride(0),
+        into.stride(-2), tiles, 0, 0,
+        **form, BIAS=bias is not None, SEGMENTS=segments, APART=apart, EXPERTS=0, SENT=False,
     )  # fmt: skip
+    if apart:
+        weight_kernels.add_segments[(rows, -(-outputs // 1024))](
+            into, scales, added, out, rows, outputs, out.stride(0), WIDTH=1024, SEGMENTS=segments,
+            SCALED=form["GROUP"] == 0 and form["BITS"] < 16, BIAS=bias is not None,
+        )  # fmt: skip
