@@ -222,7 +222,7 @@ def _product(x: Tensor, weight: GpuQuantized | Tensor, bias: Tensor | None, out:
     weight_kernels.product[grid](
         x, codes, scales, offsets, added, into, out, out, out, rows, inputs, outputs, x.stride(0), codes.stride(0),
         into.stride(-2), tiles, 0, 0,
-        **form, BIAS=bias is not None, SEGMENTS=segments, APART=apart, EXPERTS=0, SENT=False,
+        **form, BIAS=bias is not None, SEGMENTS=1 if apart else segments, APART=apart, EXPERTS=0, SENT=False,
     )  # fmt: skip
     if apart:
         weight_kernels.add_segments[(rows, -(-outputs // 1024))](
