@@ -19,6 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 from headrace.config import Quantization
 from headrace.kernels import dispatch
 from headrace.kernels import experts as truth_of
+from headrace.kernels.backend import Attend
 from headrace.kernels.formats import FORMATS, Coded
 from headrace.kernels.quantized import Rounded
 from headrace.kernels.triton import experts, weights
@@ -186,6 +187,11 @@ def test_what_has_no_product_is_widened_and_told(caplog: pytest.LogCaptureFixtur
         assert any(text.startswith(reason) and "widened to" in text for text in caplog.messages)
 
 
+class Passed(Attend):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return q
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_a_model_with_experts(quantization: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is loaded for a GPU, against torch's products."""
@@ -196,7 +202,7 @@ def test_a_model_with_experts(quantization: Quantization, monkeypatch: pytest.Mo
         return Decoder(config, {name: weight.float() for name, weight in weights_of(config).items()}, quantization)
 
     def logits(decoder: Decoder) -> Tensor:
-        return decoder.logits(decoder.forward(batch, lambda layer, q, k, v, rows=None: q))
+        return decoder.logits(decoder.forward(batch, Passed()))
 
     with dispatch.force("torch"):
         truth = logits(decoder())

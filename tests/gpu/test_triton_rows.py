@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,6 +61,86 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if x.dim() == 3:
         apart = torch.cat((x, x), dim=1)[:, : x.shape[1]]
         assert torch.equal(gpu_rows.rms_norm(apart, weight, 1e-5), ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [72, 1024, 5120])
+def test_a_sum_and_its_norm(width: int, dtype: torch.dtype) -> None:
+    """To the bits of one after the other, and of a row alone, wherever it lies in memory."""
+    from headrace.kernels.triton import rows as gpu_rows
+
+    torch.manual_seed(1)
+    x, part, (weight, bias) = (
+        *torch.randn(2, 300, width, device="cuda").to(dtype),
+        torch.randn(2, width, device="cuda").to(dtype),
+    )
+    off = torch.empty(x.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(x).copy_(x)
+    total, normed = gpu_rows.add_rms_norm(x, part, weight, 1e-5, 1.0)
+    assert torch.equal(total, x + part) and torch.equal(normed, gpu_rows.rms_norm(total, weight, 1e-5, 1.0))
+    for given in (x, off):
+        alone = gpu_rows.add_rms_norm(given[7:8], part[7:8], weight, 1e-5, 1.0)
+        assert torch.equal(alone[0], total[7:8]) and torch.equal(alone[1], normed[7:8])
+    total, normed = gpu_rows.add_layer_norm(x, part, weight, bias, 1e-5)
+    assert torch.equal(normed, gpu_rows.layer_norm(total, weight, bias, 1e-5))
+    truth = torch.nn.functional.layer_norm(total.double(), (width,), weight.double(), bias.double(), 1e-5)
+    assert torch.allclose(normed.double(), truth, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", [(32, 8, 128, 128), (16, 4, 64, 64), (14, 2, 80, 32), (40, 40, 128, 0)], ids=str)
+def test_rotation(shape: tuple[int, int, int, int], normed: bool, dtype: torch.dtype) -> None:
+    """A stored key is the key that is handed back, projected alone or with the others, to the bit."""
+    from headrace.kernels.qk_rotary import QKRotary
+    from headrace.kernels.records import Pool
+    from headrace.kernels.triton import rotary
+
+    torch.manual_seed(1)
+    (heads, kv_heads, dim, turned), rows = shape, 200
+    projected = torch.randn(rows, heads + 2 * kv_heads, dim, device="cuda").to(dtype)
+    norms = torch.randn(2, dim, device="cuda").to(dtype) if normed else (None, None)
+    turn = torch.randn(rows, turned, device="cuda") if turned else None
+    how = QKRotary(heads, kv_heads, turn, *norms, eps=1e-5)
+    q, k, v = rotary.rotate(projected, how)
+    alone = replace(how, heads=0)
+    for part in (projected[:, heads:], projected[:, heads:].contiguous()):
+        assert torch.equal(rotary.rotate(part, alone)[1], k)
+    shapes = ((4, kv_heads, dim, 64), (4, kv_heads, 64, dim))
+    pool = Pool(*(torch.zeros(each, device="cuda", dtype=dtype) for each in shapes))
+    at = torch.arange(rows, device="cuda", dtype=torch.int32)
+    assert torch.equal(rotary.rotate_and_store(projected, how, pool, at // 64, at % 64), q)
+    assert torch.equal(pool.k.permute(0, 3, 1, 2).flatten(0, 1)[:rows], k)
+    assert torch.equal(pool.v.transpose(1, 2).flatten(0, 1)[:rows], v)
+    one = replace(how, cos_sin=None if turn is None else turn[5:6])
+    assert torch.equal(rotary.rotate(projected[5:6], one)[0], q[5:6])
+    for ours, wide, norm in (
+        (q, projected[:, :heads].double(), norms[0]),
+        (k, projected[:, heads:-kv_heads].double(), norms[1]),
+    ):
+        if norm is not None:
+            wide = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+        if turn is not None:
+            (a, b), (cos, sin) = wide[..., :turned].chunk(2, -1), turn[:, None].double().chunk(2, -1)
+            wide = torch.cat((a * cos - b * sin, b * cos + a * sin, wide[..., turned:]), -1)
+        assert torch.allclose(
+            ours.double(),
+            wide,
+            rtol=2**-6 if dtype == torch.bfloat16 else 1e-5,
+            atol=0.1 if dtype == torch.bfloat16 else 1e-5,
+        )
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai", "sigmoid"])
+def test_gates(gate: str) -> None:
+    from headrace.kernels import dispatch, ops
+    from headrace.kernels.triton import rows as gpu_rows
+
+    both = 3 * torch.randn(40, 2 * 2816, device="cuda")
+    with dispatch.force("torch"):
+        truth = ops.sigmoid_mul(both) if gate == "sigmoid" else ops.gated(both, gate)
+    ours = gpu_rows.gated(both, gate)
+    assert torch.allclose(ours, truth, rtol=1e-5, atol=1e-5)
+    assert torch.equal(gpu_rows.gated(both[3:4], gate), ours[3:4])
 
 
 def test_too_wide() -> None:

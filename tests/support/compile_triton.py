@@ -13,15 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import attention_kernels, row_kernels, tile_schedule
-from headrace.kernels.triton.rows import SEGMENT
+from headrace.kernels.triton import attention_kernels, tile_schedule
+from tests.support import compiled_rows
 
 POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32"}
 POINTERS |= {"count": "*i32", "bases": "*i32"}
-FP32 = ("acc_of", "m_of", "z_of", "parts")
-NUMBERS = {"factor": "fp32", "eps": "fp32"}
-SIZES = ("q_stride", "k_stride", "v_stride", "x_stride", "stride", "bias_len", "window", "rows", "inputs")
-SIZES += ("outputs", "elements", "segments", "width", "heads")
+FP32 = ("acc_of", "m_of", "z_of", "sinks")
+NUMBERS = {"factor": "fp32", "cap": "fp32"}
+SIZES = ("q_stride", "k_stride", "v_stride", "bias_len", "window")
 HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False}
 WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}
 
@@ -38,7 +37,11 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> str:
     signature = {name: "constexpr" if name in constants else kind_of(name) for name in names}
     if kernel is attention_kernels.walk:
         signature["bias"] = "*fp32"
-    values = {(names.index(name),): value for name, value in constants.items()}
+    return ptx_of(kernel, signature, constants, options)
+
+
+def ptx_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> str:
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=values)
     return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
@@ -51,18 +54,14 @@ def main() -> None:
 
     for split, resume in ((True, False), (True, True), (False, False)):
         for bias in (False, True):
-            constants = WALK | {"SPLIT": split, "RESUME": resume, "WINDOW": bias, "BIAS": bias}
+            constants = WALK | {"SPLIT": split, "RESUME": resume, "WINDOW": bias, "BIAS": bias, "CAP": bias}
             note(
                 f"walk {split} {resume} {bias}", compiled(attention_kernels.walk, constants, num_warps=4, num_stages=3)
             )
-    note("merge_spans", compiled(attention_kernels.merge_spans, HEADS | {"TOGETHER": 16}))
+    note("merge_spans", compiled(attention_kernels.merge_spans, HEADS | {"AHEAD": 8}))
     note("store", compiled(attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, num_warps=1))
-    sizes = {"ROWS": 64, "STEP": 64, "SEGMENT": SEGMENT, "PRECISION": "ieee", "BIAS": True}
-    for split, columns in ((True, 64), (False, 128)):
-        constants = sizes | {"COLUMNS": columns, "SPLIT": split}
-        note(f"product {split}", compiled(row_kernels.product, constants, num_warps=4, num_stages=4))
-    note("add_segments", compiled(row_kernels.add_segments, {"WIDTH": 1024, "BIAS": True}))
-    note("rms_norm", compiled(row_kernels.rms_norm, {"P": 1024}))
+    for case in compiled_rows.cases():
+        note(case.name, ptx_of(case.kernel, case.signature(), case.constants, case.options))
     print(json.dumps(found))
 
 

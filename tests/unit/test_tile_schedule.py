@@ -72,8 +72,10 @@ def test_windows(plan: Plan, bounds: Bounds, window: int) -> None:
     items = plan.items_within(window)
     done = cut(items, plan.positions, bounds, window)
     for row, (ours, offered) in enumerate(zip(walked(done, plan), met_by(plan, items), strict=True)):
-        seen = [slot for slot, key, low, high in sorted(items.tolist(), key=lambda item: item[1])
-                if low <= row < high and plan.positions[row] - window - CHUNK + 1 < key <= plan.positions[row]]  # fmt: skip
+        first = plan.positions[row] - window - CHUNK + 1
+        mine = items[(items[:, 2] <= row) & (items[:, 3] > row) & (items[:, 1] > first)]
+        mine = mine[mine[:, 1] <= plan.positions[row]]
+        seen = mine[np.argsort(mine[:, 1]), 0].tolist()
         assert ours == offered[len(offered) - len(ours) :] and ours[len(ours) - len(seen) :] == seen
 
 

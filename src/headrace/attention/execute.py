@@ -14,6 +14,7 @@ from headrace.attention.plan import Int32, Plan, PlannedStep
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
 from headrace.kernels.cpu_step import Pools
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.kernels.records import StepInputs
 from headrace.kv.storage import KVStorage, LayerPools
 from headrace.types import CHUNK
@@ -81,6 +82,13 @@ class PlanAttention(Attend):
             q = q[rows]
             mask = replace(mask, items=items_of(mask.items, rows), positions=mask.positions[rows])
         return self.kernels.attend(q, pool, mask)
+
+    def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
+        step = self.steps.get(self.spec.shape(layer))
+        if step is None or rows is not None:
+            return super().projected(layer, heads, rotary, rows)
+        sinks = None if self.sinks is None else self.sinks[layer]
+        return step.projected(self.storage.pool(layer), heads, rotary, self.spec.windows[layer], sinks)
 
 
 class StepAttention:

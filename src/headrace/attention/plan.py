@@ -88,16 +88,26 @@ class TableRows(NamedTuple):
     rows: int
 
 
+class Grown(NamedTuple):
+    """A plan that was made of another: its rows go on by one token, and some of them, int64 [n], into a new chunk of
+    their own. A row's items are those before and that one."""
+
+    before: Plan
+    rows: Int64
+
+
 class PlannedStep(NamedTuple):
     """A step, as the plan `first` of the step that began a run of steps, and how many `steps` later this one is.
 
     In a run every sequence goes on by one token in the chunk in which it was: most steps of decoding are such. 0: the
-    step begins a run. order: the planned parts in the order of their rows.
+    step begins a run. order: the planned parts in the order of their rows. grown: how `first` was made of the run's
+    before it; None: it was built anew.
     """
 
     first: Plan
     order: list[int]
     steps: int
+    grown: Grown | None = None
 
     @property
     def plan(self) -> Plan:
@@ -118,32 +128,76 @@ class Planner:
 
     def plan(self, parts: Sequence[TableRows]) -> PlannedStep:
         """The plan of a step over these parts, in batch order (see batch_order)."""
-        before = self._step
-        if self._follows(parts):
-            self._step = PlannedStep(before.first, before.order, before.steps + 1)
+        before, entering = self._step, self._entering(parts)
+        if entering == []:
+            self._step = before._replace(steps=before.steps + 1)
             return self._step
+        grown = None if entering is None else self._grown(parts, entering)
+        if grown is not None:
+            self._step = grown
+            self._know(parts)
+            return grown
         slots = [part.table.slots for part in parts]
         order = batch_order(slots)
         first = build([Span(slots[i], parts[i].start, parts[i].rows) for i in order])
         # A chunk beyond the row's own would have an item that begins with a later row at each step.
         decodes = all(p.rows == 1 and p.start // CHUNK == len(p.table.slots) - 1 for p in parts)
-        self._known = [(part.table, part.table.changes, part.start) for part in parts] if decodes else []
+        self._know(parts if decodes else [])
         self._step = PlannedStep(first, order, 0)
         return self._step
 
-    def _follows(self, parts: Sequence[TableRows]) -> bool:
-        """Whether these are the sequences of the step before, in its order, each with its next token, which stands in
-        the chunk of the one before."""
+    def _know(self, parts: Sequence[TableRows]) -> None:
+        self._known = [(part.table, part.table.changes, part.start) for part in parts]
+
+    def _entering(self, parts: Sequence[TableRows]) -> list[int] | None:
+        """Numbers of the parts whose row begins a chunk, all going on as they were. None: these are not the sequences
+        of the step before, in its order, each with its next token and no other change."""
         if not parts or len(parts) != len(self._known):
-            return False
+            return None
         ahead = self._step.steps + 1
-        for (table, start, rows), (known, changes, first) in zip(parts, self._known, strict=True):
+        entering = []
+        for number, ((table, start, rows), (known, changes, first)) in enumerate(zip(parts, self._known, strict=True)):
             # A table belongs to one sequence, and changes where a chunk begins.
-            if table is not known or table.changes != changes or start != first + ahead or rows != 1:
-                return False
-            if start % CHUNK == 0:
-                return False
-        return True
+            if table is not known or start != first + ahead or rows != 1:
+                return None
+            if start % CHUNK:
+                if table.changes != changes:
+                    return None
+            elif table.changes != changes + 1 or len(table.slots) != start // CHUNK + 1:
+                return None
+            else:
+                entering.append(number)
+        return entering
+
+    def _grown(self, parts: Sequence[TableRows], entering: list[int]) -> PlannedStep | None:
+        """The step in which these parts begin a chunk. None where a chunk is shared that each should have alone."""
+        before = self._step
+        first = before.first
+        rows = np.sort(np.argsort(before.order)[entering])
+        slots = np.array([parts[before.order[row]].table.slots[-1] for row in rows.tolist()], dtype=np.int32)
+        ended = first.row_slots[rows]
+        if _any_of(ended, first.items[: first.shared]) or _any_of(slots, first.items) or len(set(slots)) < len(slots):
+            return None
+        positions = first.positions + (before.steps + 1)
+        row_slots = first.row_slots.copy()
+        row_slots[rows] = slots
+        new = np.stack((slots, positions[rows], rows, rows + 1), axis=1).astype(np.int32)
+        # Behind the shared items each row has its own, in the order of the rows.
+        ends = first.shared + np.searchsorted(first.items[first.shared :, 2], rows, side="right")
+        pieces, begin = [], 0
+        for number, end in enumerate(ends.tolist()):
+            pieces += [first.items[begin:end], new[number : number + 1]]
+            begin = end
+        items = np.concatenate((*pieces, first.items[begin:]))
+        plan = Plan(items, first.shared, positions, row_slots, (positions % CHUNK).astype(np.int32))
+        return PlannedStep(plan, before.order, 0, Grown(first, rows))
+
+
+def _any_of(slots: Int32, items: Int32) -> bool:
+    """Whether one of the slots is an item's."""
+    named = np.zeros(max(items[:, 0].max(initial=0), slots.max(initial=0)) + 1, dtype=bool)
+    named[slots] = True
+    return bool(named.take(items[:, 0]).any())
 
 
 def build(spans: list[Span]) -> Plan:

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.attention.plan import Plan
+from headrace.attention.plan import Plan, PlannedStep
 from headrace.device import Graph, current
 from headrace.engine.programs import Eager, Logits, StepRows
 from headrace.kernels import ops
-from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep
+from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, LayerStep
 from headrace.kernels.model_step import Greatest
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
@@ -52,12 +53,20 @@ class Recorded(NamedTuple):
 class GraphAttention(Attend):
     """Attention of a recording."""
 
-    def __init__(self, step: GraphStep, rounds: int, storage: KVStorage, windows: tuple[int | None, ...]) -> None:
-        self.step, self.rounds, self.storage, self.windows = step, rounds, storage, windows
+    def __init__(self, step: LayerStep, storage: KVStorage, decoder: Decoder) -> None:
+        self.step, self.storage = step, storage
+        self.windows, self.sinks = decoder.config.attention.windows, decoder.sinks
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         assert rows is None, "all rows of a graph are wanted"
-        return self.step(self.rounds, self.storage.pool(layer), q, k, v, self.windows[layer])
+        return self.step(self.storage.pool(layer), q, k, v, self.windows[layer], self._sinks(layer))
+
+    def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
+        assert rows is None, "all rows of a graph are wanted"
+        return self.step.projected(self.storage.pool(layer), heads, rotary, self.windows[layer], self._sinks(layer))
+
+    def _sinks(self, layer: int) -> Tensor | None:
+        return None if self.sinks is None else self.sinks[layer]
 
 
 def obstacle(config: ModelConfig, storage: KVStorage) -> str | None:
@@ -81,7 +90,7 @@ class CudaGraphs:
         length = min(config.max_model_len, storage.slots * CHUNK)
         sizes = GraphSizes(
             self.sizes[-1], length, frozenset(spec.windows), spec.heads, (storage.slots, *spec.shape(0)), storage.dtype,
-            spec.scale,
+            spec.scale, spec.score_cap,
         )  # fmt: skip
         self.step = backend.graph_step(sizes, decoder.key_bias)
         rope = decoder.rope
@@ -102,10 +111,10 @@ class CudaGraphs:
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
         planned = step.planned
-        if not self._holds(planned.first, planned.steps, planned.plan):
+        plan, rows = planned.plan, planned.first.rows
+        if not self._holds(planned, plan):
             self.stats.eager += 1
             return self.eager.run(step)
-        rows, plan = planned.first.rows, planned.plan
         self.step.send(step.tokens(), plan.positions, plan.row_offsets)
         key = Key(next(size for size in self.sizes if size >= rows), self._rounds)
         recorded = self._recorded.get(key) or self._record(key)
@@ -115,11 +124,18 @@ class CudaGraphs:
         greatest = Greatest(values.view(torch.float32)[:rows].tolist(), best[:rows].tolist())
         return Logits(recorded.logits[:rows], greatest)
 
-    def _holds(self, first: Plan, steps: int, plan: Plan) -> bool:
+    def _holds(self, planned: PlannedStep, plan: Plan) -> bool:
         """Whether the step's tasks lie, or now lie, in the fixed memory."""
-        if steps and first is self._first:
+        first, grown = planned.first, planned.grown
+        before, self._first = self._first, None
+        if before is first and planned.steps:
+            self._first = first
             return True
-        self._first = None
+        if grown is not None and grown.before is before and not planned.steps:
+            rows = grown.rows
+            if self.step.grow(rows, plan.row_slots[rows], plan.positions[rows]):
+                self._first = first
+                return True
         items = {window: plan.items_within(window) for window in set(self.decoder.config.attention.windows)}
         rounds = self.step.fill(items, plan.positions, plan.row_slots)
         if rounds is None:
@@ -139,7 +155,7 @@ class CudaGraphs:
         """From the tokens to the logits, and the greatest of each row."""
         decoder, tokens = self.decoder, self.step.tokens[: key.rows]
         positions = self.step.positions[: key.rows].clamp(min=0)
-        attend = GraphAttention(self.step, key.rounds, self.storage, decoder.config.attention.windows)
+        attend = GraphAttention(self.step.layers(key.rounds), self.storage, decoder)
         turns = None if self._turns is None else self._turns.index_select(0, positions)
         x = decoder.layers(decoder.embed(tokens, positions), turns, attend)
         logits = decoder.logits(decoder.leave(x))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
+
+if TYPE_CHECKING:
+    from headrace.kernels.qk_rotary import QKRotary
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -92,26 +95,42 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
 
+    def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
+        """The same from projected heads [T, Hq + 2 Hkv, D], which `rotary` norms and rotates; to the same bits."""
+        q, k, v = rotary(heads)
+        return self(layer, q, k, v) if rows is None else self(layer, q, k, v, rows)
 
-class PreparedStep(Protocol):
-    """append and attend of one engine step, in one call for each layer. Index data was checked when it was made."""
 
-    def go_on(self, positions: Tensor, offsets: Tensor) -> None:
-        """Other positions and offsets for the rows of the same items. Raises ValueError, with nothing changed, where
-        they do not fit."""
+class LayerStep(Protocol):
+    """append and attend of one engine step, in one call for each layer."""
 
     def __call__(
         self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
         """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
 
+    def projected(
+        self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same from projected heads: see Attend.projected."""
+
+
+class PreparedStep(LayerStep, Protocol):
+    """A step whose index data was checked when it was made."""
+
+    def go_on(self, positions: Tensor, offsets: Tensor) -> None:
+        """Other positions and offsets for the rows of the same items. Raises ValueError, with nothing changed, where
+        they do not fit."""
+
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         """The step in layers with these pools, windows and sinks, from a backend that declares all_layers."""
 
 
 class GraphSizes(NamedTuple):
-    """What steps that replay graphs have at most: rows, positions below `length`; and what they have in common. windows:
-    of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale: see Mask."""
+    """What steps that replay graphs have at most: rows, and positions below `length`; and what they have in common.
+
+    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, cap: see Mask.
+    """
 
     rows: int
     length: int
@@ -120,6 +139,7 @@ class GraphSizes(NamedTuple):
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scale: float
+    cap: float | None = None
 
 
 class GraphStep(Protocol):
@@ -135,12 +155,17 @@ class GraphStep(Protocol):
         """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None, with nothing
         changed: there is no room for it."""
 
-    def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
-        """Carries the step to the device: the one that was filled, or a later one of the same items (PreparedStep.go_on)."""
+    def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
+        """Goes on from the step that was sent last to one in which each of these rows, at `positions`, begins a chunk
+        of its own. False: there is no room, and the step is to be filled."""
 
-    def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        """Stores k, v [T, Hkv, D] and attends: q [T, Hq, D] -> [T, Hq, D], for any T up to `rows` and at least the
-        step's. Rows of padding are not stored, and stay undefined."""
+    def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
+        """Carries the step to the device: the one that was filled or grown, or a later one of the same items, as
+        PreparedStep.go_on."""
+
+    def layers(self, rounds: int) -> LayerStep:
+        """What is recorded: for any T up to `rows` and at least those of a step. Rows of padding are not stored, and
+        what they give is finite. A result is valid until the next call."""
 
 
 class Backend(Protocol):

@@ -19,6 +19,7 @@ from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
+    from headrace.kernels.qk_rotary import QKRotary
 
 
 class Pools:
@@ -88,6 +89,12 @@ class Step:
             v_stride=v_stride,
         )  # fmt: skip
         return out
+
+    def projected(
+        self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same from projected heads [T, Hq + 2 Hkv, D]."""
+        return self(pool, *rotary(heads), window, sinks)
 
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         """The step in layers with these pools, windows and sinks. Raises ValueError for what does not fit."""

@@ -22,7 +22,10 @@ Implementation = Literal["cpu", "torch", "ops"]
 
 NATIVE_OPS = ("attend", "append", *cpu.OPERATIONS)
 QUANTIZED = tuple(scheme for scheme in get_args(Quantization) if scheme != "none")
-TRITON_OPS = ("attend", "append", "rms_norm", "linear")
+TRITON_OPS = (
+    "attend", "append", "linear", "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul",
+    "sigmoid_mul", "gelu",
+)  # fmt: skip
 TORCH_LINEAR = "torch's matrix product, 32 rows at a time"
 
 
@@ -140,7 +143,7 @@ def reasons(gpu: bool = False) -> dict[str, str]:
     """The table as text: operation -> 'cpu: C++ avx512'. gpu: of an engine on a CUDA device."""
     if not gpu:
         return {name: str(choice) for name, choice in table().items()}
-    ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own")
+    ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own, one launch")
     ours |= {f"linear_{scheme}": "triton: codes are widened as they are multiplied" for scheme in ("int8", "int4")}
     return (
         {name: "torch: one row or element at a time" for name in NATIVE_OPS}

@@ -128,11 +128,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """Root-mean-square norm over the last dimension, times weight + offset, in fp32: [..., H]."""
     if dispatch.native(x) and weight.dtype == x.dtype:
         return cpu.rms_norm(x, weight, eps, offset)
-    factors = weight.float() + offset if offset else weight
     if dispatch.on_gpu(x):
         from headrace.kernels.triton import rows as gpu_rows
 
-        return gpu_rows.rms_norm(x, factors, eps)
+        return gpu_rows.rms_norm(x, weight, eps, offset)
+    factors = weight.float() + offset if offset else weight
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     return (y * factors.float()).to(x.dtype)
@@ -142,14 +142,44 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     """Norm to mean 0 and variance 1 over the last dimension, then weight and bias if given, in fp32: [..., H]."""
     if dispatch.native(x) and all(vector is None or vector.dtype == x.dtype for vector in (weight, bias)):
         return cpu.layer_norm(x, weight, bias, eps)
+    if dispatch.on_gpu(x):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.layer_norm(x, weight, bias, eps)
     wide = [None if vector is None else vector.float() for vector in (weight, bias)]
     return F.layer_norm(x.float(), x.shape[-1:], wide[0], wide[1], eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, part: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """x + part [T, H], rounded, and the `rms_norm` of that."""
+    if dispatch.on_gpu(x):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.add_rms_norm(x, part, weight, eps, offset)
+    total = x + part
+    return total, rms_norm(total, weight, eps, offset)
+
+
+def add_layer_norm(
+    x: Tensor, part: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x + part [T, H], rounded, and the `layer_norm` of that."""
+    if dispatch.on_gpu(x):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.add_layer_norm(x, part, weight, bias, eps)
+    total = x + part
+    return total, layer_norm(total, weight, bias, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
     if dispatch.native(gate_up):
         return cpu.silu_mul(gate_up)
+    if dispatch.on_gpu(gate_up):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.gated(gate_up, "silu")
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
@@ -158,6 +188,10 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, in the tanh form, for gate_up [T, 2 I] = (gate, up): [T, I]."""
     if dispatch.native(gate_up):
         return cpu.gelu_tanh_mul(gate_up)
+    if dispatch.on_gpu(gate_up):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.gated(gate_up, "gelu_tanh")
     gate, up = gate_up.chunk(2, dim=-1)
     return (gelu(gate.float(), "tanh") * up.float()).to(gate_up.dtype)
 
@@ -167,6 +201,10 @@ def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
     -7 .. 7: [T, I]. gpt-oss's (transformers' GptOssExperts)."""
     if dispatch.native(gate_up):
         return cpu.swiglu_oai_mul(gate_up)
+    if dispatch.on_gpu(gate_up):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.gated(gate_up, "swiglu_oai")
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     passed = _whole_vectors(torch.sigmoid, SWIGLU_ALPHA * gate)
@@ -184,6 +222,10 @@ def sigmoid_mul(gate_up: Tensor) -> Tensor:
     """sigmoid(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
     if dispatch.native(gate_up):
         return cpu.sigmoid_mul(gate_up)
+    if dispatch.on_gpu(gate_up):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.gated(gate_up, "sigmoid")
     gate, up = gate_up.chunk(2, dim=-1)
     return (gate.float().sigmoid() * up.float()).to(gate_up.dtype)
 
@@ -192,6 +234,10 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit, exact or 'tanh', in fp32."""
     if dispatch.native(x):
         return cpu.gelu(x, approximate == "tanh")
+    if dispatch.on_gpu(x):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu")
     return _whole_vectors(partial(F.gelu, approximate=approximate), x.float()).to(x.dtype)
 
 

@@ -7,11 +7,14 @@ one row, and whatever is elementwise is add, multiply or a table look-up.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import ExpertsSpec, ModelConfig
@@ -45,13 +48,22 @@ class Layer:
     def __call__(
         self,
         x: Tensor,
+        part: Tensor | None,
         cos_sin: Tensor | None,
         attend: Attend,
         rows: Tensor | None = None,
+        watch: block.Watch | None = None,
         recur: Recur | None = None,
-    ) -> Tensor:
-        """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone, while attend stores the keys and values of all."""
-        first = x if self.config.block == "post" else self._norm("attention_norm", x)
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream x [T, H] and the part [T, H] still to be added to it, if there is one -> the same behind
+        the layer, or [n, H] of `rows` [n] alone, while attend stores the keys and values of all. So a layer's last sum
+        can be one operation with the next one's norm. watch: see Decoder.forward."""
+        if self.config.block == "post":
+            first = x
+        else:
+            x, first = self._joined("attention_norm", x, part)
+        if watch is not None:
+            watch(self.index, x)
         if self.net is None:
             heads = self._heads(first, cos_sin, attend, rows)
         else:
@@ -60,17 +72,17 @@ class Layer:
         if rows is not None:
             x, first = x[rows], first[rows]
             if not len(rows):
-                return x
+                return x, None
         heads = self.whole("heads", heads.reshape(len(x), -1))
         attended = self._linear("out", heads if self.net is None else self.net.as_columns(heads))
         if self.config.block == "post":
             x = self._norm("attention_norm", x + self.whole("hidden", attended))
-            return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x)))
+            return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x))), None
         if self.config.block == "parallel":
             second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
-            return x + self.whole("hidden", self._mlp(second) + attended)
-        x = x + self._added("attention_out_norm", attended)
-        return x + self._added("mlp_out_norm", self._mlp(self._norm("mlp_norm", x)))
+            return x, self.whole("hidden", self._mlp(second) + attended)
+        x, second = self._joined("mlp_norm", x, self._added("attention_out_norm", attended))
+        return x, self._added("mlp_out_norm", self._mlp(second))
 
     def _added(self, name: str, part: Tensor) -> Tensor:
         """What a part [T, this rank's share of H] adds to the residual stream [T, H]."""
@@ -84,13 +96,30 @@ class Layer:
         spec = self.config.attention
         own = spec.heads + 2 * spec.kv_heads
         heads = self._linear("qkv", x).view(len(x), own + self.config.attention_gate * spec.heads, spec.head_dim)
-        q, k, v = heads[:, :own].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
-        q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
-        attended = attend(self.place, q, k, v) if rows is None else attend(self.place, q, k, v, rows)
+        if self.config.qk_norm_whole:
+            q, k, v = heads[:, :own].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+            q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
+            attended = attend(self.place, q, k, v) if rows is None else attend(self.place, q, k, v, rows)
+        else:
+            attended = attend.projected(self.place, heads[:, :own], self._rotary(spec.heads, cos_sin), rows)
         if not self.config.attention_gate:
             return attended
         gates = heads[:, own:]
         return let_through(attended, gates if rows is None else gates[rows])
+
+    def _rotary(self, queries: int, cos_sin: Tensor | None) -> QKRotary:
+        """How projected heads, the first `queries` of them queries, become those that attention takes."""
+        config, (first, width) = self.config, self.rotation
+        rotary = QKRotary(
+            queries,
+            config.attention.kv_heads,
+            None if cos_sin is None or not width else cos_sin[:, first : first + width],
+            eps=config.norm_eps,
+            offset=config.norm_offset,
+        )
+        if not config.qk_norm:
+            return rotary
+        return replace(rotary, q_norm=self.weights["q_norm.weight"], k_norm=self.weights["k_norm.weight"])
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
@@ -121,7 +150,10 @@ class Layer:
         else:
             heads = ops.linear(x, tail, None if bias is None else bias[queries:])
         width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
-        k, v = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim).split(spec.kv_heads, dim=1)
+        heads = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim)
+        if not self.config.qk_norm_whole:
+            return self._rotary(0, cos_sin)(heads)[1:]
+        k, v = heads.split(spec.kv_heads, dim=1)
         return self._turned("k_norm", k, cos_sin), v
 
     def _mlp(self, x: Tensor) -> Tensor:
@@ -189,6 +221,15 @@ class Layer:
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return norm(self.config, self.weights, name, x)
 
+    def _joined(self, name: str, x: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + part [T, H], and the norm of that."""
+        if part is None:
+            return x, self._norm(name, x)
+        weight, bias = self.weights.get(name + ".weight"), self.weights.get(name + ".bias")
+        if self.config.norm == "rms" and weight is not None:
+            return ops.add_rms_norm(x, part, weight, self.config.norm_eps, self.config.norm_offset)
+        return ops.add_layer_norm(x, part, weight, bias, self.config.norm_eps)
+
 
 class OneByOne:
     """The layers of a model, each operation by its own call: what kernels.block.Blocks does in two calls a layer."""
@@ -206,11 +247,10 @@ class OneByOne:
         recur: Recur | None = None,
     ) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` alone. recur: see Decoder.forward."""
+        part: Tensor | None = None
         for layer in self.layers:
-            if watch is not None:
-                watch(layer.index, x)
-            x = layer(x, cos_sin, attend, rows if layer is self.layers[-1] else None, recur)
-        return x
+            x, part = layer(x, part, cos_sin, attend, rows if layer is self.layers[-1] else None, watch, recur)
+        return x if part is None else x + part
 
     def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""

@@ -7,6 +7,7 @@ tasks beyond the counts. A block made for one plan has its sizes; one that outli
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.device import Device
-from headrace.kernels.triton.tile_schedule import Int32, TileSchedule
+from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64, TileSchedule
+from headrace.types import CHUNK
 
 ALIGN = 32
 """Numbers between whose multiples parts begin: the kernels' pointers are then all aligned alike."""
@@ -42,14 +44,18 @@ class Part(NamedTuple):
     there: Tensor
 
 
-class TaskArena(NamedTuple):
-    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash."""
+@dataclass(slots=True)
+class TaskArena:
+    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash. used:
+    items in use; spans: see TileSchedule."""
 
     counts: Part
     bases: Part
     rounds: list[Part]
     flash: Part
     items: Part
+    used: int = 0
+    spans: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
 
     def fits(self, done: TileSchedule) -> bool:
         if len(done.rounds) > len(self.rounds) or len(done.flash) > len(self.flash.host):
@@ -57,8 +63,8 @@ class TaskArena(NamedTuple):
         tasks = all(len(each) <= len(room.host) for each, room in zip(done.rounds, self.rounds, strict=False))
         return tasks and len(done.items) <= len(self.items.host) and len(done.bases) <= len(self.bases.host)
 
-    def fill(self, done: TileSchedule) -> Part:
-        """Takes a schedule that fits; returns its items."""
+    def fill(self, done: TileSchedule) -> None:
+        """Takes a schedule that fits."""
         self.counts.host[:] = 0
         for number, tasks in enumerate(done.rounds):
             self.counts.host[number] = len(tasks)
@@ -67,7 +73,38 @@ class TaskArena(NamedTuple):
         self.flash.host[: len(done.flash)] = done.flash
         self.items.host[: len(done.items)] = done.items
         padded(self.bases.host, done.bases, -1)
-        return self.items
+        self.used, self.spans = len(done.items), done.spans
+
+    def grow(self, row: int, slot: int, key: int) -> bool:
+        """Takes a chunk that the row alone begins, behind all of its others. False, with nothing changed: there is no
+        room for it."""
+        new = (slot, key, row, row + 1)
+        return self._in_new_span(row, new, key // SPAN) if key % SPAN == 0 else self._behind(row, new, key - CHUNK)
+
+    def _behind(self, row: int, new: tuple[int, int, int, int], last: int) -> bool:
+        """In the room behind the task whose newest chunk begins at key `last`."""
+        for number, part in enumerate(self.rounds):
+            tasks = part.host[: self.counts.host[number]]
+            own = tasks[(tasks[:, 0] == row) & (tasks[:, 1] == row + 1)]
+            ends = own[:, 2] + own[:, 3]
+            found = np.flatnonzero(self.items.host[ends - 1, 1] == last)
+            if len(found):
+                self.items.host[ends[found[0]]] = new
+                tasks[np.flatnonzero(tasks[:, 2] == own[found[0], 2])[0], 3] += 1
+                return True
+        return False
+
+    def _in_new_span(self, row: int, new: tuple[int, int, int, int], span: int) -> bool:
+        """As a task of its own, with room for the rest of the span."""
+        count, first = int(self.counts.host[0]), self.used
+        full = count == len(self.rounds[0].host) or first + SPAN_CHUNKS > len(self.items.host)
+        if full or span >= self.spans[row]:
+            return False
+        self.items.host[first] = new
+        self.rounds[0].host[count] = (row, row + 1, first, 1)
+        self.counts.host[0] += 1
+        self.used += SPAN_CHUNKS
+        return True
 
 
 class Arena:
@@ -86,7 +123,7 @@ class Arena:
         whole = (ends[-1],)
         self._host = device.pinned(whole, torch.int32) if pinned else torch.zeros(whole, dtype=torch.int32)
         self._there = torch.zeros(whole, dtype=torch.int32, device=place)
-        self._head = self._used = ends[len(ROWS)]
+        self._head = ends[len(ROWS)]
         parts = [self._part(begin, shape) for begin, shape in zip(ends, shapes, strict=False)]
         self.tokens, self.positions, self.slots, self.offsets = parts[: len(ROWS)]
         left = iter(parts[len(ROWS) :])
@@ -100,11 +137,15 @@ class Arena:
         return all(self.tasks[window].fits(done) for window, done in schedules.items())
 
     def fill(self, schedules: Mapping[int | None, TileSchedule]) -> None:
-        """Takes schedules that fit. Of the items of the last one only those in use are carried over."""
-        self._used = len(self._host)
+        """Takes schedules that fit."""
         for window, done in schedules.items():
-            items = self.tasks[window].fill(done)
-            self._used = items.there.storage_offset() + done.items.size
+            self.tasks[window].fill(done)
+
+    def grow(self, row: int, slot: int, key: int) -> bool:
+        """Takes a chunk that the row alone begins (TaskArena.grow). False: there is no room, and what is here is of no
+        use any more."""
+        self.slots.host[row] = slot
+        return all(each.grow(row, slot, key) for each in self.tasks.values())
 
     def _part(self, begin: int, shape: tuple[int, ...]) -> Part:
         end = begin + int(np.prod(shape))
@@ -115,9 +156,15 @@ class Arena:
         padded(self.positions.host, positions, -1)
         padded(self.offsets.host, offsets, 0)
 
+    @property
+    def _end(self) -> int:
+        """Behind the last item in use, of the last window."""
+        last = next(reversed(self.tasks.values()))
+        return int(last.items.there.storage_offset()) + 4 * last.used
+
     def send(self, tasks: bool = True) -> None:
         """Carries it to the device, in the order of the current stream; without `tasks` the rows alone."""
-        end = self._used if tasks else self._head
+        end = self._end if tasks else self._head
         self._there[:end].copy_(self._host[:end], non_blocking=True)
 
 

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.qk_rotary import QKRotary
 from headrace.kernels.records import Mask, Pool, StepInputs
-from headrace.kernels.triton import attention_kernels, int8_kv_kernels, tile_schedule
+from headrace.kernels.triton import attention_kernels, hopper, int8_kv_kernels, tile_schedule
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.limits import check, check_stored
+from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
 LOG2_E = math.log2(math.e)
@@ -58,8 +60,11 @@ class Heads(NamedTuple):
     def most_states(self) -> int:
         return max(0, STATE_BYTES // (self.heads * (self.dim + 2) * 4))
 
-    def bounds(self, device: torch.device) -> Bounds:
-        return Bounds(self.part, self.most_states, -(-2 * processors(device) // self.columns))
+    def bounds(self, device: torch.device, dtype: torch.dtype, plain: bool) -> Bounds:
+        """plain: scores are neither biased nor capped."""
+        on_hopper = plain and hopper.takes(device, dtype, *self)
+        lanes = hopper.FLASH_LANES if on_hopper else tile_schedule.LANES
+        return Bounds(self.part, self.most_states, -(-2 * processors(device) // self.columns), lanes)
 
     def states(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """acc [count, Hq, D], m and z [count, Hq], fp32."""
@@ -71,45 +76,67 @@ class Heads(NamedTuple):
 @dataclass(slots=True)
 class TileWork:
     """What attention launches for rows of a step. rounds, flash: programs of each launch along the tasks, flash 0: it
-    is not launched; states: of split rows."""
+    is not launched; states: of split rows; flash_lanes: of a flash task."""
 
     heads: Heads
     arena: TaskArena
     rounds: list[int]
     flash: int
     states: tuple[Tensor, Tensor, Tensor]
+    flash_lanes: int = tile_schedule.LANES
 
     @classmethod
     def of(cls, done: TileSchedule, arena: TaskArena, heads: Heads) -> TileWork:
         """Of a schedule that lies in the arena."""
         states = heads.states(done.states, arena.items.there.device)
-        return cls(heads, arena, [len(tasks) for tasks in done.rounds], len(done.flash), states)
+        return cls(heads, arena, [len(tasks) for tasks in done.rounds], len(done.flash), states, done.flash_lanes)
 
     def first(self, rounds: int) -> TileWork:
         """The same with so many rounds alone."""
         return replace(self, rounds=self.rounds[:rounds])
 
-    def run(self, q: Tensor, pool: Pool, mask: Mask) -> Tensor:
-        """q [R, Hq, D] -> [R, Hq, D]. The mask's positions lie on the GPU, int32; its items are left alone. Rows of no
-        task stay undefined."""
-        q, out = _rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        counts = self.arena.counts.there
-        for number, programs in enumerate(self.rounds):
-            tasks = self.arena.rounds[number].there
-            self._walk(q, pool, mask, out, tasks, counts[number:], programs, SPLIT=True, RESUME=number > 0)
+    def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None) -> Tensor:
+        """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
+        positions lie on the GPU, int32; its items are left alone."""
+        q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        on_hopper = hopper.takes_call(q, pool, mask)
+        split, flash = (self._hopper_split, self._hopper_flash) if on_hopper else (self._split, self._flash)
+        for number in range(len(self.rounds)):
+            split(q, pool, mask, number)
         if self.rounds:
             self._merge(mask, out)
         if self.flash:
-            tasks, count = self.arena.flash.there, counts[len(counts) - 1 :]
-            self._walk(q, pool, mask, out, tasks, count, self.flash, SPLIT=False, RESUME=False)
+            (self._flash if mask.window is not None else flash)(q, pool, mask, out)
         return out
 
+    def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
+        tasks, count = self.arena.rounds[number].there, self.arena.counts.there[number:]
+        grid = (self.rounds[number], tile_schedule.LANES)
+        self._walk(q, pool, mask, q, tasks, count, *grid, SPLIT=True, RESUME=number > 0)
+
+    def _flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
+        tasks, count = self.arena.flash.there, self.arena.counts.there[-1:]
+        self._walk(q, pool, mask, out, tasks, count, self.flash, self.flash_lanes, SPLIT=False, RESUME=False)
+
+    def _hopper_split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
+        there = hopper.SPLIT_PROGRAMS * processors(q.device) // self.heads.columns
+        hopper.split(
+            q, pool, self.arena.items.there, self.arena.rounds[number].there, self.arena.counts.there[number:],
+            self.arena.bases.there, mask, self.states, mask.scale * LOG2_E, tile_schedule.SPAN,
+            min(self.rounds[number], max(1, there)), resume=number > 0,
+        )  # fmt: skip
+
+    def _hopper_flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
+        tasks, factor = self.arena.flash.there, mask.scale * LOG2_E
+        hopper.flash(q, pool, self.arena.items.there, tasks, mask, out, factor, tile_schedule.SPAN, self.flash)
+
     def _walk(
-        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int, **way: bool
-    ) -> None:
+        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int, lanes: int,
+        **way: bool,
+    ) -> None:  # fmt: skip
         heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
         acc, m, z = self.states
-        padded = self._padded
+        large = self._padded > 128
         attention_kernels.walk[(programs, heads.columns)](
             q=q, k=pool.k, v=pool.v, k_scale=q if pool.k_scale is None else pool.k_scale,
             v_scale=q if pool.v_scale is None else pool.v_scale,
@@ -118,9 +145,9 @@ class TileWork:
             acc_of=acc, m_of=m, z_of=z, out=out, factor=mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap),
             cap=(cap or 0.0) * LOG2_E, q_stride=q.stride(0), bias_len=0 if bias is None else bias.shape[-1],
             window=mask.window or 0, **self._shape(mask), **way,
-            KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, LANES=tile_schedule.LANES,
+            KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, LANES=lanes,
             BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
-            num_warps=4 if padded <= 128 else 8, num_stages=3 if padded <= 128 else 2,
+            num_warps=8 if large else lanes // 16, num_stages=2 if large else 3,
         )  # fmt: skip
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
@@ -150,10 +177,49 @@ def schedules(
     items: Mapping[int | None, NDArray[np.int32]], positions: NDArray[np.int64], bounds: Bounds
 ) -> dict[int | None, TileSchedule]:
     """Tasks for each window's items."""
-    return {window: tile_schedule.cut(each, positions, bounds, window) for window, each in items.items()}
+    narrow = bounds._replace(flash_lanes=tile_schedule.LANES)
+    return {
+        window: tile_schedule.cut(each, positions, bounds if window is None else narrow, window)
+        for window, each in items.items()
+    }
 
 
-class TritonStep:
+class ArenaStep:
+    """append and attend of steps whose index data lies in an arena: what is launched there (work) by window, and what
+    the rows see. out: where attention is left; None: in new memory."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        work: Mapping[int | None, TileWork],
+        masks: Mapping[int | None, Mask],
+        out: Tensor | None = None,
+    ) -> None:
+        self.arena, self.work, self.masks, self.out = arena, work, masks, out
+
+    def __call__(
+        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D]."""
+        _store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
+        return self._attended(q, pool, window, sinks)
+
+    def projected(
+        self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """The same from projected heads [T, Hq + 2 Hkv, D], which one launch norms, rotates and stores; into int8 pools
+        another stores them."""
+        if rotary.plain or pool.k.dtype == torch.int8:
+            return self(pool, *rotary(heads), window, sinks)
+        q = rotate_and_store(heads, rotary, pool, self.arena.slots.there, self.arena.offsets.there)
+        return self._attended(q, pool, window, sinks)
+
+    def _attended(self, q: Tensor, pool: Pool, window: int | None, sinks: Tensor | None) -> Tensor:
+        out = None if self.out is None else self.out[: len(q)]
+        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks), out)
+
+
+class TritonStep(ArenaStep):
     """Attention of one engine step. Of its inputs the bias lies on the GPU, all else on the CPU. Raises ValueError for
     a type or size that has no kernel."""
 
@@ -162,33 +228,27 @@ class TritonStep:
         _, kv_heads, dim = step.shape
         check_stored(step.dtype, dim)
         heads = Heads(step.heads, kv_heads, dim)
-        self.arena, self.work = _arena_of(step.items, step.positions, heads, place)
-        padded(self.arena.slots.host, step.slots.numpy(), -1)
-        self.arena.move(step.positions.numpy(), step.offsets.numpy())
-        self.arena.send()
-        self.masks = step.masks(self.arena.positions.there)
+        bounds = heads.bounds(place, step.dtype, plain=step.bias is None and step.cap is None)
+        arena, work = _arena_of(step.items, step.positions, heads, bounds, place)
+        padded(arena.slots.host, step.slots.numpy(), -1)
+        arena.move(step.positions.numpy(), step.offsets.numpy())
+        arena.send()
+        super().__init__(arena, work, step.masks(arena.positions.there))
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
         """Other positions and offsets for the rows of the same items, each in the chunk in which it was."""
         self.arena.move(positions.numpy(), offsets.numpy())
         self.arena.send(tasks=False)
 
-    def __call__(
-        self, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Stores k, v [T, Hkv, D] in the pool, then attends: q [T, Hq, D] -> [T, Hq, D], in new memory."""
-        store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks))
-
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         raise ValueError("the Triton kernels run one layer after another")
 
 
 def _arena_of(
-    items: Mapping[int | None, Tensor], positions: Tensor, heads: Heads, place: torch.device
+    items: Mapping[int | None, Tensor], positions: Tensor, heads: Heads, bounds: Bounds, place: torch.device
 ) -> tuple[Arena, dict[int | None, TileWork]]:
     """An arena with just enough room, filled but for its rows, and what is launched on it."""
-    done = schedules({w: each.numpy() for w, each in items.items()}, positions.numpy(), heads.bounds(place))
+    done = schedules({w: each.numpy() for w, each in items.items()}, positions.numpy(), bounds)
     sizes = {window: TaskSizes.of(each) for window, each in done.items()}
     arena = Arena(len(positions), sizes, current(), place, pinned=False)
     arena.fill(done)
@@ -200,7 +260,9 @@ def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     _check_scales(pool)
     (_, heads, dim), kv_heads = q.shape, pool.k.shape[1]
     check(q.dtype, dim)
-    arena, work = _arena_of({mask.window: mask.items}, mask.positions, Heads(heads, kv_heads, dim), q.device)
+    each = Heads(heads, kv_heads, dim)
+    bounds = each.bounds(q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
+    arena, work = _arena_of({mask.window: mask.items}, mask.positions, each, bounds, q.device)
     arena.move(mask.positions.numpy(), np.empty(0, np.int32))
     arena.send()
     return work[mask.window].run(q, pool, replace(mask, positions=arena.positions.there))
@@ -210,7 +272,7 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
     """Writes k_new, v_new [T, Hkv, D] into the pool as key offsets[t] of chunk slots[t], int32 [T] each."""
     _check_scales(pool)
     check(k_new.dtype, k_new.shape[-1])
-    store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
+    _store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
 
 
 def _check_scales(pool: Pool) -> None:
@@ -223,7 +285,7 @@ def _rows(q: Tensor) -> Tensor:
     return q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
 
-def store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
     """`append` of checked tensors, those of the places on the device; rows of negative slots are not stored."""
     rows, kv_heads, dim = k.shape
     if not rows:

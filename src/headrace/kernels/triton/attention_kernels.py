@@ -66,14 +66,13 @@ def _walk_chunks(
     rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, begin, end, kv_head, head, taken, position,
     last, bias, factor, cap, bias_len, window,
     KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, MASKED: tl.constexpr,
-    SPANS: tl.constexpr, GUARD: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    SPANS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state of a span (m, z, acc), and the total of those before it, after items begin .. end-1.
 
-    MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans. GUARD: a chunk may hold NaN of a
-    sequence that is not the lane's. Of int8 k and v the scales multiply scores, and probabilities before they are
-    rounded.
+    MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans. Of int8 k and v the scales
+    multiply scores, and probabilities before they are rounded.
     """
     INT8: tl.constexpr = k.dtype.element_ty == tl.int8
     j = tl.arange(0, 64)
@@ -119,8 +118,7 @@ def _walk_chunks(
             p = p * tl.load(v_scale + scales)[None, :]
             if MASKED:  # the scale of a key that a lane does not see may be anything
                 p = tl.where(seen, p, 0.0)
-        after = tl.dot(p.to(rows.dtype), chunk_v.to(rows.dtype), acc * keep[:, None], input_precision=PRECISION)
-        acc = tl.where((top == float("-inf"))[:, None], acc, after) if GUARD else after
+        acc = tl.dot(p.to(rows.dtype), chunk_v.to(rows.dtype), acc * keep[:, None], input_precision=PRECISION)
     return m, z, acc, total_m, total_z, total
 
 
@@ -186,7 +184,7 @@ def _walk_task(
         m, z, acc, _, _, _ = _walk_chunks(
             rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, head, taken,
             position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, True, False, True, WINDOW, BIAS, CAP, PRECISION,
+            KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         tl.store(m_of + state, m, mask=taken)
         tl.store(z_of + state, z, mask=taken)
@@ -201,17 +199,17 @@ def _walk_task(
             m, z, acc, total_m, total_z, total = _walk_chunks(
                 rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first, first + low, kv_head,
                 head, taken, position, last, bias, factor, cap, bias_len, window,
-                KV_HEADS, D, P, SPAN, True, True, False, WINDOW, BIAS, CAP, PRECISION,
+                KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
             )  # fmt: skip
         m, z, acc, total_m, total_z, total = _walk_chunks(
             rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + low, first + high, kv_head,
             head, taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, False, True, False, WINDOW, BIAS, CAP, PRECISION,
+            KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         m, z, acc, total_m, total_z, total = _walk_chunks(
             rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + high, first + count,
             kv_head, head, taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, True, True, False, WINDOW, BIAS, CAP, PRECISION,
+            KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         m, z, acc = _merge(total_m, total_z, total, m, z, acc)
         result = _finish(m, z, acc, sinks, head, taken, SINKS)

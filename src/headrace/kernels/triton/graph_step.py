@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from headrace.device import current
 from headrace.kernels.backend import GraphSizes
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Mask
 from headrace.kernels.triton import attention
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
-from headrace.kernels.triton.attention import Heads, TileWork
+from headrace.kernels.triton.attention import ArenaStep, Heads, TileWork
 from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
 
@@ -38,7 +39,8 @@ class TritonGraphStep:
         heads = Heads(sizes.heads, kv_heads, dim)
         whole = sizes.rows * (-(-sizes.length // SPAN) + 1)  # spans of all rows, and one more of each
         states = min(heads.most_states, whole)
-        self.bounds = heads.bounds(self.place)._replace(states=states)
+        plain = bias is None and sizes.cap is None
+        self.bounds = heads.bounds(self.place, sizes.dtype, plain)._replace(states=states)
         tasks = min(whole, slots // SPAN_CHUNKS + TASKS * sizes.rows)
         later = [min(whole, LATER_TASKS * sizes.rows)] * (ROUNDS - 1)
         room = TaskSizes((tasks, *later), 0, (tasks + sum(later)) * SPAN_CHUNKS)
@@ -47,12 +49,13 @@ class TritonGraphStep:
         programs = max(1, PROGRAMS * attention.processors(self.place) // heads.columns)
         kept = heads.states(states, self.place)
         self._masks = {
-            window: Mask(each.items.there, self.positions, window=window, bias=bias, scale=sizes.scale)
+            window: Mask(each.items.there, self.positions, window=window, bias=bias, cap=sizes.cap, scale=sizes.scale)
             for window, each in arena.tasks.items()
         }
         self._work = {
             window: TileWork(heads, each, [programs] * ROUNDS, 0, kept) for window, each in arena.tasks.items()
         }
+        self._out = torch.zeros(sizes.rows, sizes.heads, dim, dtype=sizes.dtype, device=self.place)
         self.clear()
 
     def clear(self) -> None:
@@ -72,6 +75,11 @@ class TritonGraphStep:
         self._filled = True
         return max(len(each.rounds) for each in done.values())
 
+    def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
+        added = zip(rows.tolist(), slots.tolist(), positions.tolist(), strict=True)
+        self._filled = all([self.arena.grow(row, slot, position) for row, slot, position in added])
+        return self._filled
+
     def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
         arena = self.arena
         padded(arena.tokens.host, np.array(tokens, np.int32), 0)
@@ -79,6 +87,6 @@ class TritonGraphStep:
         arena.send(tasks=self._filled)
         self._filled = False
 
-    def __call__(self, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        attention.store(pool, k, v, self.arena.slots.there, self.arena.offsets.there)
-        return self._work[window].first(rounds).run(q, pool, self._masks[window])
+    def layers(self, rounds: int) -> ArenaStep:
+        work = {window: each.first(rounds) for window, each in self._work.items()}
+        return ArenaStep(self.arena, work, self._masks, self._out)

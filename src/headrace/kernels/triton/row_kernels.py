@@ -1,7 +1,7 @@
-"""Products and norms on a GPU, in Triton, that give a row the same bits whatever other rows ride along.
+"""Norms and activations on a GPU, in Triton, that give a row the same bits whatever other rows ride along.
 
-T: rows, K: inputs, N: outputs, H: width of a row. torch's own (cuBLAS, and reductions of its own) choose the order in
-which they add up by the number of rows.
+T: rows, H: width of a row, I: MLP width. torch's own reductions choose the order in which they add up by the number of
+rows. Where a product could be contracted with a sum, `tl.fma` says so: no compiler decides how it is rounded.
 """
 
 # mypy: ignore-errors
@@ -14,57 +14,62 @@ import triton.language as tl
 
 
 @triton.jit
-def product(
-    x, w, bias, out, rows, inputs, outputs, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, SEGMENT: tl.constexpr, SPLIT: tl.constexpr,
-    BIAS: tl.constexpr, PRECISION: tl.constexpr,
+def norm(
+    x, part, total, weight, bias, out, width, eps, offset, stride, heads,
+    P: tl.constexpr, ADD: tl.constexpr, RMS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """x [T, K], rows x_stride apart, times w [N, K] transposed: out [T, N]; SPLIT: out [segments, T, N] fp32, each
-    segment of SEGMENT inputs for itself. Inputs are added up within their segment, then segments from left to right."""
-    # Programs that go through the same weights are neighbours.
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column, k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
-    from_x = x + row.to(tl.int64)[:, None] * x_stride
-    from_w = w + column.to(tl.int64)[None, :] * inputs
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    first = tl.program_id(2) * SEGMENT if SPLIT else 0
-    last = tl.minimum(first + SEGMENT, inputs) if SPLIT else inputs
-    for segment in range(first, last, SEGMENT):
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for at in range(segment, tl.minimum(segment + SEGMENT, inputs), STEP):
-            there = at + k < inputs
-            part = tl.load(from_x + (at + k)[None, :], mask=(row < rows)[:, None] & there[None, :], other=0.0)
-            weight = tl.load(from_w + (at + k)[:, None], mask=(column < outputs)[None, :] & there[:, None], other=0.0)
-            acc = tl.dot(part, weight, acc, input_precision=PRECISION)
-        total += acc
-    taken = (row < rows)[:, None] & (column < outputs)[None, :]
-    at = row.to(tl.int64)[:, None] * outputs + column[None, :]
-    if SPLIT:
-        at += tl.program_id(2).to(tl.int64) * rows * outputs
-    elif BIAS:
-        total += tl.load(bias + column, mask=column < outputs, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=taken)
-
-
-@triton.jit
-def add_segments(parts, bias, out, elements, outputs, segments, WIDTH: tl.constexpr, BIAS: tl.constexpr):
-    """parts [segments, T, N] added up from left to right, plus bias [N]: out [T, N]. elements: T N."""
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), tl.float32)
-    for segment in range(segments):
-        total += tl.load(parts + segment * elements + at, mask=at < elements, other=0.0)
-    if BIAS:
-        total += tl.load(bias + at % outputs, mask=at < elements, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < elements)
-
-
-@triton.jit
-def rms_norm(x, weight, out, width, eps, stride, heads, P: tl.constexpr):
-    """Each of `heads` stretches of `width` elements of a row of x, rows `stride` apart: out [T, heads, width]."""
+    """Each of `heads` stretches of `width` elements of a row of x, rows `stride` apart: out [T, heads, width]. RMS: a
+    root-mean-square norm, else to mean 0 and variance 1. ADD: x and part, both contiguous, are added first: total."""
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, P)
     there = d < width
-    numbers = tl.load(x + row * stride + head * width + d, mask=there, other=0.0).to(tl.float32)
-    mean = tl.sum(numbers * numbers, 0) / width
-    by = tl.load(weight + d, mask=there, other=0.0).to(tl.float32)
-    result = numbers * tl.rsqrt(mean + eps) * by
-    tl.store(out + (row * heads + head) * width + d, result.to(out.dtype.element_ty), mask=there)
+    at = (row * heads + head) * width + d
+    numbers = tl.load(x + row * stride + head * width + d, mask=there, other=0.0)
+    if ADD:
+        more = tl.load(part + at, mask=there, other=0.0)
+        numbers = (numbers.to(tl.float32) + more.to(tl.float32)).to(numbers.dtype)
+        tl.store(total + at, numbers, mask=there)
+    numbers = numbers.to(tl.float32)
+    if not RMS:
+        numbers = tl.where(there, numbers - tl.sum(numbers, 0) / width, 0.0)
+    result = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / width + eps)
+    by = tl.full((P,), 1.0, tl.float32)
+    if WEIGHT:
+        by = tl.load(weight + d, mask=there, other=0.0).to(tl.float32) + offset
+    if BIAS:
+        result = tl.fma(result, by, tl.load(bias + d, mask=there, other=0.0).to(tl.float32))
+    else:
+        result = result * by
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """An activation of fp32 numbers. KIND: gelu, gelu_tanh, silu, sigmoid."""
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if KIND == "gelu_tanh":
+        inner = tl.fma(x * x * 0.044715, x, x) * 1.5957691216057308
+        return x / (1.0 + tl.exp(-inner))
+    return (x if KIND == "silu" else 1.0) / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """f(gate) * up, fp32. KIND: as `activated` has them, or swiglu_oai (ops.swiglu_oai_mul)."""
+    if KIND == "swiglu_oai":
+        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return (up + 1.0) * (gate / (1.0 + tl.exp(-1.702 * gate)))
+    return activated(gate, KIND) * up
+
+
+@triton.jit
+def activate(x, out, stride, width, WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr):
+    """x [T, I], rows `stride` apart, or x = (gate, up) [T, 2 I] if GATED: out [T, I]. width: I."""
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    there = d < width
+    first = tl.load(x + row * stride + d, mask=there, other=0.0).to(tl.float32)
+    if GATED:
+        result = gated(first, tl.load(x + row * stride + width + d, mask=there, other=0.0).to(tl.float32), KIND)
+    else:
+        result = activated(first, KIND)
+    tl.store(out + row * width + d, result.to(out.dtype.element_ty), mask=there)

@@ -1,7 +1,7 @@
 """Row-wise operations of the decoder on a GPU whose sums are ours: a row has the same bits at every number of rows.
 
-T: rows, K: inputs, N: outputs. What is elementwise is left to torch, and so is its layer norm, which takes a row at a
-time.
+T: rows, K: inputs, N: outputs, H: width, I: MLP width. Sums are ours because torch's order may depend on the number of
+rows; what is elementwise is ours where that saves a launch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.triton import row_kernels
+from headrace.kernels.triton import product_kernels, row_kernels
 from headrace.kernels.triton.attention import processors
 
 ROWS = 64
@@ -32,32 +32,88 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor
     split = segments > 1 and grid[0] * grid[1] < 2 * processors(x.device)
     into = torch.empty(segments, rows, outputs, device=x.device) if split else out
     plain = x.dtype == torch.float32
-    row_kernels.product[(*grid, segments if split else 1)](
+    product_kernels.product[(*grid, segments if split else 1)](
         x, weight, weight if bias is None else bias, into, rows, inputs, outputs, x.stride(0),
         ROWS=ROWS, COLUMNS=columns, STEP=32 if plain else 64, SEGMENT=SEGMENT, SPLIT=split, BIAS=bias is not None,
         PRECISION="ieee", num_warps=4, num_stages=2 if plain else 4,
     )  # fmt: skip
     if split:
         elements, width = rows * outputs, 1024
-        row_kernels.add_segments[(-(-elements // width),)](
+        product_kernels.add_segments[(-(-elements // width),)](
             into, weight if bias is None else bias, out, elements, outputs, segments, WIDTH=width, BIAS=bias is not None
         )
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in fp32: [..., H], contiguous. ValueError for too wide rows."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Root-mean-square norm over the last dimension, times weight + offset, in fp32: [..., H], contiguous. ValueError
+    for too wide rows."""
+    return _normed(x, None, weight, None, eps, offset, rms=True)[1]
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm to mean 0 and variance 1 over the last dimension, then weight and bias if given, in fp32: [..., H]."""
+    return _normed(x, None, weight, bias, eps, 0.0, rms=False)[1]
+
+
+def add_rms_norm(x: Tensor, part: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """x + part, [T, H] each, and the norm of that: the bits of one after the other."""
+    return _normed(x, part, weight, None, eps, offset, rms=True)
+
+
+def add_layer_norm(
+    x: Tensor, part: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x + part, [T, H] each, and the norm of that: the bits of one after the other."""
+    return _normed(x, part, weight, bias, eps, 0.0, rms=False)
+
+
+def _normed(
+    x: Tensor, part: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, rms: bool
+) -> tuple[Tensor, Tensor]:
+    """x + part, or x without one, and its norm."""
     width = x.shape[-1]
     if width > LARGEST_ROW:
         raise ValueError(f"rows of at most {LARGEST_ROW} elements are normed on a GPU, got {width}")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if part is None else torch.empty_like(out)
     if not x.numel():
-        return out
+        return total, out
     parts = x if x.dim() == 3 else x.reshape(-1, 1, width)
     rows, heads, _ = parts.shape
     if parts.stride(2) != 1 or (heads > 1 and parts.stride(1) != width):
         parts = parts.contiguous()
-    row_kernels.rms_norm[(rows, heads)](
-        parts, weight, out, width, eps, parts.stride(0), heads, P=max(16, 1 << (width - 1).bit_length()), num_warps=4
-    )
+    added = parts if part is None else _aligned(part.contiguous())
+    padded = max(16, 1 << (width - 1).bit_length())
+    row_kernels.norm[(rows, heads)](
+        _aligned(parts), added, total, out if weight is None else weight, out if bias is None else bias, out, width,
+        eps, offset, parts.stride(0), heads, P=padded, ADD=part is not None, RMS=rms, WEIGHT=weight is not None,
+        BIAS=bias is not None, num_warps=min(16, max(1, padded // 512)),
+    )  # fmt: skip
+    return total, out
+
+
+def gated(gate_up: Tensor, gate: str) -> Tensor:
+    """f(gate) * up for gate_up [T, 2 I] = (gate, up), in fp32: [T, I]. gate: as in ops.gated_linear, or sigmoid."""
+    return _activated(gate_up, gate, gate_up.shape[1] // 2, gated=True)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """f(x) of each element of x [T, I], in fp32. kind: gelu or gelu_tanh."""
+    return _activated(x, kind, x.shape[1], gated=False)
+
+
+def _activated(x: Tensor, kind: str, width: int, gated: bool) -> Tensor:
+    rows, block = len(x), 1024
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    if rows:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        row_kernels.activate[(rows, -(-width // block))](
+            x, out, x.stride(0), width, WIDTH=block, KIND=kind, GATED=gated, num_warps=4
+        )
     return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x where a compiled kernel may load several elements at once: how it loads decides how it adds up."""
+    return x.clone(memory_format=torch.preserve_format) if x.data_ptr() % 16 else x

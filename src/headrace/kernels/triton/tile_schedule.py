@@ -39,16 +39,22 @@ NO_TASKS: Int32 = np.empty((0, 4), np.int32)
 
 class Bounds(NamedTuple):
     """What decides how runs go. group: lanes of a row; states: that may be left in all; busy: tasks that fill the
-    machine: with fewer of them, long runs are split as well."""
+    machine: with fewer of them, long runs are split as well. flash_lanes: of a flash task."""
 
     group: int
     states: int
     busy: int
+    flash_lanes: int = LANES
 
     @property
     def rows_together(self) -> int:
-        """Rows of a task."""
+        """Rows of a split task."""
         return max(1, LANES // self.group)
+
+    @property
+    def flash_rows(self) -> int:
+        """Rows of a flash task."""
+        return max(1, self.flash_lanes // self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +62,23 @@ class TileSchedule:
     """Tasks int32 [n, 4]: (first row, row after the last, first item, number of items), the longest first.
 
     items int32 [m, 4]: those of a plan in the order of the tasks that walk them; behind the newest chunk of a row that
-    stands alone there is room for the rest of its span (see `grown`). rounds: of split tasks, one after another; each
+    stands alone there is room for the rest of its span. rounds: of split tasks, one after another; each
     but the first goes on from the states that those before it left. flash: of all other rows. bases int32 [R]: a row's
-    state of span s is number bases[row] + s; -1: the row leaves none. states: their number.
+    state of span s is number bases[row] + s; -1: the row leaves none. spans [R]: of how many spans it may leave one;
+    states: their number. flash_lanes: of a flash task.
     """
 
     items: Int32
     rounds: list[Int32]
     flash: Int32
     bases: Int32
+    spans: Int64
     states: int
+    flash_lanes: int = LANES
 
 
 def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = None) -> TileSchedule:
     """The tasks of a plan's items for its rows, which see their last `window` keys (None: all)."""
-    rows = len(positions)
     edges = run_edges(items, positions)
     states = positions // SPAN + 1
     lengths = np.diff(edges)
@@ -84,7 +92,7 @@ def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = Non
     if not split.all():
         own, flash = _flash(items, positions, edges, split, bounds, window, len(walked))
         walked = np.concatenate((walked, own))
-    return TileSchedule(walked, rounds, flash, bases, int(kept.sum()) if rows else 0)
+    return TileSchedule(walked, rounds, flash, bases, kept, int(kept.sum()), bounds.flash_lanes)
 
 
 def run_edges(items: Int32, positions: Int64) -> Int64:
@@ -108,7 +116,7 @@ def _split_runs(edges: Int64, states: Int64, positions: Int64, bounds: Bounds) -
     needed = np.add.reduceat(states, edges[:-1])
     short = lengths <= SHORT
     fits = short & (np.cumsum(np.where(short, needed, 0)) <= bounds.states)
-    tiles = -(-lengths[~short] // bounds.rows_together)
+    tiles = -(-lengths[~short] // bounds.flash_rows)
     far = ~short & (positions[edges[1:] - 1] >= SPAN)
     if tiles.sum() < bounds.busy and needed[short | far].sum() <= bounds.states:
         return fits | far
@@ -228,8 +236,8 @@ def _flash(
             continue
         mine = items[(items[:, 2] < end) & (items[:, 3] > begin)]
         mine = mine[np.argsort(mine[:, 1], kind="stable")]
-        low = np.arange(begin, end, bounds.rows_together)
-        high = np.minimum(low + bounds.rows_together, end)
+        low = np.arange(begin, end, bounds.flash_rows)
+        high = np.minimum(low + bounds.flash_rows, end)
         seen = np.searchsorted(mine[:, 1], positions[high - 1], side="right")
         first = np.zeros(len(low), dtype=np.int64)
         if window is not None:

@@ -1,0 +1,217 @@
+"""The Triton kernels of the layers under Triton's interpreter, in fp32: products, norms, activations, rotation, and how
+many launches a layer takes. tests/gpu has them compiled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
+
+from triton.runtime.interpreter import GridExecutor
+
+from headrace.kernels import dispatch, ops
+from headrace.kernels.backend import Attend
+from headrace.kernels.qk_rotary import QKRotary
+from headrace.kernels.records import Pool, StepInputs
+from headrace.kernels.triton import attention, rotary
+from headrace.kernels.triton import rows as gpu_rows
+from headrace.models.decoder import Decoder
+from headrace.models.spec import ModelConfig
+from tests.support.small_decoders import BIASED, PLAIN, model, weights_of
+
+CPU = torch.device("cpu")
+BOUND = 1e-5
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors take the way of those of a GPU."""
+    monkeypatch.setattr(dispatch, "native", lambda x: False)
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("processors", [1, 1 << 20], ids=["whole", "in segments"])
+@pytest.mark.parametrize("size", [(64, 64), (100, 72), (2100, 70), (1100, 130)], ids=str)
+def test_products(size: tuple[int, int], processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rows, "processors", lambda device: processors)
+    inputs, outputs = size
+    random = torch.Generator().manual_seed(1)
+    for rows in (0, 1, 65):
+        x = torch.randn(rows, 3, inputs, generator=random)[:, 1]
+        w, bias = torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)
+        for b in (None, bias):
+            ours = gpu_rows.linear(x, w, b, wide=True)
+            truth = x.double() @ w.double().T + (0.0 if b is None else b.double())
+            assert ours.shape == truth.shape
+            assert ((ours - truth).abs() <= 1e-6 * (x.double().abs() @ w.double().abs().T + 1.0)).all()
+
+
+@pytest.mark.parametrize("shape", [(5, 1024), (7, 6, 80), (0, 64), (3, 100)], ids=str)
+def test_norms(shape: tuple[int, ...]) -> None:
+    x, weight, bias = drawn(*shape), drawn(shape[-1], seed=2), drawn(shape[-1], seed=3)
+    wide = x.double()
+    truth = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * (weight.double() + 0.5)
+    assert torch.allclose(gpu_rows.rms_norm(x, weight, 1e-5, 0.5).double(), truth, rtol=2e-6, atol=1e-6)
+    if x.dim() == 3:
+        apart = torch.cat((x, x), dim=1)[:, : x.shape[1]]
+        assert torch.allclose(gpu_rows.rms_norm(apart, weight, 1e-5, 0.5).double(), truth, rtol=2e-6, atol=1e-6)
+    for vectors in ((weight, bias), (weight, None), (None, None)):
+        truth = torch.nn.functional.layer_norm(x, shape[-1:], *vectors, 1e-5)
+        assert torch.allclose(gpu_rows.layer_norm(x, *vectors, 1e-5), truth, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_sum_and_its_norm(dtype: torch.dtype) -> None:
+    """To the bits of one after the other, also where tensors lie one element off."""
+    x, part = drawn(5, 96).to(dtype), drawn(5 * 96 + 1, seed=2).to(dtype)[1:].view(5, 96)
+    weight, bias = drawn(96, seed=3).to(dtype), drawn(96, seed=4).to(dtype)
+    total, normed = gpu_rows.add_rms_norm(x, part, weight, 1e-5, 1.0)
+    assert torch.equal(total, x + part) and torch.equal(normed, gpu_rows.rms_norm(total, weight, 1e-5, 1.0))
+    total, normed = gpu_rows.add_layer_norm(x, part, weight, bias, 1e-5)
+    assert torch.equal(total, x + part) and torch.equal(normed, gpu_rows.layer_norm(total, weight, bias, 1e-5))
+
+
+def test_rows_too_wide_for_a_norm() -> None:
+    with pytest.raises(ValueError, match="at most 65536"):
+        gpu_rows.rms_norm(torch.zeros(1, 70_000), torch.zeros(70_000), 1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 1500])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
+def test_gated(gate: str, width: int) -> None:
+    both = 2 * drawn(3, 2 * width + 1)[:, : 2 * width]
+    assert torch.allclose(gpu_rows.gated(both, gate), ops.gated(both, gate), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+def test_activations(kind: str) -> None:
+    x = 2 * drawn(3, 1100)
+    truth = ops.gelu(x, "tanh" if kind == "gelu_tanh" else "none")
+    assert torch.allclose(gpu_rows.activate(x, kind), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "turned"), [(4, 2, 64, 64), (14, 1, 80, 32), (9, 3, 128, 0)])
+def test_rotation(heads: int, kv_heads: int, dim: int, turned: int, normed: bool) -> None:
+    """Against torch; what is stored is what is handed back, and rows of negative slots are kept nowhere."""
+    rows, count = 5, heads + 2 * kv_heads
+    projected = drawn(rows, 2 * count, dim)[:, :count]
+    norms = (drawn(dim, seed=2), drawn(dim, seed=3)) if normed else (None, None)
+    turn = drawn(rows, turned + 6, seed=4)[:, 4 : turned + 4] if turned else None
+    how = QKRotary(heads, kv_heads, turn, *norms, eps=1e-5, offset=1.0)
+    q, k, v = rotary.rotate(projected, how)
+    for ours, truth in zip((q, k, v), how(projected), strict=True):
+        assert torch.allclose(ours, truth, rtol=1e-5, atol=BOUND)
+    # Keys alone, as they are made from activations for a restore.
+    keys, values = rotary.rotate(projected[:, heads:], replace(how, heads=0))[1:]
+    assert torch.equal(keys, k) and torch.equal(values, v)
+    pool = Pool(torch.zeros(3, kv_heads, dim, 64), torch.zeros(3, kv_heads, 64, dim))
+    slots, offsets = (
+        torch.tensor([2, 2, -1, 0, 1], dtype=torch.int32),
+        torch.tensor([62, 63, 5, 0, 9], dtype=torch.int32),
+    )
+    assert torch.equal(rotary.rotate_and_store(projected, how, pool, slots, offsets), q)
+    expected = Pool(torch.zeros_like(pool.k), torch.zeros_like(pool.v))
+    for row, (slot, offset) in enumerate(zip(slots.tolist(), offsets.tolist(), strict=True)):
+        if slot >= 0:
+            expected.k[slot, :, :, offset], expected.v[slot, :, offset] = k[row], v[row]
+    assert torch.equal(pool.k, expected.k) and torch.equal(pool.v, expected.v)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be asked to run: kernels of Triton's, and operations of torch's that are no views."""
+
+    VIEWS = ("empty", "view", "slice", "split", "select", "t.", "transpose", "unsqueeze", "expand", "alias", "detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.").lstrip("_")
+        if not name.startswith(self.VIEWS):
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of what is launched within the test, of which Triton's kernels do nothing."""
+    found = Launches()
+    monkeypatch.setattr(GridExecutor, "__call__", lambda grid, *args, **options: found.names.append(grid.fn.__name__))
+    with found:
+        yield found.names
+
+
+class StepOfThree(Attend):
+    """A TritonStep for three rows, at positions 70, 71 and 5 of two sequences."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        spec = config.attention
+        self.pool = Pool(drawn(6, spec.kv_heads, spec.head_dim, 64), drawn(6, spec.kv_heads, 64, spec.head_dim))
+        items = torch.tensor([[3, 0, 0, 2], [1, 64, 0, 2], [4, 0, 2, 3]], dtype=torch.int32)
+        slots, offsets = torch.tensor([1, 1, 4], dtype=torch.int32), torch.tensor([6, 7, 5], dtype=torch.int32)
+        inputs = StepInputs(
+            {None: items}, torch.tensor([70, 71, 5]), slots, offsets, heads=spec.heads,
+            shape=(6, spec.kv_heads, spec.head_dim), dtype=torch.float32, scale=spec.scale,
+        )  # fmt: skip
+        self.step = attention.TritonStep(inputs, CPU)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self.step(self.pool, q, k, v, None)
+
+    def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
+        return self.step.projected(self.pool, heads, rotary, None)
+
+
+MODELS = {
+    "llama": model(),
+    "qwen3": model(qk_norm=True),
+    "opt": model(**PLAIN | BIASED | dict(activation="relu", rotary=0)),
+    "neox": model(**PLAIN | BIASED | dict(block="parallel", mlp_norm=True, rotary=8)),
+    "gemma": model(norm_offset=1.0, activation="gelu_tanh"),
+}
+
+
+def entered(name: str) -> tuple[Decoder, StepOfThree, Tensor, Tensor | None]:
+    """A model in fp32, attention for three rows, and what enters its first layer."""
+    config = MODELS[name]
+    decoder = Decoder(config, {key: value.float() for key, value in weights_of(config).items()})
+    turns = None if decoder.rope is None else decoder.rope.at(torch.tensor([70, 71, 5]), None)
+    return decoder, StepOfThree(config), drawn(3, config.hidden_size), turns
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_launches_of_a_layer(name: str, as_on_a_gpu: None, launches: list[str]) -> None:
+    """At most 10 of a layer whose rows are walked in one round, attention included."""
+    decoder, attend, x, turns = entered(name)
+    launches.clear()
+    decoder.first(1).layers(x, turns, attend)
+    first = len(launches)
+    decoder.layers(x, turns, attend)
+    assert len(launches) - 2 * first <= 10, launches
+
+
+@pytest.mark.parametrize("name", ["qwen3", "neox"])
+def test_a_layer_in_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fused is what torch makes of the layer one operation at a time."""
+    decoder, attend, x, turns = entered(name)
+    with dispatch.force("torch"):
+        truth = decoder.first(1).layers(x, turns, attend)
+    monkeypatch.setattr(dispatch, "native", lambda x: False)
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+    assert torch.allclose(decoder.first(1).layers(x, turns, attend), truth, rtol=1e-4, atol=1e-4)
