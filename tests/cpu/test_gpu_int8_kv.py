@@ -6,6 +6,8 @@ tests/gpu/test_triton_attend.py has them compiled.
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +17,20 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
 
+from headrace import LLM, SamplingParams
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine.runner import Runner
 from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention, backend
 from tests.support.attention_testbed import PoolTestbed, ends
+from tests.support.fake_device import fake_device
+from tests.support.traces import run
 
 BOUND = 1e-5
+SHAPE = CheckpointShape(
+    hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=96, context=256, experts=3, chosen=2
+)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -83,6 +93,21 @@ def test_a_prepared_step() -> None:
     reference.append(truth, k, v, *places[1:])
     assert all(torch.equal(x, y) for x, y in zip(ours.tensors, truth.tensors, strict=True))
     assert (attended - reference.attend(q, truth, Mask(items, places[0], scale=0.2))).abs().max() < BOUND
+
+
+def test_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts, weights, keys and values in int8, on a fake device: as on the CPU, prefilled and replayed."""
+    folder = str(write_checkpoint(SHAPE, tmp_path))
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    asked: dict[str, Any] = dict(dtype="float32", kv_cache_tokens=256, quantization="int8", kv_cache_dtype="int8")
+    prompt, params = list(range(20)), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    truth = LLM(folder, attention_backend="reference", **asked)
+    expected = run(truth, [prompt], params)
+    with fake_device(monkeypatch):
+        [ours] = run(LLM(folder, attention_backend="triton", **asked), [prompt], params)
+    assert ours.keys() == expected[0].keys()
+    for position, logits in expected[0].items():
+        assert (ours[position] - logits).abs().max() <= 1e-3 * logits.abs().max()
 
 
 def test_scales_that_are_missing_are_refused() -> None:

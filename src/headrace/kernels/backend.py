@@ -129,7 +129,8 @@ class PreparedStep(LayerStep, Protocol):
 class GraphSizes(NamedTuple):
     """What steps that replay graphs have at most: rows, and positions below `length`; and what they have in common.
 
-    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, cap: see Mask.
+    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of
+    rows; scale, cap: see Mask.
     """
 
     rows: int
@@ -138,6 +139,7 @@ class GraphSizes(NamedTuple):
     heads: int
     shape: tuple[int, int, int]
     dtype: torch.dtype
+    computed: torch.dtype
     scale: float
     cap: float | None = None
 

@@ -55,7 +55,7 @@ class TritonGraphStep:
         self._work = {
             window: TileWork(heads, each, [programs] * ROUNDS, 0, kept) for window, each in arena.tasks.items()
         }
-        self._out = torch.zeros(sizes.rows, sizes.heads, dim, dtype=sizes.dtype, device=self.place)
+        self._out = torch.zeros(sizes.rows, sizes.heads, dim, dtype=sizes.computed, device=self.place)
         self.clear()
 
     def clear(self) -> None:
