@@ -5,8 +5,12 @@ tests/gpu/test_triton_weights.py asks for the bits.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,3 +215,15 @@ def test_a_model_with_experts(quantization: Quantization, monkeypatch: pytest.Mo
         numbers = {name.rpartition("layers.")[2][2:] for name, w in ours.matrices.items() if isinstance(w, Tensor)}
         assert numbers == {"router.weight"}
         assert (logits(ours) - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
+@pytest.mark.matrix
+def test_all_of_it_compiles_for_gpus(tmp_path: Path) -> None:
+    """Which need not be there: products are tensor cores' own instructions."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.support.compiled_weights"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 22 and all(found.values()), found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.triton import weight_kernels
-from headrace.kernels.triton.weights import GpuQuantized, constants, operands, tile_for
+from headrace.kernels.triton.weights import MAGIC, GpuQuantized, constants, operands, tile_for
 
 COUNTED = 4096
 """Pairs at most that are arranged by one launch, each of which is compared with all; more are sorted."""
@@ -94,12 +94,12 @@ class GpuExperts:
         if not pairs:
             return out
         x = x if x.stride(1) == 1 else x.contiguous()
-        tile = tile_for(-(-pairs // experts), x.dtype, 1)
+        tile = tile_for(-(-pairs // experts), x.dtype, x.device, isinstance(self.first, Tensor))
         weight, scales, offsets, bias = self.operands[0]
         grid = (pairs // tile.rows + min(experts, pairs), -(-outputs // tile.columns))
         weight_kernels.product[grid](
             x, weight, scales, offsets, bias, out, self.table, routes.begin, routes.order, pairs, inputs, outputs,
-            x.stride(0), weight.stride(0), outputs, inputs, experts, chosen,
+            x.stride(0), weight.stride(0), outputs, inputs, experts, chosen, MAGIC,
             **constants(self.first, tile), BIAS=self.biased, SEGMENTS=1, APART=False, EXPERTS=_rounded(experts),
             SENT=sent,
         )  # fmt: skip

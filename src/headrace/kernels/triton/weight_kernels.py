@@ -15,24 +15,33 @@ import triton.language as tl
 
 
 @triton.jit
-def _value(words, shift: tl.constexpr, CODES: tl.constexpr, MASK: tl.constexpr):
+def _value(words, magic, shift: tl.constexpr, CODES: tl.constexpr, MASK: tl.constexpr):
     """fp32 of the codes that lie in words int32 from bit `shift` on. Whole numbers are as they are, from -8 or -128 on
     for int4 and int8."""
-    code = (words >> shift) & MASK
     if CODES == "e2m1":  # a sign, two bits of exponent, one of mantissa: fp32 has 126 more, and is exact below 1 too
+        code = (words >> shift) & MASK
         return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
     elif CODES == "e4m3":
+        code = (words >> shift) & MASK
         return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
-        LEAST: tl.constexpr = 8388616.0 if CODES == "int4" else 8388736.0 if CODES == "int8" else 8388608.0
-        return (code | 0x4B000000).to(tl.float32, bitcast=True) - LEAST
+        # Where it lies, a code is part of the whole number that 2^23 in fp32, whose bits `magic` has, holds in its last
+        # bits: one shift serves a word, and every operation is exact. An instruction has room for one constant: hence
+        # the argument.
+        PLACE: tl.constexpr = shift % 16
+        near = words if shift < 16 else words >> 16
+        whole = ((near & (MASK << PLACE)) | magic).to(tl.float32, bitcast=True)
+        UNIT: tl.constexpr = 1.0 / (1 << PLACE)
+        LEAST: tl.constexpr = 8 if CODES == "int4" else 128 if CODES == "int8" else 0
+        unit = tl.full(words.shape, UNIT, tl.float32)
+        return tl.fma(whole, unit, tl.full(words.shape, -8388608.0 * UNIT - LEAST, tl.float32))
 
 
 @triton.jit
-def _scaled(words, shift: tl.constexpr, scale, offset, like, CODES: tl.constexpr, MASK: tl.constexpr,
+def _scaled(words, magic, shift: tl.constexpr, scale, offset, like, CODES: tl.constexpr, MASK: tl.constexpr,
             GROUP: tl.constexpr, OFFSETS: tl.constexpr):  # fmt: skip
     """Weights in the type of `like`: scale * code + offset."""
-    value = _value(words, shift, CODES, MASK)
+    value = _value(words, magic, shift, CODES, MASK)
     if OFFSETS:
         value = tl.fma(value, scale.broadcast_to(value.shape), offset.broadcast_to(value.shape))
     elif GROUP:
@@ -41,7 +50,7 @@ def _scaled(words, shift: tl.constexpr, scale, offset, like, CODES: tl.constexpr
 
 
 @triton.jit
-def _tile(words, scale, offset, like: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+def _tile(words, magic, scale, offset, like: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
           OFFSETS: tl.constexpr):  # fmt: skip
     """Words int32 [N, W] -> weights [N, W * 32 / BITS]: see weights.GpuQuantized for where codes lie. A thread has the
     codes of its words where a tensor core wants them: nothing moves."""
@@ -50,34 +59,34 @@ def _tile(words, scale, offset, like: tl.constexpr, CODES: tl.constexpr, BITS: t
     if BITS == 8:
         a = tl.join(
             tl.join(
-                _scaled(words, 0, scale, offset, like, CODES, 255, GROUP, OFFSETS),
-                _scaled(words, 8, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+                _scaled(words, magic, 0, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+                _scaled(words, magic, 8, scale, offset, like, CODES, 255, GROUP, OFFSETS),
             ),
             tl.join(
-                _scaled(words, 16, scale, offset, like, CODES, 255, GROUP, OFFSETS),
-                _scaled(words, 24, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+                _scaled(words, magic, 16, scale, offset, like, CODES, 255, GROUP, OFFSETS),
+                _scaled(words, magic, 24, scale, offset, like, CODES, 255, GROUP, OFFSETS),
             ),
         )
         return a.reshape(M, W // 4, 4, 2, 2).permute(0, 1, 4, 2, 3).reshape(M, 4 * W)
     else:
         low = tl.join(
             tl.join(
-                _scaled(words, 0, scale, offset, like, CODES, 15, GROUP, OFFSETS),
-                _scaled(words, 4, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 0, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 4, scale, offset, like, CODES, 15, GROUP, OFFSETS),
             ),
             tl.join(
-                _scaled(words, 8, scale, offset, like, CODES, 15, GROUP, OFFSETS),
-                _scaled(words, 12, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 8, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 12, scale, offset, like, CODES, 15, GROUP, OFFSETS),
             ),
         )
         high = tl.join(
             tl.join(
-                _scaled(words, 16, scale, offset, like, CODES, 15, GROUP, OFFSETS),
-                _scaled(words, 20, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 16, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 20, scale, offset, like, CODES, 15, GROUP, OFFSETS),
             ),
             tl.join(
-                _scaled(words, 24, scale, offset, like, CODES, 15, GROUP, OFFSETS),
-                _scaled(words, 28, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 24, scale, offset, like, CODES, 15, GROUP, OFFSETS),
+                _scaled(words, magic, 28, scale, offset, like, CODES, 15, GROUP, OFFSETS),
             ),
         )
         return tl.join(low, high).reshape(M, W // 4, 4, 2, 2, 2).permute(0, 1, 5, 4, 2, 3).reshape(M, 8 * W)
@@ -99,7 +108,7 @@ def _tile_of_expert(begin, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _chain(
-    from_x, from_w, scales, offsets, read, taken, first, last, inputs, outputs,
+    from_x, from_w, scales, offsets, magic, read, taken, first, last, inputs, outputs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, CODES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +129,7 @@ def _chain(
                 group = (at // GROUP) * outputs if GROUP else 0
                 scale = tl.load(scales + group + read)[:, None] if GROUP else 1.0
                 offset = tl.load(offsets + group + read)[:, None] if OFFSETS else 0.0
-                w = _tile(words, scale, offset, part.dtype, CODES, BITS, GROUP, OFFSETS)
+                w = _tile(words, magic, scale, offset, part.dtype, CODES, BITS, GROUP, OFFSETS)
             elif WHOLE:
                 w = tl.load(from_w + at)
             else:
@@ -142,10 +151,10 @@ def _finished(total, scale, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
         return total
 
 
-@triton.jit(do_not_specialize=["rows", "tiles"])
+@triton.jit(do_not_specialize=["rows", "tiles", "magic"])
 def product(
     x, weight, scales, offsets, bias, out, table, begin, order, rows, inputs, outputs, x_stride, stride, out_stride,
-    tiles, experts, chosen,
+    tiles, experts, chosen, magic,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, CODES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr,
     SEGMENTS: tl.constexpr, APART: tl.constexpr, EXPERTS: tl.constexpr, SENT: tl.constexpr, PRECISION: tl.constexpr,
@@ -153,9 +162,10 @@ def product(
     """x [T, K] times a weight [N, K] transposed, plus bias [N]: out [T, N]. Rows are x_stride and out_stride apart.
 
     weight: words, rows `stride` apart, scales, offsets fp32 [K / G, N]: see weights.GpuQuantized. BITS 16: numbers.
-    GROUP 0: one scale for all inputs, [N], which the sum is multiplied by. WHOLE: K needs no mask. A tile has STEPS
-    times STEP inputs. SEGMENTS of `tiles` tiles are summed up for themselves, then from left to right. APART: each by a
-    program of its own into out fp32 [SEGMENTS, T, N], which add_segments finishes.
+    GROUP 0: one scale for all inputs, [N], which the sum is multiplied by. WHOLE: K needs no mask. magic: see _value.
+    A tile has STEPS times STEP inputs: how many is no part of the order of sums. SEGMENTS of `tiles` tiles are summed
+    up for themselves, then from left to right. APART: each by a program of its own into out fp32 [SEGMENTS, T, N],
+    which add_segments finishes.
     EXPERTS: E rounded up, 0 for none. Then row r belongs to expert e where begin[e] <= r < begin[e + 1], int32 [E + 1],
     and table int64 [E, 4] has where weight, scales, offsets and bias of each lie. SENT: row r of out is of row
     order[r] // chosen of x.
@@ -183,15 +193,16 @@ def product(
     if APART or SEGMENTS == 1:
         begins = tl.program_id(2) * tiles
         total = _chain(
-            from_x, from_w, scales, offsets, read, taken, begins, tl.minimum(begins + tiles, every), inputs, outputs,
-            ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
+            from_x, from_w, scales, offsets, magic, read, taken, begins, tl.minimum(begins + tiles, every),
+            inputs, outputs, ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
         )  # fmt: skip
     else:
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
         for segment in range(SEGMENTS):
             total += _chain(
-                from_x, from_w, scales, offsets, read, taken, segment * tiles, tl.minimum((segment + 1) * tiles, every),
-                inputs, outputs, ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
+                from_x, from_w, scales, offsets, magic, read, taken, segment * tiles,
+                tl.minimum((segment + 1) * tiles, every), inputs, outputs,
+                ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
             )  # fmt: skip
     to = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     if APART:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.formats import Coded
+from headrace.kernels.quantized import Rounded
 
 Codes = Literal["int8", "int4", "uint4", "e2m1", "e4m3", "plain"]
 """What a byte, or half of one, stands for; plain: weights are numbers."""
@@ -22,15 +24,17 @@ KINDS: dict[str, Codes] = {
 }  # fmt: skip
 """Of kernels.formats.CODES: codes of five and six bits take a byte."""
 STEP, STEPS = 64, 2
-"""Inputs of one product of a tile at most, and such products of it."""
+"""Inputs of one product of a tile at most, and such products by which codes and segments are whole."""
 LEAST_STEP = 16
 """Of a tensor core's product."""
 ONE_GROUP = 1 << 30
+MAGIC = 0x4B000000
+"""Bits of 2^23 in fp32, whose last 23 bits hold whole numbers."""
 COLUMNS, PROGRAMS = 64, 640
 """Outputs of a program that few rows have, and how many of these keep a GPU busy."""
 LEAST_SEGMENT, MOST_SEGMENTS = 512, 8
 """Inputs of a segment at least, and segments at most."""
-FEW = 64
+FEW = 256
 """Rows at most whose segments are summed up by programs of their own."""
 
 
@@ -148,25 +152,54 @@ def operands(weight: GpuQuantized | Tensor, bias: Tensor | None) -> tuple[Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes, and how: `columns` outputs of `rows` rows."""
+    """What one program computes, and how: `columns` outputs of `rows` rows, `steps` products in a turn of its loop."""
 
     columns: int
     rows: int
     warps: int
     stages: int
+    steps: int = STEPS
 
 
-def tile_for(rows: int, dtype: torch.dtype, segments: int) -> Tile:
-    """By the number of rows. A row's bits are the same in each: 64 columns and more are one kind of instruction."""
+EXACT = Tile(64, 16, 4, 4)
+"""The way that all others are compared with."""
+NUMBERS = Tile(64, 16, 4, 2)
+"""For rows in fp32."""
+TILES = (EXACT, Tile(64, 32, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 3, 1), Tile(128, 256, 8, 3, 1))
+"""For few rows and for many."""
+MANY = 512
+"""Rows from which on the largest tiles are taken."""
+
+
+def tile_for(rows: int, dtype: torch.dtype, device: torch.device, plain: bool, segments: int = 1) -> Tile:
+    """By the number of rows, of those that give the same bits on this GPU. plain: weights are numbers."""
     if dtype == torch.float32:
-        return Tile(64, 16, 4, 2)
-    if rows <= 16:
-        return Tile(64, 16, 4, 4)
-    if rows <= 32:
-        return Tile(64, 32, 4, 4)
-    if rows <= 64:
-        return Tile(64, 64, 4, 3)
-    return Tile(128, 128, 8, 3) if segments > 1 or rows <= 256 else Tile(128, 256, 8, 3)
+        return NUMBERS
+    most = rows if rows >= MANY and segments == 1 else min(rows, 128)
+    fit = [tile for tile in agreeing(device, plain) if tile.rows < 2 * most or tile == EXACT]
+    return next((tile for tile in fit if tile.rows >= most), fit[-1])
+
+
+@cache
+def agreeing(device: torch.device, plain: bool) -> tuple[Tile, ...]:
+    """The tiles that fit a GPU and give the bits of EXACT there: which instruction a tile becomes is found on the GPU
+    itself. In Triton's interpreter all do."""
+    if device.type != "cuda":
+        return TILES
+    from triton.runtime.errors import OutOfResources
+
+    generator = torch.Generator(device).manual_seed(1)
+    x, numbers = (torch.randn(rows, 1024, generator=generator, device=device).bfloat16() for rows in (300, 256))
+    weight = numbers if plain else GpuQuantized(Rounded(numbers, "int8"), device)
+    outs = []
+    for tile in TILES:
+        out = torch.empty(300, 256, device=device)
+        try:
+            _launch(tile, x, weight, None, out, 1)
+        except OutOfResources:
+            continue
+        outs.append((tile, out))
+    return tuple(tile for tile, out in outs if torch.equal(out, outs[0][1]))
 
 
 def constants(weight: GpuQuantized | Tensor, tile: Tile) -> dict[str, Any]:
@@ -178,7 +211,7 @@ def constants(weight: GpuQuantized | Tensor, tile: Tile) -> dict[str, Any]:
         step, offsets = weight.step, weight.offsets is not None
         form = {"CODES": weight.kind, "BITS": weight.bits, "GROUP": weight.group, "OFFSETS": offsets}
     return form | {
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "STEPS": STEPS,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "STEPS": tile.steps,
         "WHOLE": weight.shape[1] % (step * STEPS) == 0, "PRECISION": "ieee", "num_warps": tile.warps,
         "num_stages": tile.stages,
     }  # fmt: skip
@@ -207,21 +240,27 @@ def linear(x: Tensor, weight: GpuWeight, bias: Tensor | None = None, wide: bool 
 
 
 def _product(x: Tensor, weight: GpuQuantized | Tensor, bias: Tensor | None, out: Tensor) -> None:
-    from headrace.kernels.triton import weight_kernels
-
     if isinstance(weight, GpuQuantized) and weight.order is not None:
         x = x[:, weight.order]
-    (rows, inputs), outputs, segments = x.shape, weight.shape[0], segments_of(weight.shape)
-    tile = tile_for(rows, x.dtype, segments)
+    segments = segments_of(weight.shape)
+    tile = tile_for(len(x), x.dtype, x.device, isinstance(weight, Tensor), segments)
+    _launch(tile, x, weight, bias, out, segments)
+
+
+def _launch(
+    tile: Tile, x: Tensor, weight: GpuQuantized | Tensor, bias: Tensor | None, out: Tensor, segments: int
+) -> None:
+    from headrace.kernels.triton import weight_kernels
+
+    (rows, inputs), outputs, form = x.shape, weight.shape[0], constants(weight, tile)
     codes, scales, offsets, added = operands(weight, bias)
-    form = constants(weight, tile)
-    tiles = -(-inputs // (form["STEP"] * STEPS * segments))
+    tiles = -(-inputs // (form["STEP"] * STEPS * segments)) * (STEPS // tile.steps)
     apart = segments > 1 and rows <= FEW
     into = torch.empty(segments, rows, outputs, device=x.device) if apart else out
     grid = (-(-rows // tile.rows), -(-outputs // tile.columns), segments if apart else 1)
     weight_kernels.product[grid](
         x, codes, scales, offsets, added, into, out, out, out, rows, inputs, outputs, x.stride(0), codes.stride(0),
-        into.stride(-2), tiles, 0, 0,
+        into.stride(-2), tiles, 0, 0, MAGIC,
         **form, BIAS=bias is not None, SEGMENTS=1 if apart else segments, APART=apart, EXPERTS=0, SENT=False,
     )  # fmt: skip
     if apart:
