@@ -13,13 +13,16 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine.gpu_memory import bytes_for_cache
 from headrace.engine.graphs import CudaGraphs, Key
 from headrace.engine.runner import Runner
+from headrace.host import GIB
 from headrace.kernels.backend import recorded
+from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.traces import Trace, run, same
 
-SHAPE = CheckpointShape(hidden=64, layers=1, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=96, context=1024)
+SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
 FOUR = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
@@ -65,11 +68,11 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def test_replayed_is_the_same_as_eager(folder: Path, fake: FakeDevice) -> None:
-    """Three sequences, two of them behind a shared chunk; two enter new chunks, at different steps: every plan but one
-    is another, and all of them are replayed from one recording of four rows."""
+    """Three sequences, two of them behind a shared chunk; the third enters a new chunk. Three steps, one that is
+    planned anew, one that follows, one that goes on from it, are replayed from one recording of four rows."""
     llm = engine(folder)
     shared = tokens(64, 1)
-    prompts = [shared + tokens(62, 2), shared + tokens(3, 3), tokens(61, 4)]
+    prompts = [shared + tokens(1, 2), shared + tokens(2, 3), tokens(62, 4)]
     truth = eagerly(llm, prompts)
     same(run(llm, prompts, FOUR), truth)
     graphs = graphs_of(llm)
@@ -113,7 +116,7 @@ def test_what_does_not_fit_is_computed_eagerly(folder: Path, fake: FakeDevice) -
     assert isinstance(runner, Runner)
     small = CudaGraphs(graphs.decoder, graphs.storage, recorded(runner.backend), runner.eager, 1)
     runner.decoding = small
-    prompts = [tokens(70, seed) for seed in range(2)]
+    prompts = [tokens(5, seed) for seed in range(2)]
     truth = eagerly(llm, prompts)
     same(run(llm, prompts, FOUR), truth)
     assert (small.stats.replayed, small.stats.eager) == (0, 3)
@@ -132,3 +135,27 @@ def test_hidden_states_and_prompts_are_not_replayed(folder: Path, fake: FakeDevi
     llm = engine(folder)
     llm.generate([tokens(3, 1)], SamplingParams(max_tokens=1, prompt_logprobs=1))
     assert graphs_of(llm).stats.replayed == 0
+
+
+def test_the_pool_is_what_is_left_beside_the_largest_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 GiB free, 1 GiB of them left, 2 GiB for a step: 1 GiB, or what all sequences can need."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    with fake_device(monkeypatch, memory=4 * GIB, peak=2 * GIB):
+        wide = {"kv_cache_tokens": None, "max_batch_tokens": 8}
+        assert engine(folder, **wide).capacity.kv_cache_tokens == 4 * SHAPE.context
+        assert bytes_for_cache(engine(folder, **wide).engine.loaded.decoder, "triton", 8, 1) == GIB
+    with fake_device(monkeypatch, memory=3 * GIB, peak=2 * GIB), pytest.raises(ValueError, match="no memory"):
+        engine(folder, **wide)
+
+
+def test_drafts_are_verified_by_replayed_steps(folder: Path, fake: FakeDevice) -> None:
+    """Right and wrong ones: steps whose sequences have several rows, one of which enters a new chunk."""
+    prompts = [tokens(61, 5), tokens(4, 6)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    llm = engine(folder, speculative="ngram", num_speculative_tokens=3, max_sequences=2)
+    truth = eagerly(llm, prompts, params)
+    drafts_from(llm, [answered(prompt, trace) for prompt, trace in zip(prompts, truth, strict=True)])
+    same(run(llm, prompts, params), truth)
+    spoken, graphs = llm.engine.stats().speculation, graphs_of(llm)
+    assert 0 < spoken.accepted < spoken.drafted
+    assert graphs.sizes[-1] == 8 and graphs.stats.replayed > 2 and not graphs.stats.eager

@@ -25,6 +25,7 @@ from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention, backend, limits
 from headrace.types import CHUNK
+from tests.support import compile_triton
 from tests.support.attention_testbed import SHAPES, TREES, PoolTestbed, ends
 
 CPU = torch.device("cpu")
@@ -148,7 +149,8 @@ def test_all_of_it_compiles_for_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 15
-    assert [name for name, products in found.items() if not products] == [
-        "merge_spans", "store", "add_segments", "norm rms", "norm layer", "activate", "rotate_heads"
+    assert len(found) == 36
+    assert [name for name, wide in found.items() if not wide] == [
+        "merge_spans", "store", "product 16 x 32", "product 32 x 32", "product 16 x 16 silu", "product 32 x 32 silu",
+        "norm rms", "norm layer", "activate", "rotate_heads", *compile_triton.SAMPLING,
     ]  # fmt: skip

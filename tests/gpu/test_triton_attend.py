@@ -110,6 +110,25 @@ def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda: torch.de
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("others", ["plain", "window", "sinks"])
+@pytest.mark.parametrize("shape", [(4, 4, 64), (8, 2, 128), (6, 2, 128)], ids=str)
+def test_hopper_kernels_have_the_bits_of_the_portable_ones(
+    shape: tuple[int, int, int], others: str, way: str, monkeypatch: pytest.MonkeyPatch, cuda: torch.device
+) -> None:
+    """Rows of several sequences, of which one ends in the midst of a chunk whose rest is NaN."""
+    from headrace.kernels.triton import backend, hopper
+
+    if not hopper.present(cuda):
+        pytest.skip("needs a Hopper GPU")
+    testbed = PoolTestbed([(0, 1030), (640, 1300), (640, 900)], shape, torch.bfloat16, apart=False)
+    rows = [(0, 30, 1000), *ends(testbed, 3)[1:]]
+    more = {"plain": {}, "window": {"window": 300}, "sinks": {"sinks": torch.randn(shape[0], device=cuda)}}[others]
+    ours = testbed.attend(rows, backend, "cuda", **more)
+    monkeypatch.setattr(hopper, "takes_call", lambda *_: False)
+    for one, two in zip(ours, testbed.attend(rows, backend, "cuda", **more), strict=True):
+        assert one.isfinite().all() and torch.equal(one, two)
+
+
 def test_append(cuda: torch.device) -> None:
     from headrace.kernels.triton import backend
 

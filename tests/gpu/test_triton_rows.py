@@ -11,37 +11,75 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 SIZES = [(64, 64), (100, 72), (1024, 1536), (2816, 1024), (4096, 512), (1500, 5000)]
 """Inputs and outputs."""
-ROWS = [1, 2, 16, 63, 64, 65, 300, 1000]
+ROWS = [1, 2, 16, 17, 33, 64, 65, 128, 300, 512, 1100]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products(size: tuple[int, int], wide: bool, dtype: torch.dtype) -> None:
-    from headrace.kernels.triton import rows as gpu_rows
+    from headrace.kernels.triton import products
 
     inputs, outputs = size
     torch.manual_seed(1)
     x = torch.randn(ROWS[-1], inputs, device="cuda").to(dtype)
     w, bias = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((outputs, inputs), (outputs,)))
-    all_rows = gpu_rows.linear(x, w, bias, wide)
-    truth = x.double() @ w.double().T + bias.double()
-    size_of = x.double().abs() @ w.double().abs().T + bias.double().abs()
-    rounding = 2**-8 * truth.abs() if dtype == torch.bfloat16 and not wide else 0.0
-    assert ((all_rows.double() - truth).abs() <= 1e-6 * size_of + rounding).all()
+    for b in (bias, None):
+        all_rows = products.linear(x, w, b, wide)
+        added = 0.0 if b is None else b.double()
+        truth = x.double() @ w.double().T + added
+        size_of = x.double().abs() @ w.double().abs().T + abs(added)
+        rounding = 2**-8 * truth.abs() if dtype == torch.bfloat16 and not wide else 0.0
+        assert ((all_rows.double() - truth).abs() <= 1e-6 * size_of + rounding).all()
+        for rows in ROWS:
+            for first in (0, ROWS[-1] - rows):
+                some = slice(first, first + rows)
+                assert torch.equal(products.linear(x[some], w, b, wide), all_rows[some]), (rows, first)
+        assert torch.equal(products.linear(x[:0], w, b, wide), all_rows[:0])
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [(100, 144), (1024, 5632), (4096, 1024)], ids=str)
+def test_gated_products(size: tuple[int, int], gate: str) -> None:
+    """To the bits of a product and what is made of it, in one launch or two."""
+    from headrace.kernels.triton import products
+    from headrace.kernels.triton import rows as gpu_rows
+
+    x, w = (torch.randn(rows, size[0], device="cuda").bfloat16() for rows in (ROWS[-1], size[1]))
+    truth = gpu_rows.gated(products.linear(x, w, None, wide=False), gate)
     for rows in ROWS:
-        for first in (0, ROWS[-1] - rows):
-            assert torch.equal(gpu_rows.linear(x[first : first + rows], w, bias, wide), all_rows[first : first + rows])
-    assert torch.equal(gpu_rows.linear(x[:0], w, None, wide), all_rows[:0])
+        assert torch.equal(products.gated_linear(x[:rows], w, None, gate), truth[:rows]), rows
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu", "gelu_tanh"])
+def test_products_with_an_activation(kind: str) -> None:
+    from headrace.kernels.triton import products
+    from headrace.kernels.triton import rows as gpu_rows
+
+    x, w = (torch.randn(rows, 768, device="cuda").bfloat16() for rows in (ROWS[-1], 3072))
+    bias = torch.randn(3072, device="cuda").bfloat16()
+    truth = gpu_rows.activate(products.linear(x, w, bias, wide=False), kind)
+    for rows in ROWS:
+        assert torch.equal(products.activated_linear(x[:rows], w, bias, kind), truth[:rows]), rows
+
+
+def test_outputs_alone() -> None:
+    """The last outputs of a weight, as keys are projected from activations."""
+    from headrace.kernels import ops
+
+    x, w = torch.randn(300, 1024, device="cuda").bfloat16(), torch.randn(1536, 1024, device="cuda").bfloat16()
+    tail = ops.outputs_from(w, 1024)
+    assert tail is not None and torch.equal(ops.linear(x, tail), ops.linear(x, w)[:, 1024:])
+    assert torch.equal(ops.linear(x[:3], tail), ops.linear(x, w)[:3, 1024:])
 
 
 def test_products_of_rows_that_lie_apart() -> None:
-    from headrace.kernels.triton import rows as gpu_rows
+    from headrace.kernels.triton.products import linear
 
     x, w = torch.randn(20, 3, 128, device="cuda"), torch.randn(64, 128, device="cuda")
-    assert torch.equal(gpu_rows.linear(x[:, 1], w, None, False), gpu_rows.linear(x[:, 1].contiguous(), w, None, False))
-    assert torch.equal(gpu_rows.linear(x[0].T, w[:, :3].contiguous(), None, False), gpu_rows.linear(
-        x[0].T.contiguous(), w[:, :3].contiguous(), None, False))  # fmt: skip
+    assert torch.equal(linear(x[:, 1], w, None, False), linear(x[:, 1].contiguous(), w, None, False))
+    narrow = w[:, :3].contiguous()
+    assert torch.equal(linear(x[0].T, narrow, None, False), linear(x[0].T.contiguous(), narrow, None, False))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -91,8 +129,8 @@ def test_a_sum_and_its_norm(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(32, 8, 128, 128), (16, 4, 64, 64), (14, 2, 80, 32), (40, 40, 128, 0)], ids=str)
 def test_rotation(shape: tuple[int, int, int, int], normed: bool, dtype: torch.dtype) -> None:
     """A stored key is the key that is handed back, projected alone or with the others, to the bit."""
-    from headrace.kernels.qk_rotary import QKRotary
-    from headrace.kernels.records import Pool
+    from headrace.kernels import ops
+    from headrace.kernels.records import Pool, QKRotary
     from headrace.kernels.triton import rotary
 
     torch.manual_seed(1)
@@ -100,7 +138,7 @@ def test_rotation(shape: tuple[int, int, int, int], normed: bool, dtype: torch.d
     projected = torch.randn(rows, heads + 2 * kv_heads, dim, device="cuda").to(dtype)
     norms = torch.randn(2, dim, device="cuda").to(dtype) if normed else (None, None)
     turn = torch.randn(rows, turned, device="cuda") if turned else None
-    how = QKRotary(heads, kv_heads, turn, *norms, eps=1e-5)
+    how = QKRotary(ops.rotated_heads, heads, kv_heads, turn, *norms, eps=1e-5)
     q, k, v = rotary.rotate(projected, how)
     alone = replace(how, heads=0)
     for part in (projected[:, heads:], projected[:, heads:].contiguous()):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.kernels.triton import product_kernels, rotary_kernels, row_kernels
-from headrace.kernels.triton.rows import SEGMENT
+from headrace.kernels.triton import product_kernels, products, rotary_kernels, row_kernels
+from headrace.kernels.triton.tiles import AHEAD, EXACT, TOGETHER, Tile
 
-INTEGERS = ("rows", "inputs", "outputs", "x_stride", "elements", "segments", "width", "stride", "heads", "row_heads")
+INTEGERS = ("rows", "inputs", "outputs", "x_stride", "width", "stride", "heads", "row_heads")
 INTEGERS += ("turn_stride",)
 NUMBERS = ("eps", "offset")
-OTHERS = {"slots": "*i32", "offsets": "*i32", "cos_sin": "*fp32", "parts": "*fp32"}
+OTHERS = {"slots": "*i32", "offsets": "*i32", "cos_sin": "*fp32"}
 
 
 @dataclass
@@ -37,25 +37,40 @@ class Compiled:
         return "fp32" if name in NUMBERS else OTHERS.get(name, "*bf16")
 
 
-def cases() -> list[Compiled]:
-    sizes = {"ROWS": 64, "STEP": 64, "SEGMENT": SEGMENT, "PRECISION": "ieee", "BIAS": True}
-    found = [
-        Compiled(
-            f"product {split}",
-            product_kernels.product,
-            sizes | {"COLUMNS": columns, "SPLIT": split},
-            dict(num_warps=4, num_stages=4),
-        )
-        for split, columns in ((True, 64), (False, 128))
-    ]
-    found.append(Compiled("add_segments", product_kernels.add_segments, {"WIDTH": 1024, "BIAS": True}, {}))
-    norms = {"P": 4096, "ADD": True, "WEIGHT": True}
+def cases(architecture: int = 80) -> list[Compiled]:
+    """For GPUs of that architecture: from sm_90 on kernels overlap."""
+    overlaps = architecture >= 90
+    ahead = AHEAD if overlaps else 0
+    found = [_product(tile, ahead) for tile in (EXACT, *products.FEW)]
+    found += [_product(tile, ahead, "silu") for tile in products.GATED]
+    found += [_by_blocks(tile) for tile in products.MANY if tile.blocks and overlaps]
+    found += [_product(tile, ahead) for tile in products.MANY if not tile.blocks and tile != EXACT]
+    norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": overlaps}
     for name, rms in (("rms", True), ("layer", False)):
         constants = norms | {"RMS": rms, "BIAS": not rms}
         found.append(Compiled(f"norm {name}", row_kernels.norm, constants, dict(num_warps=8), {"heads": "i32"}))
-    constants = {"WIDTH": 1024, "KIND": "silu", "GATED": True}
+    constants = {"WIDTH": 1024, "KIND": "silu", "GATED": True, "OVERLAPS": overlaps}
     found.append(Compiled("activate", row_kernels.activate, constants, dict(num_warps=4)))
     heads = {"Q": 32, "KV": 8, "D": 128, "P": 128, "TURNED": 128, "NORM": True, "STORE": True, "TOGETHER": 8}
     types = {"heads": "*bf16"}
     found.append(Compiled("rotate_heads", rotary_kernels.rotate_heads, heads, dict(num_warps=4), types))
     return found
+
+
+def _product(tile: Tile, ahead: int, kind: str = "") -> Compiled:
+    constants = _sizes(tile) | {"EVEN": True, "KIND": kind, "GATED": kind != "", "AHEAD": ahead, "PRECISION": "ieee"}
+    options = dict(num_warps=tile.warps, num_stages=tile.stages)
+    return Compiled(
+        f"product {tile.rows} x {tile.columns} {kind}".rstrip(), product_kernels.product, constants, options
+    )
+
+
+def _by_blocks(tile: Tile) -> Compiled:
+    shapes = {"x": (tile.rows, tile.step), "w": (tile.columns, tile.step), "out": (tile.rows, tile.columns // 2)}
+    types = {name: f"tensordesc<bf16{list(shape)}>" for name, shape in shapes.items()}
+    options, name = dict(num_warps=tile.warps, num_stages=tile.stages), f"blocks {tile.rows} x {tile.columns}"
+    return Compiled(name, product_kernels.product_by_blocks, _sizes(tile), options, types)
+
+
+def _sizes(tile: Tile) -> dict[str, Any]:
+    return {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step, "TOGETHER": TOGETHER, "BIAS": True}

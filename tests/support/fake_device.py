@@ -52,15 +52,15 @@ def tensors_of(made: object) -> list[Tensor]:
 
 
 class FakeDevice(Device):
-    """memory: bytes that are free."""
+    """memory: bytes that are free; peak: what any step takes."""
 
     type = "cuda"
     place = torch.device("cpu")
     name = "a fake device"
     processors = 4
 
-    def __init__(self, memory: int = 1 << 30) -> None:
-        self.memory = memory
+    def __init__(self, memory: int = 1 << 32, peak: int = 0) -> None:
+        self.memory, self.peak = memory, peak
         self.graphs: list[FakeGraph] = []
 
     def missing(self) -> str | None:
@@ -99,13 +99,13 @@ class FakeDevice(Device):
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         run()
-        return 0
+        return self.peak
 
 
 @contextmanager
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+def fake_device(monkeypatch: pytest.MonkeyPatch, **given: int) -> Iterator[FakeDevice]:
     """An engine with attention_backend 'triton' computes on it meanwhile."""
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
-    fake = FakeDevice()
+    fake = FakeDevice(**given)
     with device.use(fake):
         yield fake

@@ -18,7 +18,7 @@ LONGEST = (
     "processes/test_ranks.py",
     "processes/test_foreign_connections.py",
     "cpu/test_triton.py",
-    "cpu/test_triton_rows.py",
+    "cpu/test_triton_layers.py",
     "cpu/test_templates.py",
 )
 """Files that take longest come first, so that at the end no worker is left alone with one of them."""

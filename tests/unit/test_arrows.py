@@ -32,6 +32,7 @@ BASE = {
     "cores",
     "host",
     "memory",
+    "device",
     "progress",
 }
 CORE = BASE | {"kernels.registry", "kernels.records", "kernels", "kv", "attention"}
@@ -49,6 +50,7 @@ MAY_IMPORT = {
     "kernels.registry": set(),
     "config": {"types", "strategies", "kernels.registry"},
     "memory": set(),
+    "device": {"memory"},
     "progress": {"types"},
     "logs": set(),
     "files": set(),

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.attention.plan import Plan, Span, batch_order, build
-from headrace.kernels.triton import tile_schedule
-from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Bounds, TileSchedule, cut
+from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Bounds, TileSchedule, cut, run_edges
 from headrace.types import CHUNK
 
 GROUPS = st.sampled_from([1, 4, 7, 48, 64])
-BOUNDS = st.builds(Bounds, GROUPS, st.sampled_from([0, 5, 40, 1 << 20]), st.sampled_from([0, 3, 1 << 20]))
+LANES = st.sampled_from([64, 128])
+BOUNDS = st.builds(Bounds, GROUPS, st.sampled_from([0, 5, 40, 1 << 20]), st.sampled_from([0, 3, 1 << 20]), LANES)
 
 
 @st.composite
@@ -129,6 +129,14 @@ def test_flash_tasks_are_of_one_sequence(plan: Plan, bounds: Bounds) -> None:
         assert done.items[first : first + count, 0].tolist() == met[end - 1]
 
 
+def test_a_sequence_that_begins_where_another_ends() -> None:
+    """64 rows of one, then 40 of another at the positions behind: two runs, though their positions go on."""
+    plan = build([Span(np.array([0], np.int32), 0, 64), Span(np.array([1, 2], np.int32), 64, 40)])
+    assert run_edges(plan.items, plan.positions).tolist() == [0, 64, 104]
+    shared = build([Span(np.array([0], np.int32), 0, 64), Span(np.array([0, 2], np.int32), 64, 40)])
+    assert run_edges(shared.items, shared.positions).tolist() == [0, 104], "they are as one"
+
+
 def test_a_shared_prefix_is_walked_once() -> None:
     """32 sequences on 8,192 shared keys: a task for each span of the prefix and tile of rows, and one for each row."""
     shared = list(range(128))
@@ -183,4 +191,4 @@ def test_nothing() -> None:
     empty = build([])
     done = cut(empty.items, empty.positions, Bounds(1, 100, 100))
     assert done.rounds == [] and not len(done.flash) and not done.states
-    assert tile_schedule.run_edges(empty.items, empty.positions).tolist() == [0]
+    assert run_edges(empty.items, empty.positions).tolist() == [0]

@@ -14,8 +14,7 @@ from headrace.attention.plan import Int32, Plan, PlannedStep
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
 from headrace.kernels.cpu_step import Pools
-from headrace.kernels.qk_rotary import QKRotary
-from headrace.kernels.records import StepInputs
+from headrace.kernels.records import QKRotary, StepInputs
 from headrace.kv.storage import KVStorage, LayerPools
 from headrace.types import CHUNK
 

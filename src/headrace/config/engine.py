@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -47,7 +48,7 @@ class EngineConfig:
             raise TypeError(f"unknown setting {unknown!r}{_meant(unknown)}")
         values = {name: item.value_of(flat[name]) if name in flat else item.default for name, item in SETTINGS.items()}
         if values["max_batch_tokens"] == 0:
-            values["max_batch_tokens"] = _batch_tokens(values["context_parallel_size"])
+            values["max_batch_tokens"] = _batch_tokens(values)
         if values["kv_offload_path"] == NO_DISK:
             values["kv_offload_path"] = None
         made = Records(values)
@@ -62,7 +63,7 @@ class EngineConfig:
     def __repr__(self) -> str:
         """The settings that are not as by default, by their flat names; secrets as '***'."""
         usual = {name: item.default for name, item in SETTINGS.items()}
-        usual["max_batch_tokens"] = _batch_tokens(self.flat["context_parallel_size"])
+        usual["max_batch_tokens"] = _batch_tokens(self.flat)
         given = {name: value for name, value in self.flat.items() if value != usual[name] or name == "model"}
         told = [f"{name}={'***' if SETTINGS[name].secret else value!r}" for name, value in given.items()]
         return f"EngineConfig({', '.join(told)})"
@@ -87,9 +88,12 @@ class EngineConfig:
         return EngineConfig(**{**self.flat, **flat})
 
 
-def _batch_tokens(context_ranks: Any) -> int:
-    """What max_batch_tokens 0 stands for."""
-    return 16384 if isinstance(context_ranks, int) and context_ranks > 1 else 2048
+def _batch_tokens(values: Mapping[str, Any]) -> int:
+    """What max_batch_tokens 0 stands for, beside these values."""
+    context_ranks = values["context_parallel_size"]
+    if isinstance(context_ranks, int) and context_ranks > 1:
+        return 16384
+    return 8192 if values["attention_backend"] == "triton" else 2048
 
 
 def _meant(unknown: str) -> str:

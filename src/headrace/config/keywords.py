@@ -44,7 +44,7 @@ class SettingKeywords(TypedDict, total=False):
     """Share and keep the KV of common prefixes."""
 
     max_batch_tokens: str | int
-    """Most tokens computed in one step. Default (0): 2048, with several ranks 16384."""
+    """Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several ranks 16384."""
 
     max_sequences: int
     """Most sequences running at once."""

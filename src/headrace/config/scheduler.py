@@ -10,13 +10,13 @@ from headrace.config.fields import SettingsRecord, at_least, setting
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings(SettingsRecord):
-    """EngineConfig replaces max_batch_tokens 0 by a default that depends on the ranks."""
+    """EngineConfig replaces max_batch_tokens 0 by a default that depends on the ranks and the device."""
 
     title: ClassVar[str] = "Scheduler"
 
     max_batch_tokens: int = setting(
         0,
-        "Most tokens computed in one step. Default (0): 2048, with several ranks 16384.",
+        "Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several ranks 16384.",
         "--max-num-batched-tokens",
         unit="tokens",
         check=at_least(1),

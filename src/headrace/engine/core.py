@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.executor import Computed
-from headrace.engine.loader import Loaded
+from headrace.engine.loader import Loaded, device_of
 from headrace.engine.output import Active, Output, joined, prefills
 from headrace.engine.pooled import Pooled
 from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
@@ -36,7 +36,8 @@ from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Request
 
-if TYPE_CHECKING:  # llguidance is imported for the first structured request
+if TYPE_CHECKING:  # llguidance is imported for the first structured request, Triton on a GPU
+    from headrace.engine.device_sampler import DeviceSampler
     from headrace.engine.structured.answers import StructuredAnswers
     from headrace.engine.structured.matcher import SequenceMatcher
 
@@ -70,6 +71,7 @@ class EngineCore:
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
         self.speculator = _speculator(loaded)
+        self._device_sampler = _device_sampler(loaded)
         self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, Active] = {}
         self._outputs: dict[SequenceState, Output] = {}
@@ -272,7 +274,7 @@ class EngineCore:
             if self.on_logits is not None:
                 for output, row in rows:
                     sequence = output.sequence
-                    self.on_logits(sequence, len(sequence.tokens) - 1, computed.logits[row : row + 1].clone())
+                    self.on_logits(sequence, len(sequence.tokens) - 1, computed.copied(row))
         return joined(deltas) if firsts else deltas
 
     def _draw(self, rows: list[_Row], computed: Computed) -> list[Delta]:
@@ -281,8 +283,7 @@ class EngineCore:
         while rows:
             try:
                 inputs = [self._sample_input(output) for output, _ in rows]
-                logits, greatest = computed.pick([row for _, row in rows])
-                sampled = sample(logits, inputs, greatest=greatest)
+                sampled = self._sample(computed, [row for _, row in rows], inputs)
             except BadLogits as error:
                 active = rows[error.row][0].active
                 rows = [row for row in rows if row[0].active is not active]
@@ -294,6 +295,15 @@ class EngineCore:
                     deltas += self._push(output, token, now)
             break
         return deltas
+
+    def _sample(self, computed: Computed, rows: list[int], inputs: list[SampleInput | None]) -> list[Sampled]:
+        """The next token of each of these rows, ascending, none twice."""
+        # A replayed step has found what greedy rows want.
+        found = computed.greatest is not None and all(item is None for item in inputs)
+        if self._device_sampler is not None and not found:
+            return self._device_sampler.sample(computed.logits, rows, inputs)
+        logits, greatest = computed.pick(rows)
+        return sample(logits, inputs, greatest=greatest)
 
     def _settle(self, sequence: SequenceState) -> None:
         """Ends the draft of a sequence, if it has one."""
@@ -415,6 +425,15 @@ class EngineCore:
         if self.speculator is not None:
             stats.speculation = self.speculator.stats
         return stats
+
+
+def _device_sampler(loaded: Loaded) -> DeviceSampler | None:
+    """Of an engine whose logits lie on a GPU."""
+    if device_of(loaded.config).type == "cpu":
+        return None
+    from headrace.engine.device_sampler import DeviceSampler
+
+    return DeviceSampler()
 
 
 def _speculator(loaded: Loaded) -> Speculator | None:

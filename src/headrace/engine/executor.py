@@ -17,9 +17,9 @@ from headrace.stats import EngineStats
 
 
 class Computed(NamedTuple):
-    """Logits of a step, fp32 [R, V], valid until the next one, and the row of each slice from which a token is drawn;
-    below it those of its draft. No such slice: no rows, of any width. greatest: of each row, where it was found with
-    them.
+    """Logits of a step, fp32 [R, V], where they were computed, valid until the next one, and the row of each slice from
+    which a token is drawn; below it those of its draft. No such slice: no rows, of any width. greatest: of each row,
+    where it was found with them.
 
     reported: hidden states [n, E] of the last n rows of each slice that reports some, ready for Decoder.logits.
     """
@@ -33,6 +33,10 @@ class Computed(NamedTuple):
         """What is left if the rows of some sequences are void."""
         parts = [each for each in self.parts if each[0].sequence not in void]
         return self._replace(parts=parts, reported=[each for each in self.reported if each[0].sequence not in void])
+
+    def copied(self, row: int) -> Tensor:
+        """Logits [1, V] of a row, on the CPU, that outlast the step."""
+        return self.logits[row : row + 1].to("cpu", copy=True)
 
     def pick(self, rows: list[int]) -> tuple[Tensor, Greatest | None]:
         """Logits and greatest ones of some of the rows, ascending, none twice."""

@@ -20,7 +20,7 @@ from headrace.engine.programs import Eager, Logits, StepRows
 from headrace.kernels import ops
 from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, LayerStep
 from headrace.kernels.model_step import Greatest
-from headrace.kernels.qk_rotary import QKRotary
+from headrace.kernels.records import QKRotary
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
@@ -107,6 +107,7 @@ class CudaGraphs:
             for rounds in USUAL_ROUNDS:
                 self._record(Key(rows, rounds))
             log.info("recorded steps of %d of up to %d rows", rows, self.sizes[-1])
+        current().synchronize()
 
     @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:

@@ -18,6 +18,7 @@ from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.executor import Executor
 from headrace.engine.footprint import Footprint, gib, keeps_activations
+from headrace.engine.gpu_memory import bytes_for_cache
 from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
@@ -107,6 +108,11 @@ class Sized:
     streamed: StreamSizes | None = None
     states: int | None = None
 
+    @property
+    def pool_bytes(self) -> int:
+        """Of each token in a rank's pool, activations included."""
+        return _pool_bytes(self.model, self.capacity.kv_bytes_per_token, self.hidden, self.dtype)
+
     def cache(self, tell: OnPhase) -> KVCache:
         config, capacity = self.config, self.capacity
         folder = model_folder(config.model.folder)
@@ -143,9 +149,11 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
 
 
 def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
-    config, capacity, cache = sized.config, sized.capacity, sized.cache(tell)
-    decoder = sized.decoder(tell)
+    config, decoder = sized.config, sized.decoder(tell)
     tell(LoadPhase("memory for the KV cache"))
+    if config.model.on_gpu and config.cache.tokens is None:
+        sized = _fitted(sized, decoder)
+    capacity, cache = sized.capacity, sized.cache(tell)
     slots, device = sized.per_rank // CHUNK, device_of(config)
     storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
     states = _state_storage(sized)
@@ -155,7 +163,7 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
             states.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    runner, offload = Runner(decoder, storage, capacity.backend, states, capacity.max_sequences), None
+    runner, offload = Runner(decoder, storage, capacity.backend, states, _decoding_rows(config, capacity)), None
     if config.model.on_gpu:
         tell(LoadPhase("recording steps"))
         runner.record()
@@ -163,6 +171,23 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload)
+
+
+def _fitted(sized: Sized, decoder: Decoder) -> Sized:
+    """The pool as large as the memory of the GPU allows, now that the weights lie there."""
+    config, capacity = sized.config, sized.capacity
+    rows = min(config.scheduler.max_batch_tokens, sized.model.max_model_len)
+    free = bytes_for_cache(decoder, capacity.backend, rows, min(rows, capacity.max_sequences))
+    tokens, longest = _tokens_in(config, sized.model, free, sized.pool_bytes)
+    limit = _length_limit(config, sized.model.max_model_len, longest, None)
+    capacity = replace(capacity, kv_cache_tokens=tokens, max_model_len=longest, length_limit=limit)
+    return replace(sized, capacity=capacity, per_rank=tokens)
+
+
+def _decoding_rows(config: EngineConfig, capacity: Capacity) -> int:
+    """Rows of a step in which all sequences decode, each with its draft."""
+    drafted = config.speculation.tokens if config.speculation.on else 0
+    return min(capacity.max_sequences * (1 + drafted), config.scheduler.max_batch_tokens)
 
 
 def _state_storage(sized: Sized) -> StateStorage | None:
@@ -217,8 +242,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     if streamed is not None:
         per_rank, max_len = streamed.store * CHUNK, streamed.longest
     else:
-        pool_bytes = bytes_per_token + model.attention.stored * (hidden or 0) * dtype.itemsize
-        per_rank, max_len = _sizes(config, model, pool_bytes)
+        per_rank, max_len = _sizes(config, model, _pool_bytes(model, bytes_per_token, hidden, dtype))
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len, streamed)
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
@@ -311,6 +335,10 @@ def device_of(config: EngineConfig) -> torch.device:
     return current().place if config.model.on_gpu else torch.device("cpu")
 
 
+def _pool_bytes(model: ModelConfig, bytes_per_token: int, hidden: int | None, dtype: torch.dtype) -> int:
+    return bytes_per_token + model.attention.stored * (hidden or 0) * dtype.itemsize
+
+
 def _sizes(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tuple[int, int]:
     """(tokens of KV cache on each rank, whole chunks; longest sequence, which all context ranks together can hold)."""
     wanted, parts = config.model.max_len or model.max_model_len, config.ranks.context
@@ -318,11 +346,17 @@ def _sizes(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tu
         tokens = config.cache.tokens // CHUNK * CHUNK
         _check_gpu(config, model, bytes_per_token)
         return tokens, min(wanted, tokens * parts)
-    affordable = _free_memory(config, model) // bytes_per_token // CHUNK * CHUNK
+    return _tokens_in(config, model, _free_memory(config, model), bytes_per_token)
+
+
+def _tokens_in(config: EngineConfig, model: ModelConfig, free: int, bytes_per_token: int) -> tuple[int, int]:
+    """The same, of `free` bytes for each rank."""
+    wanted = config.model.max_len or model.max_model_len
+    affordable = free // bytes_per_token // CHUNK * CHUNK
     tokens = min(affordable, config.scheduler.max_sequences * chunks_for(wanted) * CHUNK)
     if tokens < CHUNK:
         raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
-    return tokens, min(wanted, tokens * parts)
+    return tokens, min(wanted, tokens * config.ranks.context)
 
 
 def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> None:
@@ -341,9 +375,9 @@ def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -
 
 
 def _free_memory(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes for the KV cache: half of what is free on a GPU, else as Footprint has it."""
+    """Bytes for the KV cache, as Footprint has it; on a GPU all but the weights, until these are loaded (_fitted)."""
     if config.model.on_gpu:
-        return current().free_memory() // 2
+        return current().free_memory() - weight_bytes(model, compute_type(model, config.model.dtype))
     return Footprint.of(config, model).auto_bytes()
 
 

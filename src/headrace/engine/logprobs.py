@@ -21,11 +21,11 @@ Ids = npt.NDArray[np.int64]
 
 
 class BadLogits(FloatingPointError):
-    """A row from which nothing can be chosen. `row` is its number in the batch."""
+    """A row from which nothing can be chosen, and why. `row` is its number in the batch."""
 
     def __init__(self, row: int, reason: str) -> None:
         super().__init__(f"logits of row {row}: {reason}")
-        self.row = row
+        self.row, self.reason = row, reason
 
 
 class TargetRows:

@@ -27,8 +27,9 @@ from headrace.parallel.coming import NOTHING, Coming, WaitingAttend
 
 
 class Logits(NamedTuple):
-    """Logits of the rows that tokens are drawn from, fp32 [R, V], valid until the next step; none: no rows, of any
-    width. greatest: of each row, where it was found with them. hidden: states of all wanted rows, if Eager was used."""
+    """Logits of the rows that tokens are drawn from, fp32 [R, V], where they were computed, valid until the next step;
+    none: no rows, of any width. greatest: of each row, where it was found with them. hidden: states of all wanted rows,
+    if Eager was used."""
 
     values: Tensor
     greatest: Greatest | None = None
@@ -85,7 +86,7 @@ class Eager:
             recur = StepRecurrence(self.states, step.segments)
         hidden = self.decoder.forward(batch, attend, rows, keep, recur)
         drawn = hidden if step.drawn is None else hidden[step.drawn]
-        return Logits(self.decoder.logits(drawn).cpu() if len(drawn) else drawn, hidden=hidden)
+        return Logits(self.decoder.logits(drawn) if len(drawn) else drawn, hidden=hidden)
 
 
 class InCpp:

@@ -62,8 +62,7 @@ def show(computed: Computed, head: Head, observer: Observer) -> None:
     seen = {part.sequence for part, _ in computed.reported}
     for part, row in computed.parts:
         if part.sequence not in seen:
-            # Logits that came with their greatest ones are overwritten by the next step.
-            observer(part.sequence, part.end - 1 - part.drafted, computed.logits[row : row + 1].clone())
+            observer(part.sequence, part.end - 1 - part.drafted, computed.copied(row))
 
 
 class PromptLogprobs:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 class Runner(Executor):
     """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton'). states: of its recurrent
-    layers, if it has some. sequences: that decode at once; on a GPU larger steps are not recorded.
+    layers, if it has some. decoding_rows: on a GPU larger steps are not recorded.
 
     coming: chunks on their way into the storage; may be set.
     """
@@ -37,11 +37,11 @@ class Runner(Executor):
         storage: KVStorage,
         backend: str,
         states: StateStorage | None = None,
-        sequences: int = 64,
+        decoding_rows: int = 64,
     ) -> None:
         self.decoder = decoder
         self.storage = storage
-        self.states, self.sequences = states, sequences
+        self.states, self.decoding_rows = states, decoding_rows
         self.backend = backend_of(backend)
         self.coming: Coming = NOTHING
         self._planner = planning.Planner()
@@ -65,7 +65,7 @@ class Runner(Executor):
         if why is not None:
             log.info("steps of decoding are launched one kernel at a time: %s", why)
             return None
-        return graphs.CudaGraphs(self.decoder, self.storage, recorded(self.backend), self.eager, self.sequences)
+        return graphs.CudaGraphs(self.decoder, self.storage, recorded(self.backend), self.eager, self.decoding_rows)
 
     def record(self) -> None:
         """On a GPU: records the usual steps of decoding."""

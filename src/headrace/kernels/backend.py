@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -18,12 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels.cpu_step import Pools, StepOver
-from headrace.kernels.records import Layout, Mask, Pool, StepInputs
+from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
-
-if TYPE_CHECKING:
-    from headrace.kernels.qk_rotary import QKRotary
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.extension import TYPES, address, check, require, supports
-from headrace.kernels.records import Pool, StepInputs
+from headrace.kernels.records import Pool, QKRotary, StepInputs
 from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
-    from headrace.kernels.qk_rotary import QKRotary
 
 
 class Pools:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, quantized
 from headrace.kernels.formats import Coded
+from headrace.kernels.records import QKRotary
 from headrace.kernels.triton import weights as gpu_weights
 
 SLICE = 32
@@ -46,6 +47,10 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
         if dispatch.on_gpu(weight):
             return gpu_weights.GpuQuantized(rounded, weight.device)
         return quantized.Quantized(rounded, gated) if dispatch.native(weight) else rounded.dequantised(weight.dtype)
+    if dispatch.on_gpu(weight):
+        from headrace.kernels.triton import products
+
+        return products.prepare(weight)
     return cpu.Packed(weight, gated) if dispatch.native(weight) and cpu.can_pack(weight) else weight
 
 
@@ -75,9 +80,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     if isinstance(weight, gpu_weights.GpuWeight):
         return gpu_weights.linear(x, weight, bias, wide)
     if dispatch.on_gpu(x):
-        from headrace.kernels.triton import rows as gpu_rows
+        from headrace.kernels.triton import products
 
-        return gpu_rows.linear(x, weight, bias, wide)
+        return products.linear(x, weight, bias, wide)
     out = _plain_linear(x, weight, bias)
     return out.float() if wide else out
 
@@ -92,7 +97,21 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: st
             return cpu.linear(x, weight, bias, gate=gate)
         assert isinstance(weight, quantized.Quantized)
         return quantized.linear(x, weight, bias, gate=gate)
+    if isinstance(weight, Tensor) and dispatch.on_gpu(x):
+        from headrace.kernels.triton import products
+
+        return products.gated_linear(x, weight, bias, gate)
     return gated(linear(x, weight, bias), gate)
+
+
+def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, kind: str = "relu") -> Tensor:
+    """f of x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N]. kind: relu, gelu or gelu_tanh."""
+    if isinstance(weight, Tensor) and dispatch.on_gpu(x):
+        from headrace.kernels.triton import products
+
+        return products.activated_linear(x, weight, bias, kind)
+    out = linear(x, weight, bias)
+    return relu(out) if kind == "relu" else gelu(out, "tanh" if kind == "gelu_tanh" else "none")
 
 
 def gated(gate_up: Tensor, gate: str) -> Tensor:
@@ -105,6 +124,8 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
 
     None where there is no such part: torch's product may add up in another order for another number of outputs.
     """
+    if isinstance(weight, Tensor) and dispatch.on_gpu(weight):
+        return weight[first:]
     if isinstance(weight, Tensor | gpu_weights.GpuWeight):
         return None
     if isinstance(weight, quantized.Parts) and not weight.begins_block(first):
@@ -285,3 +306,18 @@ def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     a, b = turned.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, kept), dim=-1).to(x.dtype)
+
+
+def rotated_heads(heads: Tensor, how: QKRotary) -> tuple[Tensor, Tensor, Tensor]:
+    """heads [T, Hq + 2 Hkv, D], as projected -> q [T, Hq, D], k and v [T, Hkv, D], maybe views of `heads`."""
+    if dispatch.on_gpu(heads) and not how.plain:
+        from headrace.kernels.triton import rotary as gpu_rotary
+
+        return gpu_rotary.rotate(heads, how)
+
+    def turned(part: Tensor, weight: Tensor | None) -> Tensor:
+        part = part if weight is None else rms_norm(part, weight, how.eps, how.offset)
+        return part if how.cos_sin is None else rotary(part, how.cos_sin)
+
+    q, k, v = heads.split((how.heads, how.kv_heads, how.kv_heads), dim=1)
+    return turned(q, how.q_norm), turned(k, how.k_norm), v

@@ -107,3 +107,31 @@ class LayerStates:
 
     last: Tensor
     matrices: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QKRotary:
+    """What lies between a layer's projected heads and attention: norms of queries and keys, and the rotation.
+
+    rotate: does that (ops.rotated_heads); heads, kv_heads: Hq and Hkv; cos_sin [T, N] fp32 as in ops.rotary, None:
+    nothing is rotated; q_norm, k_norm [D]: weights of a root-mean-square norm of each head, to which `offset` is added,
+    None: no norm.
+    """
+
+    rotate: Callable[[Tensor, QKRotary], tuple[Tensor, Tensor, Tensor]]
+    heads: int
+    kv_heads: int
+    cos_sin: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether queries and keys are taken as they are projected."""
+        return self.cos_sin is None and self.k_norm is None
+
+    def __call__(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [T, Hq + 2 Hkv, D], as projected -> q [T, Hq, D], k and v [T, Hkv, D], maybe views of `heads`."""
+        return self.rotate(heads, self)

@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
-from headrace.kernels.qk_rotary import QKRotary
+from headrace.kernels.records import QKRotary
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import ExpertsSpec, ModelConfig
@@ -111,6 +111,7 @@ class Layer:
         """How projected heads, the first `queries` of them queries, become those that attention takes."""
         config, (first, width) = self.config, self.rotation
         rotary = QKRotary(
+            ops.rotated_heads,
             queries,
             config.attention.kv_heads,
             None if cos_sin is None or not width else cos_sin[:, first : first + width],
@@ -164,11 +165,8 @@ class Layer:
 
     def _dense(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the MLP that every row meets."""
-        if self.config.gated:
-            gate = self.config.activation
-            inner = ops.gated_linear(x, self.matrices["up.weight"], self.weights.get("up.bias"), gate)
-        else:
-            inner = self._activate(self._linear("up", x))
+        multiply = ops.gated_linear if self.config.gated else ops.activated_linear
+        inner = multiply(x, self.matrices["up.weight"], self.weights.get("up.bias"), self.config.activation)
         return self._linear("down", self.whole("inner", inner))
 
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
@@ -209,11 +207,6 @@ class Layer:
         inner = ops.gated_linear(x, self.matrices["shared.up.weight"], None, self.config.activation)
         made = self._linear("shared.down", self.whole("shared_inner", inner))
         return let_through(made, self._linear("shared_gate", x).expand_as(made)) if spec.shared_gate else made
-
-    def _activate(self, x: Tensor) -> Tensor:
-        if self.config.activation == "relu":
-            return ops.relu(x)
-        return ops.gelu(x, "tanh" if self.config.activation == "gelu_tanh" else "none")
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"))

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
-from headrace.kernels.qk_rotary import QKRotary
-from headrace.kernels.records import Mask, Pool, StepInputs
+from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.triton import attention_kernels, hopper, int8_kv_kernels, tile_schedule
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.limits import check, check_stored

@@ -130,8 +130,8 @@ def walk(
     P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Every num_programs(0)-th of count[0] tasks, of one KV head or of PART of its query heads. See TileSchedule for
-    tasks, items and bases.
+    """Tasks of one KV head or of PART of its query heads: every num_programs(0)-th of count[0] if SPLIT, otherwise task
+    program_id(0). See TileSchedule for tasks, items and bases.
 
     q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D], of int8 k_scale and
     v_scale fp32 [slots, KV_HEADS, 64]; positions int32 [R]; bias fp32 [HEADS, bias_len]; sinks fp32 [HEADS]. SPLIT:
@@ -139,12 +139,18 @@ def walk(
     [R, HEADS, D]. factor: of the scores, in units of log 2. With CAP it is multiplied by 2 / cap, and cap
     is in units of log 2.
     """
-    for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+    if SPLIT:
+        for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+            _walk_task(
+                q, k, v, k_scale, v_scale, items, tasks + 4 * number, positions, bases, bias, sinks, acc_of, m_of,
+                z_of, out, factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN,
+                True, RESUME, WINDOW, BIAS, CAP, SINKS, PRECISION,
+            )  # fmt: skip
+    else:
         _walk_task(
-            q, k, v, k_scale, v_scale, items, tasks + 4 * number, positions, bases, bias, sinks, acc_of, m_of, z_of,
-            out, factor, cap, q_stride, bias_len, window,
-            HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, SPLIT, RESUME, WINDOW, BIAS,
-            CAP, SINKS, PRECISION,
+            q, k, v, k_scale, v_scale, items, tasks + 4 * tl.program_id(0), positions, bases, bias, sinks, acc_of,
+            m_of, z_of, out, factor, cap, q_stride, bias_len, window,
+            HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, False, False, WINDOW, BIAS, CAP, SINKS, PRECISION,
         )  # fmt: skip
 
 

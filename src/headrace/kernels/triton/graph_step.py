@@ -57,6 +57,7 @@ class TritonGraphStep:
         }
         self._out = torch.zeros(sizes.rows, sizes.heads, dim, dtype=sizes.computed, device=self.place)
         self.clear()
+        current().synchronize()  # from here on the host may write there again
 
     def clear(self) -> None:
         """Takes a step of no rows."""

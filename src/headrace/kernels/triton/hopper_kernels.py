@@ -205,10 +205,10 @@ def _flash_lanes(
     GROUP: gl.constexpr = HEADS // KV_HEADS
     row = begin + (FIRST_LANE + gl.arange(0, 64, layout=gl.SliceLayout(1, _lanes(64)))) // GROUP
     taken = row < end
-    position = gl.load(positions + row, mask=taken, other=-1)
-    least = gl.min(gl.where(taken, position, 0x7FFFFFFF), 0)
-    many = gl.minimum(count, gl.maximum((gl.max(position, 0) - key0) // 64 + 1, 1))
-    full = gl.minimum(gl.maximum((least + 1 - key0) // 64, 1), many)
+    # Lanes without a row see everything: a group that stopped before the other would keep the ring from being freed.
+    position = gl.load(positions + row, mask=taken, other=1 << 30)
+    many = gl.minimum(count, (gl.max(position, 0) - key0) // 64 + 1)
+    full = gl.minimum(gl.maximum((gl.min(position, 0) - key0 + 1) // 64, 1), many)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, _lanes(64)))
     z = gl.zeros([64], gl.float32, gl.SliceLayout(1, _lanes(64)))
     acc = gl.zeros([64, D], gl.float32, _lanes(D))

@@ -9,6 +9,7 @@ from headrace.kernels.backend import Capabilities
 capabilities = Capabilities(
     name="triton", kernels="the Triton kernels", spoken_of="it", devices=("cuda",), prepared_step=True, graphs=True,
     dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256, int8=True, prepared_int8=True,
+    capped=True,
 )  # fmt: skip
 
 

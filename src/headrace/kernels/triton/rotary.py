@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.qk_rotary import QKRotary
-from headrace.kernels.records import Pool
+from headrace.kernels.records import Pool, QKRotary
 from headrace.kernels.triton import rotary_kernels
 from headrace.kernels.triton.limits import check
 

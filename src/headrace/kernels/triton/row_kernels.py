@@ -17,9 +17,13 @@ import triton.language as tl
 def norm(
     x, part, total, weight, bias, out, width, eps, offset, stride, heads,
     P: tl.constexpr, ADD: tl.constexpr, RMS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each of `heads` stretches of `width` elements of a row of x, rows `stride` apart: out [T, heads, width]. RMS: a
-    root-mean-square norm, else to mean 0 and variance 1. ADD: x and part, both contiguous, are added first: total."""
+    root-mean-square norm, else to mean 0 and variance 1. ADD: x and part, both contiguous, are added first: total.
+    OVERLAPS: a product behind may begin to fetch its weights (product_kernels)."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, P)
     there = d < width
     at = (row * heads + head) * width + d
@@ -44,7 +48,9 @@ def norm(
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """An activation of fp32 numbers. KIND: gelu, gelu_tanh, silu, sigmoid."""
+    """An activation of fp32 numbers. KIND: relu, gelu, gelu_tanh, silu, sigmoid."""
+    if KIND == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     if KIND == "gelu_tanh":
@@ -63,8 +69,12 @@ def gated(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def activate(x, out, stride, width, WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr):
-    """x [T, I], rows `stride` apart, or x = (gate, up) [T, 2 I] if GATED: out [T, I]. width: I."""
+def activate(
+    x, out, stride, width, WIDTH: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """x [T, I], rows `stride` apart, or x = (gate, up) [T, 2 I] if GATED: out [T, I]. width: I. OVERLAPS: see norm."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = d < width
     first = tl.load(x + row * stride + d, mask=there, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
-"""Row-wise operations of the decoder on a GPU whose sums are ours: a row has the same bits at every number of rows.
+"""Norms and activations on a GPU: a row has the same bits at every number of rows.
 
-T: rows, K: inputs, N: outputs, H: width, I: MLP width. Sums are ours because torch's order may depend on the number of
+T: rows, H: width, I: MLP width. Sums are ours because torch's order may depend on the number of
 rows; what is elementwise is ours where that saves a launch.
 """
 
@@ -9,40 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.triton import product_kernels, row_kernels
-from headrace.kernels.triton.attention import processors
+from headrace.kernels.triton import row_kernels
+from headrace.kernels.triton.tiles import overlaps
 
-ROWS = 64
-"""Of a tensor core's product: fewer would be another instruction, with other sums."""
-SEGMENT = 1024
-"""Inputs that are added up together before they are added to the rest: part of the order, as ROWS is."""
 LARGEST_ROW = 1 << 16
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
-    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's type, or fp32 if `wide`."""
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    out = torch.empty(rows, outputs, dtype=torch.float32 if wide else x.dtype, device=x.device)
-    if not rows:
-        return out
-    x = x if x.stride(1) == 1 else x.contiguous()
-    many = rows > 4 * ROWS
-    columns, segments = 128 if many else 64, -(-inputs // SEGMENT)
-    grid = (-(-rows // ROWS), -(-outputs // columns))
-    split = segments > 1 and grid[0] * grid[1] < 2 * processors(x.device)
-    into = torch.empty(segments, rows, outputs, device=x.device) if split else out
-    plain = x.dtype == torch.float32
-    product_kernels.product[(*grid, segments if split else 1)](
-        x, weight, weight if bias is None else bias, into, rows, inputs, outputs, x.stride(0),
-        ROWS=ROWS, COLUMNS=columns, STEP=32 if plain else 64, SEGMENT=SEGMENT, SPLIT=split, BIAS=bias is not None,
-        PRECISION="ieee", num_warps=4, num_stages=2 if plain else 4,
-    )  # fmt: skip
-    if split:
-        elements, width = rows * outputs, 1024
-        product_kernels.add_segments[(-(-elements // width),)](
-            into, weight if bias is None else bias, out, elements, outputs, segments, WIDTH=width, BIAS=bias is not None
-        )
-    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -88,7 +58,7 @@ def _normed(
     row_kernels.norm[(rows, heads)](
         _aligned(parts), added, total, out if weight is None else weight, out if bias is None else bias, out, width,
         eps, offset, parts.stride(0), heads, P=padded, ADD=part is not None, RMS=rms, WEIGHT=weight is not None,
-        BIAS=bias is not None, num_warps=min(16, max(1, padded // 512)),
+        BIAS=bias is not None, OVERLAPS=overlaps(x.device), num_warps=min(16, max(1, padded // 512)),
     )  # fmt: skip
     return total, out
 
@@ -99,7 +69,7 @@ def gated(gate_up: Tensor, gate: str) -> Tensor:
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """f(x) of each element of x [T, I], in fp32. kind: gelu or gelu_tanh."""
+    """f(x) of each element of x [T, I], in fp32. kind: relu, gelu or gelu_tanh."""
     return _activated(x, kind, x.shape[1], gated=False)
 
 
@@ -109,7 +79,7 @@ def _activated(x: Tensor, kind: str, width: int, gated: bool) -> Tensor:
     if rows:
         x = x if x.stride(1) == 1 else x.contiguous()
         row_kernels.activate[(rows, -(-width // block))](
-            x, out, x.stride(0), width, WIDTH=block, KIND=kind, GATED=gated, num_warps=4
+            x, out, x.stride(0), width, WIDTH=block, KIND=kind, GATED=gated, OVERLAPS=overlaps(x.device), num_warps=4
         )
     return out
 

@@ -101,10 +101,7 @@ def run_edges(items: Int32, positions: Int64) -> Int64:
     edge = np.zeros(rows + 1, dtype=bool)
     edge[[0, rows]] = True
     edge[1:rows] = positions[1:] != positions[:-1] + 1
-    edge[items[:, 3]] = True
-    # A chunk of its own begins with the row that writes its first key; any other begins with a sequence.
-    low = items[:, 2]
-    edge[low[items[:, 1] < positions[low]]] = True
+    edge[items[:, 3]] = True  # a sequence's own chunks end with it
     return np.flatnonzero(edge)
 
 

@@ -21,10 +21,10 @@ from triton.runtime.interpreter import GridExecutor
 
 from headrace.kernels import dispatch, ops
 from headrace.kernels.backend import Attend
-from headrace.kernels.qk_rotary import QKRotary
-from headrace.kernels.records import Pool, StepInputs
-from headrace.kernels.triton import attention, rotary
+from headrace.kernels.records import Pool, QKRotary, StepInputs
+from headrace.kernels.triton import agreement, attention, products, rotary
 from headrace.kernels.triton import rows as gpu_rows
+from headrace.kernels.triton.tiles import Tile
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from tests.support.small_decoders import BIASED, PLAIN, model, weights_of
@@ -44,20 +44,124 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("processors", [1, 1 << 20], ids=["whole", "in segments"])
-@pytest.mark.parametrize("size", [(64, 64), (100, 72), (2100, 70), (1100, 130)], ids=str)
-def test_products(size: tuple[int, int], processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_rows, "processors", lambda device: processors)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(100, 72), (300, 130)], ids=str)
+def test_products(size: tuple[int, int], dtype: torch.dtype) -> None:
+    """By every kind of tile: each row is one of many, of some and alone."""
     inputs, outputs = size
-    random = torch.Generator().manual_seed(1)
-    for rows in (0, 1, 65):
-        x = torch.randn(rows, 3, inputs, generator=random)[:, 1]
-        w, bias = torch.randn(outputs, inputs, generator=random), torch.randn(outputs, generator=random)
-        for b in (None, bias):
-            ours = gpu_rows.linear(x, w, b, wide=True)
+    w, bias = drawn(outputs, inputs, seed=2).to(dtype), drawn(outputs, seed=3).to(dtype)
+    for rows in (0, 1, 20, 40, 65):
+        x = drawn(rows, 3, inputs)[:, 1].to(dtype)
+        for b, wide in ((None, False), (bias, True)):
+            ours = products.linear(x, w, b, wide)
             truth = x.double() @ w.double().T + (0.0 if b is None else b.double())
-            assert ours.shape == truth.shape
-            assert ((ours - truth).abs() <= 1e-6 * (x.double().abs() @ w.double().abs().T + 1.0)).all()
+            assert ours.shape == truth.shape and ours.dtype == (torch.float32 if wide else dtype)
+            rounding = 0.0 if ours.dtype == torch.float32 else 2**-10
+            near = 1e-6 * (x.double().abs() @ w.double().abs().T + 1.0) + rounding * truth.abs()
+            assert ((ours.double() - truth).abs() <= near).all()
+
+
+def test_tiles_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are taken: few rows by narrow ones, many by large ones where there are enough of them."""
+    taken: list[Tile] = []
+
+    def product(tile: Tile, *operands: Any) -> None:
+        taken.append(tile)
+
+    monkeypatch.setattr(products, "product", product)
+    monkeypatch.setattr(products, "processors", lambda device: 8)
+    w = torch.zeros(1024, 64, dtype=torch.float16)
+    for rows in (1, 16, 17, 64, 65, 512):
+        products.linear(torch.zeros(rows, 64, dtype=torch.float16), w, None, wide=False)
+    assert taken == [
+        products.FEW[0],
+        products.FEW[0],
+        products.FEW[1],
+        products.FEW[2],
+        products.MANY[1],
+        products.MANY[0],
+    ]
+    products.linear(torch.zeros(512, 64), w.float(), None, wide=False)
+    products.linear(torch.zeros(512, 64).half(), w, None, wide=True)
+    assert taken[-2:] == [products.EXACT, products.MANY[2]]  # blocks are of 16 bits in and out
+
+
+def test_tiles_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU whose instructions add up otherwise all rows go by one kind of tile."""
+    taken: list[Tile] = []
+
+    def product(tile: Tile, x: Tensor, w: Tensor, bias: None, out: Tensor) -> None:
+        taken.append(tile)
+        out.zero_()
+
+    monkeypatch.setattr(products, "product", product)
+    monkeypatch.setattr(products, "agrees", lambda *way: False)
+    for rows in (1, 100, 1000):
+        x = torch.zeros(rows, 64, dtype=torch.float16)
+        products.linear(x, torch.zeros(1024, 64, dtype=torch.float16), None, wide=False)
+        products.gated_linear(x, torch.zeros(1024, 64, dtype=torch.float16), None, "silu")
+    assert taken == 6 * [products.EXACT]
+
+
+def test_numbers_of_rows_at_which_cublas_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in which a single element has another bit is none."""
+
+    def mm(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+        out.copy_(torch.nn.functional.linear(x, w.t()))
+        out[-1, -1] += len(x) == 24
+        return out
+
+    def product(tile: Tile, x: Tensor, w: Tensor, bias: None, out: Tensor) -> None:
+        out.copy_(torch.nn.functional.linear(x, w))
+
+    monkeypatch.setattr(agreement, "SIZES", (16, 24, 32))
+    monkeypatch.setattr(agreement, "product", product)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "mm", mm)
+        assert agreement._compared(16, 64, torch.float64, CPU) == (16, 32)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_gated_products(gate: str) -> None:
+    """In one launch or two: what a product and `gated` make."""
+    w, bias = drawn(2 * 40, 100, seed=2).half(), drawn(2 * 40, seed=3).half()
+    for rows in (0, 1, 20, 65):
+        x = 0.1 * drawn(rows, 100).half()
+        for b in (None, bias):
+            truth = gpu_rows.gated(products.linear(x, w, b, wide=False), gate)
+            assert torch.allclose(products.gated_linear(x, w, b, gate), truth, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu", "gelu_tanh"])
+def test_products_with_an_activation(kind: str) -> None:
+    w, bias = drawn(40, 100, seed=2).half(), drawn(40, seed=3).half()
+    for rows in (0, 1, 65):
+        x = 0.1 * drawn(rows, 100).half()
+        truth = ops.activated_linear(x, w, bias, kind)
+        assert torch.allclose(products.activated_linear(x, w, bias, kind), truth, rtol=2e-3, atol=1e-3)
+
+
+def test_batches_of_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go to cuBLAS in the numbers at which it agrees, the rest by tiles."""
+    asked: list[int] = []
+
+    def mm(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
+        asked.append(len(x))
+        return out.copy_(x @ w)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(products, "cublas_batches", lambda x, w: (128, 512, 1024))
+    x, w = drawn(2700, 8), drawn(12, 8, seed=2)
+    ours = products.linear(x, w, None, wide=False)
+    assert asked == [1024, 1024, 512]  # 140 rows are left
+    assert torch.allclose(ours, x @ w.T, rtol=1e-5, atol=1e-4)
+    for rows, taken in ((640, [512, 128]), (128, [128]), (129, []), (64, [])):
+        asked.clear()
+        products.linear(x[:rows], w, None, wide=False)
+        assert asked == taken
+    products.linear(x[:512], w, drawn(12), wide=False)
+    products.linear(x[:512], w, None, wide=True)
+    assert not asked
 
 
 @pytest.mark.parametrize("shape", [(5, 1024), (7, 6, 80), (0, 64), (3, 100)], ids=str)
@@ -97,10 +201,10 @@ def test_gated(gate: str, width: int) -> None:
     assert torch.allclose(gpu_rows.gated(both, gate), ops.gated(both, gate), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["relu", "gelu", "gelu_tanh"])
 def test_activations(kind: str) -> None:
     x = 2 * drawn(3, 1100)
-    truth = ops.gelu(x, "tanh" if kind == "gelu_tanh" else "none")
+    truth = ops.relu(x) if kind == "relu" else ops.gelu(x, "tanh" if kind == "gelu_tanh" else "none")
     assert torch.allclose(gpu_rows.activate(x, kind), truth, rtol=1e-5, atol=1e-6)
 
 
@@ -112,7 +216,7 @@ def test_rotation(heads: int, kv_heads: int, dim: int, turned: int, normed: bool
     projected = drawn(rows, 2 * count, dim)[:, :count]
     norms = (drawn(dim, seed=2), drawn(dim, seed=3)) if normed else (None, None)
     turn = drawn(rows, turned + 6, seed=4)[:, 4 : turned + 4] if turned else None
-    how = QKRotary(heads, kv_heads, turn, *norms, eps=1e-5, offset=1.0)
+    how = QKRotary(ops.rotated_heads, heads, kv_heads, turn, *norms, eps=1e-5, offset=1.0)
     q, k, v = rotary.rotate(projected, how)
     for ours, truth in zip((q, k, v), how(projected), strict=True):
         assert torch.allclose(ours, truth, rtol=1e-5, atol=BOUND)
@@ -185,6 +289,8 @@ MODELS = {
     "neox": model(**PLAIN | BIASED | dict(block="parallel", mlp_norm=True, rotary=8)),
     "gemma": model(norm_offset=1.0, activation="gelu_tanh"),
 }
+MORE = {"neox": 1}
+"""Launches beyond those of a Llama: a parallel block adds what attention and the MLP make."""
 
 
 def entered(name: str) -> tuple[Decoder, StepOfThree, Tensor, Tensor | None]:
@@ -197,16 +303,16 @@ def entered(name: str) -> tuple[Decoder, StepOfThree, Tensor, Tensor | None]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_launches_of_a_layer(name: str, as_on_a_gpu: None, launches: list[str]) -> None:
-    """At most 10 of a layer whose rows are walked in one round, attention included."""
+    """8, where rows are walked in one round: a merge of spans and a further round are 10."""
     decoder, attend, x, turns = entered(name)
     launches.clear()
     decoder.first(1).layers(x, turns, attend)
     first = len(launches)
     decoder.layers(x, turns, attend)
-    assert len(launches) - 2 * first <= 10, launches
+    assert len(launches) - 2 * first == 8 + MORE.get(name, 0), launches
 
 
-@pytest.mark.parametrize("name", ["qwen3", "neox"])
+@pytest.mark.parametrize("name", ["qwen3", "neox", "opt"])
 def test_a_layer_in_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is fused is what torch makes of the layer one operation at a time."""
     decoder, attend, x, turns = entered(name)

@@ -1,0 +1,49 @@
+"""How much of a GPU's memory the KV cache may take: what is left beside the weights and the largest step."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from headrace.attention.execute import PlanAttention
+from headrace.attention.plan import Span, build
+from headrace.device import current
+from headrace.engine.footprint import gib
+from headrace.host import GIB
+from headrace.kernels.backend import backend_of
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import Decoder, TokenBatch
+from headrace.types import chunks_for
+
+log = logging.getLogger(__name__)
+
+SPARE_SHARE, SPARE_BYTES = 10, GIB
+"""Left free: a tenth of what is free beside the weights, at least 1 GiB. Recorded steps, states of attention and what
+torch cuts its memory into lie there."""
+
+
+def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> int:
+    """Bytes that the KV cache may have, beside a step of `rows` rows from `drawn` of which tokens are drawn."""
+    device = current()
+    free = device.free_memory()
+    step = device.peak_memory(lambda: largest_step(decoder, backend, rows, drawn))
+    left = free - step - max(free // SPARE_SHARE, SPARE_BYTES)
+    log.info("%s free beside the weights, %s of them for a step of %d tokens", gib(free), gib(step), rows)
+    return max(0, left)
+
+
+@torch.inference_mode()
+def largest_step(decoder: Decoder, backend: str, rows: int, drawn: int) -> None:
+    """Computes the first `rows` tokens of a sequence, in memory of its own."""
+    spec = decoder.config.attention
+    slots = chunks_for(rows)
+    storage = KVStorage(spec, slots, decoder.dtype, device=decoder.device)
+    plan = build([Span(np.arange(slots, dtype=np.int32), 0, rows)])
+    attend = PlanAttention(plan, storage, spec, backend_of(backend), decoder.key_bias, decoder.sinks)
+    positions = torch.from_numpy(plan.positions)
+    lengths = torch.full_like(positions, rows) if decoder.config.rope_depends_on_length else None
+    hidden = decoder.forward(TokenBatch(torch.zeros_like(positions), positions, lengths), attend)
+    if decoder.config.head:
+        decoder.logits(hidden[-drawn:])

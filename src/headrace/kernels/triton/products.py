@@ -1,0 +1,92 @@
+"""Products with weights on a GPU: a row has the same bits at every number of rows.
+
+T: rows, K: inputs, N: outputs, I: MLP width. Tiles for few rows keep many reads of weights under way; many rows go by
+cuBLAS where it gives the same bits, and by large tiles elsewhere. What does is told by `agreement`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.triton import rows as gpu_rows
+from headrace.kernels.triton.agreement import BATCH, agrees, cublas_batches
+from headrace.kernels.triton.attention import processors
+from headrace.kernels.triton.tiles import EXACT, Tile, product, takes_blocks
+
+FEW = (Tile(16, 32, 256, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 128, 4, 5))
+GATED = (Tile(16, 16, 256, 4, 4), Tile(32, 32, 128, 4, 4), Tile(64, 32, 128, 4, 4))
+"""Of up to so many rows, for plain products and for gates with what they let through."""
+MANY = (
+    Tile(128, 256, 64, 8, 3, blocks=True),
+    Tile(128, 128, 64, 4, 4, blocks=True),
+    Tile(128, 128, 64, 8, 3),
+    EXACT,
+)
+"""Of more rows of 16 bits, the largest first: those of which there are enough for the multiprocessors are taken."""
+ENOUGH = 0.75
+"""Tiles for each multiprocessor."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
+    """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's type, or fp32 if `wide`."""
+    out = torch.empty(len(x), len(weight), dtype=torch.float32 if wide else x.dtype, device=x.device)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    done = 0
+    if len(x) > FEW[-1].rows and bias is None and not wide:
+        batches = cublas_batches(x, weight)
+        # A rest of few rows reads all weights again: small batches are taken for the last rows only.
+        while fitting := [rows for rows in batches if BATCH <= rows <= len(x) - done or rows == len(x) - done]:
+            torch.mm(x[done : done + fitting[-1]], weight.t(), out=out[done : done + fitting[-1]])
+            done += fitting[-1]
+    if done < len(x):
+        rest, into = x[done:], out[done:]
+        product(_tile(rest, weight, into), rest, weight, bias, into)
+    return out
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
+    """f(gate) * up for x [T, K] times weight [2 I, K] transposed, plus bias [2 I], = (gate, up): [T, I]. To the bits of
+    `linear` and rows.gated, in one launch where rows are few. gate: as in ops.gated_linear."""
+    out = _activated(GATED, x, weight, bias, gate, gated=True)
+    return gpu_rows.gated(linear(x, weight, bias, wide=False), gate) if out is None else out
+
+
+def activated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """f of `linear`: [T, N]. To the bits of that and rows.activate, in one launch where rows are few. kind: relu, gelu
+    or gelu_tanh."""
+    out = _activated(FEW, x, weight, bias, kind, gated=False)
+    return gpu_rows.activate(linear(x, weight, bias, wide=False), kind) if out is None else out
+
+
+def _activated(
+    tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, gated: bool
+) -> Tensor | None:
+    """The product with its activation; None where none of the tiles takes so many rows, or agrees."""
+    for tile in tiles:
+        if 0 < len(x) <= tile.rows and agrees(tile, x.dtype, x.device, kind, gated):
+            out = torch.empty(len(x), len(weight) // (1 + gated), dtype=x.dtype, device=x.device)
+            product(tile, x if x.stride(1) == 1 else x.contiguous(), weight, bias, out, kind, gated)
+            return out
+    return None
+
+
+def prepare(weight: Tensor) -> Tensor:
+    """The weight, once all ways to multiply by it have been compared: so that no step does, nor any recorded one."""
+    for tile in (*FEW, *(MANY if weight.element_size() == 2 else ())):
+        agrees(tile, weight.dtype, weight.device)
+    cublas_batches(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device), weight)
+    return weight
+
+
+def _tile(x: Tensor, weight: Tensor, out: Tensor) -> Tile:
+    """The tiles for these rows."""
+    for tile in FEW:
+        if len(x) <= tile.rows and agrees(tile, x.dtype, x.device):
+            return tile
+    wanted, blocks = ENOUGH * processors(x.device), takes_blocks(x, weight, out)
+    for tile in MANY if x.element_size() == 2 else ():
+        count = -(-len(x) // tile.rows) * -(-len(weight) // tile.columns)
+        if count >= wanted and (blocks or not tile.blocks) and agrees(tile, x.dtype, x.device):
+            return tile
+    return EXACT

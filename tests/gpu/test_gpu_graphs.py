@@ -1,0 +1,47 @@
+"""Replayed steps on a GPU: the bits of eager ones, whatever graph they take. `make gpu-check` runs these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace import LLM
+from headrace.engine.graphs import CudaGraphs
+from headrace.engine.runner import Runner
+from tests.support.traces import alone, prompts_of, run, same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def engine(**settings: object) -> LLM:
+    return LLM("tiny", **{"dtype": "bfloat16", "kv_cache_tokens": 40_000, "attention_backend": "triton", **settings})
+
+
+def runner_of(llm: LLM) -> Runner:
+    runner = llm.engine.loaded.executor
+    assert isinstance(runner, Runner) and isinstance(runner.decoding, CudaGraphs)
+    return runner
+
+
+def test_replayed_is_the_same_as_eager() -> None:
+    """Sixteen sequences of uneven lengths, in graphs of sixteen rows and, alone, of one."""
+    llm = engine(max_sequences=16)
+    prompts, runner = prompts_of(llm), runner_of(llm)
+    graphs = runner.decoding
+    together, apart = run(llm, prompts), alone(llm)
+    stats = llm.engine.stats().graphs
+    assert stats.replayed > 100 and stats.eager == 0
+    runner.decoding = runner.eager
+    llm.engine.cache.tree.clear()
+    eager = run(llm, prompts)
+    runner.decoding = graphs
+    same(together, eager)
+    same(apart, eager)
+
+
+def test_the_pool_leaves_room() -> None:
+    """For the largest step, beside all that was recorded."""
+    llm = engine(kv_cache_tokens=None, max_sequences=4)
+    assert llm.config.scheduler.max_batch_tokens == 8192
+    assert torch.cuda.mem_get_info()[0] > 1 << 29
+    run(llm, prompts_of(llm)[:4])
