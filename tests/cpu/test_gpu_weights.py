@@ -20,6 +20,8 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
 
+from triton.runtime.errors import OutOfResources
+
 from headrace.config import Quantization
 from headrace.kernels import dispatch
 from headrace.kernels import experts as truth_of
@@ -89,6 +91,28 @@ def test_inputs_in_segments(scheme: Quantization, few: int, monkeypatch: pytest.
 def test_segments_go_by_the_weight_alone() -> None:
     shapes = [(4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (128256, 4096)]
     assert [weights.segments_of(shape) for shape in shapes] == [8, 1, 8, 2, 1]
+
+
+def test_tiles_of_other_bits_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, small, medium, large, largest = weights.TILES
+
+    def run(tile: weights.Tile) -> Tensor:
+        if tile == largest:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return torch.full((2,), 1.0 if tile == medium else 0.0)
+
+    agreed = weights.alike(run)
+    assert agreed == (weights.EXACT, small, large)
+    monkeypatch.setattr(weights, "agreeing", lambda device, plain: agreed)
+    taken = [weights.tile_for(rows, torch.bfloat16, CPU, plain=False) for rows in (1, 16, 17, 40, 90, 2000)]
+    assert taken == [weights.EXACT, weights.EXACT, small, small, large, large]
+
+
+def test_tiles_by_the_number_of_rows() -> None:
+    taken = [weights.tile_for(rows, torch.bfloat16, CPU, plain=False).rows for rows in (1, 16, 17, 33, 65, 300, 512)]
+    assert taken == [16, 16, 32, 64, 128, 128, 256]
+    assert weights.tile_for(2000, torch.bfloat16, CPU, plain=False, segments=2).rows == 128  # two sums are under way
+    assert weights.tile_for(2000, torch.float32, CPU, plain=False) == weights.NUMBERS
 
 
 def test_inputs_in_an_order_of_their_own() -> None:

@@ -45,7 +45,7 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
         if dispatch.on_gpu(weight):
-            return gpu_weights.GpuQuantized(rounded, weight.device)
+            return gpu_weights.pack(rounded, weight.device)
         return quantized.Quantized(rounded, gated) if dispatch.native(weight) else rounded.dequantised(weight.dtype)
     if dispatch.on_gpu(weight):
         from headrace.kernels.triton import products

@@ -118,9 +118,11 @@ class StoredPacking:
         parts = matrix.read()
         reason = gpu_weights.obstacle(parts, expert_of(name) is not None)
         if reason is None:
-            return gpu_weights.pack_parts(parts, self.dtype, self.device)
-        widened[reason] = widened.get(reason, 0) + self._size(matrix)
-        return matrix.numbers(self.dtype).to(self.device)
+            weight = gpu_weights.pack_parts(parts, self.dtype, self.device)
+        else:
+            widened[reason] = widened.get(reason, 0) + self._size(matrix)
+            weight = matrix.numbers(self.dtype).to(self.device)
+        return ops.pack(weight) if isinstance(weight, Tensor) else weight
 
     def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
         if len(parts) == 1 and isinstance(parts[0], Tensor):

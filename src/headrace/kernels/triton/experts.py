@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.triton import weight_kernels
-from headrace.kernels.triton.weights import MAGIC, GpuQuantized, constants, operands, tile_for
+from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
 
 COUNTED = 4096
 """Pairs at most that are arranged by one launch, each of which is compared with all; more are sorted."""
@@ -79,11 +79,13 @@ class GpuExperts:
         if len(each) < len(weights) or len({_form(weight) for weight in each}) > 1:
             raise ValueError("the experts of a layer differ in their formats, and a GPU multiplies them together")
         self.first, self.count, self.biased = each[0], len(each), biases is not None
+        self.plain = isinstance(self.first, Tensor)
         self.operands = [operands(weight, None if biases is None else biases[e]) for e, weight in enumerate(each)]
         rows = [[tensor.data_ptr() for tensor in each] for each in self.operands]
         if any(address % 16 for row in rows for address in row):
             raise ValueError("the matrices of experts lie at multiples of 16 bytes on a GPU")
         self.table = torch.tensor(rows, dtype=torch.int64, device=self.operands[0][0].device)
+        agreeing(self.table.device, self.plain)
 
     def __call__(self, x: Tensor, routes: GpuRoutes, sent: bool) -> Tensor:
         """Of each pair the product of its row with its expert's matrix: [M, N]. x [M, K], a row for each pair, or, if
@@ -94,7 +96,7 @@ class GpuExperts:
         if not pairs:
             return out
         x = x if x.stride(1) == 1 else x.contiguous()
-        tile = tile_for(-(-pairs // experts), x.dtype, x.device, isinstance(self.first, Tensor))
+        tile = tile_for(-(-pairs // experts), x.dtype, x.device, self.plain)
         weight, scales, offsets, bias = self.operands[0]
         grid = (pairs // tile.rows + min(experts, pairs), -(-outputs // tile.columns))
         weight_kernels.product[grid](

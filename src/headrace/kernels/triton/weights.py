@@ -5,7 +5,8 @@ T: rows, K: inputs, N: outputs, G: inputs under one scale. Imports no triton unt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from headrace.kernels.formats import Coded
 from headrace.kernels.quantized import Rounded
+
+log = logging.getLogger(__name__)
 
 Codes = Literal["int8", "int4", "uint4", "e2m1", "e4m3", "plain"]
 """What a byte, or half of one, stands for; plain: weights are numbers."""
@@ -128,17 +131,23 @@ class GpuParts:
 GpuWeight = GpuQuantized | GpuParts
 
 
+def pack(coded: Coded, device: torch.device) -> GpuQuantized:
+    """A weight in a GPU's memory, which is asked here which tiles it may take: while a step is recorded it cannot be.
+    Raises ValueError where it has an `obstacle`."""
+    agreeing(device, plain=False)
+    return GpuQuantized(coded, device)
+
+
 def pack_parts(parts: Sequence[Tensor | Coded], dtype: torch.dtype, device: torch.device) -> Tensor | GpuWeight:
     """A weight whose outputs a file holds in parts, as codes or as numbers, in a GPU's memory: codes as they are,
     numbers in `dtype`. Raises ValueError where codes have an `obstacle`."""
     first, *others = parts
     if isinstance(first, Coded) and all(isinstance(other, Coded) and first.alike(other) for other in others):
         rest = [other for other in others if isinstance(other, Coded)]
-        return GpuQuantized(first.joined(rest) if rest else first, device)
+        return pack(first.joined(rest) if rest else first, device)
     if any(isinstance(part, Coded) for part in parts):
-        return GpuParts(
-            [GpuQuantized(part, device) if isinstance(part, Coded) else part.to(device, dtype) for part in parts]
-        )
+        agreeing(device, plain=True)
+        return GpuParts([pack(part, device) if isinstance(part, Coded) else part.to(device, dtype) for part in parts])
     return torch.cat([part for part in parts if isinstance(part, Tensor)]).to(device, dtype)
 
 
@@ -186,20 +195,34 @@ def agreeing(device: torch.device, plain: bool) -> tuple[Tile, ...]:
     itself. In Triton's interpreter all do."""
     if device.type != "cuda":
         return TILES
-    from triton.runtime.errors import OutOfResources
-
     generator = torch.Generator(device).manual_seed(1)
     x, numbers = (torch.randn(rows, 1024, generator=generator, device=device).bfloat16() for rows in (300, 256))
     weight = numbers if plain else GpuQuantized(Rounded(numbers, "int8"), device)
-    outs = []
-    for tile in TILES:
+
+    def run(tile: Tile) -> Tensor:
         out = torch.empty(300, 256, device=device)
+        _launch(tile, x, weight, None, out, 1)
+        return out
+
+    return alike(run)
+
+
+def alike(run: Callable[[Tile], Tensor]) -> tuple[Tile, ...]:
+    """The tiles whose results are those of EXACT, without those that the GPU has no room for."""
+    from triton.runtime.errors import OutOfResources
+
+    exact, found = run(EXACT), []
+    for tile in TILES:
         try:
-            _launch(tile, x, weight, None, out, 1)
-        except OutOfResources:
+            same = torch.equal(run(tile), exact)
+        except OutOfResources as error:
+            log.info("%s is too large for this GPU: %s", tile, error)
             continue
-        outs.append((tile, out))
-    return tuple(tile for tile, out in outs if torch.equal(out, outs[0][1]))
+        if same:
+            found.append(tile)
+        else:
+            log.warning("%s gives other bits on this GPU, and is left alone", tile)
+    return tuple(found)
 
 
 def constants(weight: GpuQuantized | Tensor, tile: Tile) -> dict[str, Any]:
