@@ -187,11 +187,6 @@ def test_what_is_refused() -> None:
         limits.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
         limits.check(torch.int8, 64)
-    x = torch.empty(1, 1, 16)
-    with pytest.raises(ValueError, match="int8"):
-        attention.append(Pool(x, x, k_scale=x), x, x, x, x)
-    with pytest.raises(ValueError, match="int8"):
-        attention.attend(x, Pool(x, x, v_scale=x), Mask(x, x, scale=1.0))
 
 
 @pytest.mark.matrix

@@ -101,5 +101,14 @@ def test_more_than_two_to_the_31_elements(beyond: Callable[[], Row]) -> None:
         pytest.skip(str(why))
 
 
+def test_keys_and_values_in_int8() -> None:
+    int8 = engine(kv_cache_dtype="int8")
+    prompts, truth = prompts_of(int8), alone(int8)
+    int8.engine.cache.tree.clear()
+    same(run(int8, prompts), truth)
+    same(run(engine(kv_cache_dtype="int8", max_batch_tokens=96), prompts), truth)
+    same(run(engine(kv_cache_dtype="int8", enable_prefix_caching=False), prompts), truth)
+
+
 def test_capacity_comes_from_the_gpu() -> None:
     assert LLM("tiny", attention_backend="triton").capacity.backend == "triton"

@@ -48,6 +48,23 @@ def test_reference(shape: tuple[int, int, int], tree: str, dtype: torch.dtype, w
             assert (ours.float() - truth.float()).abs().max() < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_int8_pools(shape: tuple[int, int, int], dtype: torch.dtype, way: str, cuda: torch.device) -> None:
+    """Near the reference; and a row has the same bits beside others as alone."""
+    from headrace.kernels.triton import backend
+
+    testbed = PoolTestbed(TREES["shared"], shape, dtype, apart=False)
+    pool = testbed.int8()
+    there = Pool(*(each.cuda() for each in pool.tensors))
+    rows = ends(testbed, 3)
+    together = testbed.attend(rows, backend, "cuda", there)
+    for ours, truth in zip(together, testbed.attend(rows, reference, "cpu", pool), strict=True):
+        assert (ours.float() - truth.float()).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
+    for row, ours in zip(rows, together, strict=True):
+        assert torch.equal(testbed.attend([row], backend, "cuda", there)[0], ours)
+
+
 @pytest.mark.parametrize("window", [1, 40, 100, 600])
 @pytest.mark.parametrize("biased", [False, True])
 def test_windows_and_bias(window: int, biased: bool, way: str, cuda: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,29 @@ class PoolTestbed:
             self.tables.append(table)
             self.tokens.append((q, k, v))
 
-    def attend(self, rows: list[tuple[int, int, int]], kernels: Any, device: str, **others: Any) -> list[Tensor]:
-        """rows: (sequence, first position, count). Returns the attention of each."""
+    def int8(self) -> Pool:
+        """The same rounded to int8. Scales of what nobody has written are NaN."""
+        slots, kv_heads, dim, _ = self.k.shape
+
+        def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return torch.full(tuple(shape), 77 if dtype == torch.int8 else float("nan"), dtype=dtype)
+
+        pool = Pool.make(slots, kv_heads, dim, torch.int8, room)
+        for table, (_, k, v) in zip(self.tables, self.tokens, strict=True):
+            at = torch.arange(len(k))
+            reference.append(pool, k, v, torch.from_numpy(table)[at // CHUNK], (at % CHUNK).int())
+        return pool
+
+    def attend(
+        self, rows: list[tuple[int, int, int]], kernels: Any, device: str, pool: Pool | None = None, **others: Any
+    ) -> list[Tensor]:
+        """rows: (sequence, first position, count). Returns the attention of each. pool: instead of the own one."""
         spans = [planning.Span(self.tables[s][: -(-(at + n) // CHUNK)], at, n) for s, at, n in rows]
         order = planning.batch_order([span.slots for span in spans])
         plan = planning.build([spans[i] for i in order])
         q = torch.cat([self.tokens[rows[i][0]][0][rows[i][1] : rows[i][1] + rows[i][2]] for i in order]).to(device)
-        pool = Pool(*(x.nan_to_num() if kernels is reference else x.to(device) for x in (self.k, self.v)))
+        if pool is None:
+            pool = Pool(*(x.nan_to_num() if kernels is reference else x.to(device) for x in (self.k, self.v)))
         items = torch.from_numpy(plan.items_within(others.get("window")))
         mask = Mask(items, torch.from_numpy(plan.positions), scale=q.shape[-1] ** -0.5, **others)
         out: Tensor = kernels.attend(q, pool, mask)

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from headrace.engine import messages, preflight, process, worker
 from headrace.engine.capacity import model_folder
 from headrace.host import told_signal
 from headrace.models.plain_config import plain_config
-from headrace.models.spec import ExpertsSpec
 
 pytestmark = pytest.mark.unit
 
@@ -32,12 +30,12 @@ def test_a_disk_with_less_room_is_told_of(tmp_path: Path, caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_experts_run_on_no_gpu() -> None:
-    experts = ExpertsSpec(4, 2, 64, True, (True,) * 2)
-    model = replace(plain_config(model_folder("tiny")), experts=experts)
-    with pytest.raises(ValueError, match="ForCausalLM has experts, which run on the CPU; use 'auto'"):
-        preflight.check_fit(EngineConfig(attention_backend="triton"), model)
-    preflight.check_fit(EngineConfig(), model)
+def test_rows_are_not_rounded_on_a_gpu() -> None:
+    model = plain_config(model_folder("tiny"))
+    with pytest.raises(ValueError, match=r"quantization w8a8: .* round rows, .*; use int8"):
+        preflight.check_fit(EngineConfig(attention_backend="triton", quantization="w8a8"), model)
+    preflight.check_fit(EngineConfig(attention_backend="triton", quantization="int8"), model)
+    preflight.check_fit(EngineConfig(quantization="w8a8"), model)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ class PlanAttention(Attend):
 
     def _step(self, shape: tuple[int, int]) -> PreparedStep | None:
         """append and attend in one call, prepared once for all layers of a shape, where the backend has that."""
-        if not self.kernels.capabilities.prepared_step or self.storage.dtype == torch.int8:
+        can = self.kernels.capabilities
+        if not (can.prepared_int8 if self.storage.dtype == torch.int8 else can.prepared_step):
             return None
         return self.kernels.prepare(replace(self.inputs, shape=(self.storage.slots, *shape)))
 

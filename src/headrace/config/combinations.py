@@ -114,7 +114,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
       for tier in (*KINDS, "activations")),
     *(Exclusion("speculation", way, "drafts are verified where KV lies in the pool") for way in STREAMED),
     *(Exclusion("gpu", other, "it works on the CPU only") for other in
-      ("context", "tensor", "weights", "int8_kv", "quantised")),
+      ("context", "tensor", "weights")),
 )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ class CudaGraphs:
         length = min(config.max_model_len, storage.slots * CHUNK)
         sizes = GraphSizes(
             self.sizes[-1], length, frozenset(spec.windows), spec.heads, (storage.slots, *spec.shape(0)), storage.dtype,
-            spec.scale, spec.score_cap,
+            decoder.dtype, spec.scale, spec.score_cap,
         )  # fmt: skip
         self.step = backend.graph_step(sizes, decoder.key_bias)
         rope = decoder.rope

@@ -366,7 +366,8 @@ def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -
     tokens = config.cache.tokens or 0
     if not config.model.on_gpu:
         return
-    free, weights = current().free_memory(), weight_bytes(model, compute_type(model, config.model.dtype))
+    free, asked = current().free_memory(), config.model
+    weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization)
     if tokens * bytes_per_token > free - weights:
         raise ValueError(
             f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU, "

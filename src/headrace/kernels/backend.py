@@ -33,8 +33,9 @@ class Capabilities:
 
     devices: types of torch devices, none: any; dtypes: those computed in, none: any; int8: whether keys and values may
     be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend;
-    prepared_step: whether `prepare` gives a step, for pools of the rows' own type, and all_layers, whether that has
-    `over`; graphs: whether steps are recorded as CUDA graphs; automatic: whether 'auto' may choose it.
+    prepared_step: whether `prepare` gives a step, for pools of the rows' own type, prepared_int8, whether for those of
+    int8, and all_layers, whether it has `over`; graphs: whether steps are recorded as CUDA graphs; automatic: whether
+    'auto' may choose it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Capabilities:
     capped: bool = False
     pieces: bool = False
     prepared_step: bool = False
+    prepared_int8: bool = False
     all_layers: bool = False
     graphs: bool = False
     largest_head: int | None = None
@@ -124,7 +126,8 @@ class PreparedStep(LayerStep, Protocol):
 class GraphSizes(NamedTuple):
     """What steps that replay graphs have at most: rows, and positions below `length`; and what they have in common.
 
-    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, cap: see Mask.
+    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of
+    rows; scale, cap: see Mask.
     """
 
     rows: int
@@ -133,6 +136,7 @@ class GraphSizes(NamedTuple):
     heads: int
     shape: tuple[int, int, int]
     dtype: torch.dtype
+    computed: torch.dtype
     scale: float
     cap: float | None = None
 

@@ -21,6 +21,7 @@ from headrace.kernels.experts import OUTSIDE, OutsideColumn
 from headrace.kernels.extension import address, check, require
 from headrace.kernels.gated_delta import DeltaWeights, Recur, check_weights, fits_cpp
 from headrace.kernels.ops import Weight
+from headrace.kernels.triton.weights import GpuWeight
 
 if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
@@ -104,7 +105,7 @@ def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype, recurrent: Recu
     choice = dispatch.layer_choice()
     if choice.implementation != "cpu":
         return choice.reason
-    loose = {name for each in layers for name, weight in each.matrices.items() if isinstance(weight, Tensor)}
+    loose = {name for each in layers for name, w in each.matrices.items() if isinstance(w, Tensor | GpuWeight)}
     if loose:
         return f"not packed: {', '.join(sorted(loose)[:8])}"
     if recurrent is not None and not fits_cpp(recurrent):
@@ -338,7 +339,7 @@ def matrix_of(
 ) -> native.Matrix:
     """The outputs of a matrix of this shape from `first` on, as C++ takes it."""
     weight = matrices[f"{name}.weight"]
-    if isinstance(weight, Tensor) or weight.shape != shape:
+    if isinstance(weight, Tensor | GpuWeight) or weight.shape != shape:
         raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
     return weight.outputs_from(first).matrix(_vector(weights, f"{name}.bias", shape[0], first))
 

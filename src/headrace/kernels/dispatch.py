@@ -144,6 +144,7 @@ def reasons(gpu: bool = False) -> dict[str, str]:
     if not gpu:
         return {name: str(choice) for name, choice in table().items()}
     ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own, one launch")
+    ours |= {f"linear_{scheme}": "triton: codes are widened as they are multiplied" for scheme in ("int8", "int4")}
     return (
         {name: "torch: one row or element at a time" for name in NATIVE_OPS}
         | ours

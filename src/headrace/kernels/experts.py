@@ -7,9 +7,10 @@ one order of sums for every number of rows, and what a row's experts make is add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -146,6 +147,27 @@ def gated_linear(
     """f(gate) * up of `linear` with weights [2 I, K] = (gate, up): [M, I]. gate: as in ops.gated_linear."""
     out = linear(x, weights, begin, gate, biases)
     return out if not isinstance(weights[0], Tensor) and weights[0].gated else ops.gated(out, gate)
+
+
+Mixture = Callable[[Tensor, Tensor], Tensor]
+"""What the experts of a layer make of x [T, H] by the router's logits fp32 [T, E]: [T, H]."""
+
+
+def mixture(
+    ups: Sequence[ops.Weight],
+    up_biases: Sequence[Tensor] | None,
+    downs: Sequence[ops.Weight],
+    down_biases: Sequence[Tensor] | None,
+    gate: str,
+    chosen: int,
+    normalised: bool,
+) -> Mixture:
+    """All of it at once for experts in a GPU's memory, of which those of one name are in one form: ValueError
+    otherwise. The other arguments are those of `gated_linear` and `route`."""
+    from headrace.kernels.triton import experts as gpu
+
+    up, down = (gpu.GpuExperts(*each) for each in ((ups, up_biases), (downs, down_biases)))
+    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), chosen, normalised)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:

@@ -19,6 +19,7 @@ from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, quantized
 from headrace.kernels.formats import Coded
 from headrace.kernels.records import QKRotary
+from headrace.kernels.triton import weights as gpu_weights
 
 SLICE = 32
 """Rows that torch's CPU product always gets: it chooses the order in which it adds up by their number."""
@@ -26,14 +27,15 @@ SLICE = 32
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of `swiglu_oai_mul`; in C++ csrc/isa/simd.h has them."""
 
-Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts
+Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts | gpu_weights.GpuWeight
 
 
 def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = False) -> Weight:
     """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself.
 
-    Quantised where that is asked for. Without the C++ kernels a tensor of the rounded values takes its place, in the
-    weight's own type. Raises ValueError for a matrix that cannot be quantised so, and for w8a8 without them.
+    Quantised where that is asked for. Without the C++ kernels, and off a GPU, a tensor of the rounded values takes its
+    place, in the weight's own type. Raises ValueError for a matrix that cannot be quantised so, and for w8a8 without
+    the C++ kernels.
 
     gated: half of the outputs are gates of the others, and `gated_linear` will multiply.
     """
@@ -42,6 +44,8 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
         raise ValueError("quantization w8a8 needs the C++ kernels, which round rows as they multiply; use int8")
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
+        if dispatch.on_gpu(weight):
+            return gpu_weights.pack(rounded, weight.device)
         return quantized.Quantized(rounded, gated) if dispatch.native(weight) else rounded.dequantised(weight.dtype)
     if dispatch.on_gpu(weight):
         from headrace.kernels.triton import products
@@ -73,6 +77,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
         return cpu.linear(x, weight, bias, wide)
     if isinstance(weight, quantized.Quantized | quantized.Parts):
         return quantized.linear(x, weight, bias, wide)
+    if isinstance(weight, gpu_weights.GpuWeight):
+        return gpu_weights.linear(x, weight, bias, wide)
     if dispatch.on_gpu(x):
         from headrace.kernels.triton import products
 
@@ -89,6 +95,7 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: st
     if not isinstance(weight, Tensor) and weight.gated:
         if isinstance(weight, cpu.Packed):
             return cpu.linear(x, weight, bias, gate=gate)
+        assert isinstance(weight, quantized.Quantized)
         return quantized.linear(x, weight, bias, gate=gate)
     if isinstance(weight, Tensor) and dispatch.on_gpu(x):
         from headrace.kernels.triton import products
@@ -119,7 +126,9 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
     """
     if isinstance(weight, Tensor) and dispatch.on_gpu(weight):
         return weight[first:]
-    if isinstance(weight, Tensor) or (isinstance(weight, quantized.Parts) and not weight.begins_block(first)):
+    if isinstance(weight, Tensor | gpu_weights.GpuWeight):
+        return None
+    if isinstance(weight, quantized.Parts) and not weight.begins_block(first):
         return None
     return (
         None

@@ -29,7 +29,7 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.layers import Layer, OneByOne, Weights, norm
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
-from headrace.models.packing import HEAD, ExpertsPlace, StoredPacking, pack_all
+from headrace.models.packing import HEAD, ExpertsPlace, StoredPacking, multiplied, pack_all
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import refuse_rounding
@@ -88,7 +88,7 @@ class Decoder:
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
-        self.matrices = pack_all(weights, quantization, config.gated, packed)
+        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device)
         packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside)
         self.matrices |= packing.all_of(stored or {}, packed)
         self.outside = outside
@@ -336,7 +336,8 @@ def load_decoder(
     share, later = _share(config, tensor), outside is not None
     weights = load_weights(Path(folder), config, compute, progress, share, stored, experts_later=later)
     if device is not None and device.type != "cpu":
-        weights = {name: w.to(device) for name, w in weights.items()}
+        one_by_one = set(multiplied(weights))  # moved as they are packed
+        weights = {name: w if name in one_by_one else w.to(device) for name, w in weights.items()}
     decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside)
     del weights, stored
     give_back()

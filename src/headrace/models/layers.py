@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from headrace.kernels import block, experts, ops
+from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.records import QKRotary
@@ -43,6 +43,7 @@ class Layer:
         self.place = config.place(index)
         self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
         self.experts = config.experts_of(index)
+        self.mixture = self._mixture(self.experts)
 
     def __call__(
         self,
@@ -171,7 +172,10 @@ class Layer:
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
         logits = ops.linear(x, self.matrices["router.weight"], self.weights.get("router.bias"), wide=True)
-        met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
+        if self.mixture is not None:
+            met = self.mixture(x, logits)
+        else:
+            met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
         return met + self._met_by_all(x, spec) if spec.shared else met
 
     def _sent(self, x: Tensor, routes: experts.Routes, spec: ExpertsSpec) -> Tensor:
@@ -183,6 +187,14 @@ class Layer:
         inner = experts.gated_linear(chosen, ups, routes.begin, self.config.activation, up_biases)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)
         return experts.combine(made, routes)
+
+    def _mixture(self, spec: ExpertsSpec | None) -> experts.Mixture | None:
+        """All experts of the layer as one, on a GPU."""
+        router = self.matrices.get("router.weight")
+        if spec is None or not isinstance(router, Tensor) or not dispatch.on_gpu(router):
+            return None
+        parts = (*self._of_experts("up", spec), *self._of_experts("down", spec))
+        return experts.mixture(*parts, self.config.activation, spec.chosen, spec.normalised)
 
     def _of_experts(self, part: str, spec: ExpertsSpec) -> tuple[list[ops.Weight], list[Tensor] | None]:
         """Matrices of that name, and their biases if they have any."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from torch import Tensor
 from headrace.config import Quantization
 from headrace.kernels import ops
 from headrace.kernels.formats import Coded
+from headrace.kernels.triton import weights as gpu_weights
 from headrace.models.layers import Matrices, Weights
 from headrace.models.sizes import LOOKED_UP
 from headrace.models.spec import expert_of, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix
 from headrace.stats import ExpertStats
+
+log = logging.getLogger(__name__)
 
 HEAD = "head.weight"
 
@@ -35,14 +39,23 @@ class ExpertsPlace(Protocol):
     def stats(self) -> ExpertStats: ...
 
 
-def pack_all(weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None) -> Matrices:
-    """All weights that rows are multiplied by. What is packed leaves `weights`: memory never holds all twice."""
-    names = [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
+def multiplied(weights: Weights) -> list[str]:
+    """Names of those that rows are multiplied by."""
+    return [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
+
+
+def pack_all(
+    weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None, device: torch.device
+) -> Matrices:
+    """All weights that rows are multiplied by, on the device. What is packed leaves `weights`: memory never holds all
+    twice."""
+    names = multiplied(weights)
     matrices: Matrices = {}
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        matrices[name] = _packed(name, weight, _rounding(name, quantization), gated and name.endswith(".up.weight"))
+        gates = gated and name.endswith(".up.weight")
+        matrices[name] = _packed(name, weight.to(device), _rounding(name, quantization), gates)
         if matrices[name] is not weight:
             del weights[name]
         done += weight.nbytes
@@ -72,29 +85,44 @@ class StoredPacking:
 
     def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
         matrices: Matrices = {}
+        widened: dict[str, int] = {}
         done, total = 0, sum(self._size(matrix) for matrix in stored.values())
         # What lies in the file is not packed again: where experts are codes, their formats may differ in a layer.
         apart = self.outside is not None and any(each.coded for name, each in stored.items() if expert_of(name))
         for name, matrix in stored.items():
-            matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
+            if self.device.type == "cpu":
+                matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
+            else:
+                matrices[name] = self._on_gpu(name, matrix, widened)
             done += self._size(matrix)
             if packed is not None:
                 packed(done, total)
         for name in _gated_beside_others(matrices):
             matrices[name] = self._weight(name, stored[name].read(), gated=False)
+        for reason, size in widened.items():
+            log.warning("%s: widened to %s on the GPU, %.1f MiB", reason, self.dtype, size / 2**20)
         return matrices
 
     def _size(self, matrix: StoredMatrix) -> int:
         return math.prod(matrix.shape) * self.dtype.itemsize
 
     def _one(self, name: str, matrix: StoredMatrix, gated: bool) -> ops.Weight:
-        if self.device.type != "cpu":
-            return matrix.numbers(self.dtype).to(self.device)
         parts = matrix.read()
         weight = self._weight(name, parts, gated and name.endswith(".up.weight"))
         if self.outside is None or expert_of(name) is None or weight is parts[0]:
             return weight  # in memory, or the checkpoint's own, which is mapped
         return self.outside.place(name, weight)
+
+    def _on_gpu(self, name: str, matrix: StoredMatrix, widened: dict[str, int]) -> ops.Weight:
+        """Codes as they are; in `widened` bytes of those that there is no product for, by what they are."""
+        parts = matrix.read()
+        reason = gpu_weights.obstacle(parts, expert_of(name) is not None)
+        if reason is None:
+            weight = gpu_weights.pack_parts(parts, self.dtype, self.device)
+        else:
+            widened[reason] = widened.get(reason, 0) + self._size(matrix)
+            weight = matrix.numbers(self.dtype).to(self.device)
+        return ops.pack(weight) if isinstance(weight, Tensor) else weight
 
     def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
         if len(parts) == 1 and isinstance(parts[0], Tensor):

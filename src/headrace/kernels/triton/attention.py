@@ -21,9 +21,9 @@ from torch import Tensor
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
-from headrace.kernels.triton import attention_kernels, hopper, tile_schedule
+from headrace.kernels.triton import attention_kernels, hopper, int8_kv_kernels, tile_schedule
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
-from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
@@ -137,7 +137,9 @@ class TileWork:
         acc, m, z = self.states
         large = self._padded > 128
         attention_kernels.walk[(programs, heads.columns)](
-            q=q, k=pool.k, v=pool.v, items=self.arena.items.there, tasks=tasks, count=count, positions=mask.positions,
+            q=q, k=pool.k, v=pool.v, k_scale=q if pool.k_scale is None else pool.k_scale,
+            v_scale=q if pool.v_scale is None else pool.v_scale,
+            items=self.arena.items.there, tasks=tasks, count=count, positions=mask.positions,
             bases=self.arena.bases.there, bias=q if bias is None else bias, sinks=q if sinks is None else sinks,
             acc_of=acc, m_of=m, z_of=z, out=out, factor=mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap),
             cap=(cap or 0.0) * LOG2_E, q_stride=q.stride(0), bias_len=0 if bias is None else bias.shape[-1],
@@ -204,8 +206,9 @@ class ArenaStep:
     def projected(
         self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """The same from projected heads [T, Hq + 2 Hkv, D], which one launch norms, rotates and stores."""
-        if rotary.plain:
+        """The same from projected heads [T, Hq + 2 Hkv, D], which one launch norms, rotates and stores; into int8 pools
+        another stores them."""
+        if rotary.plain or pool.k.dtype == torch.int8:
             return self(pool, *rotary(heads), window, sinks)
         q = rotate_and_store(heads, rotary, pool, self.arena.slots.there, self.arena.offsets.there)
         return self._attended(q, pool, window, sinks)
@@ -222,7 +225,7 @@ class TritonStep(ArenaStep):
     def __init__(self, step: StepInputs, device: torch.device | None = None) -> None:
         place = device or current().place
         _, kv_heads, dim = step.shape
-        check(step.dtype, dim)
+        check_stored(step.dtype, dim)
         heads = Heads(step.heads, kv_heads, dim)
         bounds = heads.bounds(place, step.dtype, plain=step.bias is None and step.cap is None)
         arena, work = _arena_of(step.items, step.positions, heads, bounds, place)
@@ -272,8 +275,8 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
 
 
 def _check_scales(pool: Pool) -> None:
-    if pool.k_scale is not None or pool.v_scale is not None:
-        raise ValueError("the Triton kernels know no int8 keys and values; leave kv_cache_dtype 'auto'")
+    if [pool.k_scale is None, pool.v_scale is None] != [pool.k.dtype != torch.int8] * 2:
+        raise ValueError(f"int8 pools need both k_scale and v_scale, others neither; the pools are {pool.k.dtype}")
 
 
 def _rows(q: Tensor) -> Tensor:
@@ -287,7 +290,9 @@ def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> 
     if not rows:
         return
     k, v = _rows(k), _rows(v)
-    padded = max(16, 1 << (dim - 1).bit_length())
-    attention_kernels.store[(rows, kv_heads)](
-        k, v, pool.k, pool.v, slots, offsets, k.stride(0), v.stride(0), KV_HEADS=kv_heads, D=dim, P=padded, num_warps=1
-    )
+    places, sizes = (slots, offsets, k.stride(0), v.stride(0)), {"KV_HEADS": kv_heads, "D": dim}
+    sizes["P"] = max(16, 1 << (dim - 1).bit_length())
+    if pool.k.dtype == torch.int8:
+        int8_kv_kernels.store[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)
+    else:
+        attention_kernels.store[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)

@@ -63,16 +63,18 @@ def _load_chunk(
 
 @triton.jit
 def _walk_chunks(
-    rows, m, z, acc, total_m, total_z, total, k, v, items, begin, end, kv_head, head, taken, position, last, bias,
-    factor, cap, bias_len, window,
+    rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, begin, end, kv_head, head, taken, position,
+    last, bias, factor, cap, bias_len, window,
     KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, MASKED: tl.constexpr,
     SPANS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state of a span (m, z, acc), and the total of those before it, after items begin .. end-1.
 
-    MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans.
+    MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans. Of int8 k and v the scales
+    multiply scores, and probabilities before they are rounded.
     """
+    INT8: tl.constexpr = k.dtype.element_ty == tl.int8
     j = tl.arange(0, 64)
     # One item ahead: the chunk's address is known before its turn to be loaded.
     some = begin < end
@@ -88,7 +90,10 @@ def _walk_chunks(
                 total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
                 m = tl.full(m.shape, float("-inf"), tl.float32)
         slot_next, key_next = tl.load(following), tl.load(following + 1)
-        scores = tl.dot(rows, chunk_k, input_precision=PRECISION)
+        scores = tl.dot(rows, chunk_k.to(rows.dtype), input_precision=PRECISION)
+        if INT8:
+            scales = (slot.to(tl.int64) * KV_HEADS + kv_head) * 64 + j
+            scores = scores * tl.load(k_scale + scales)[None, :]
         unit = tl.full(scores.shape, 1.0, tl.float32)
         if CAP:
             # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x)); the factor holds what makes exp2 of it.
@@ -109,14 +114,18 @@ def _walk_chunks(
         keep = tl.exp2(m - base)
         p = tl.exp2(tl.fma(scores, unit * scale, -base[:, None]))
         m, z = new, tl.fma(z, keep, tl.sum(p, 1))
-        acc = tl.dot(p.to(chunk_v.dtype), chunk_v, acc * keep[:, None], input_precision=PRECISION)
+        if INT8:
+            p = p * tl.load(v_scale + scales)[None, :]
+            if MASKED:  # the scale of a key that a lane does not see may be anything
+                p = tl.where(seen, p, 0.0)
+        acc = tl.dot(p.to(rows.dtype), chunk_v.to(rows.dtype), acc * keep[:, None], input_precision=PRECISION)
     return m, z, acc, total_m, total_z, total
 
 
 @triton.jit
 def walk(
-    q, k, v, items, tasks, count, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap, q_stride,
-    bias_len, window,
+    q, k, v, k_scale, v_scale, items, tasks, count, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor,
+    cap, q_stride, bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
@@ -124,30 +133,31 @@ def walk(
     """Tasks of one KV head or of PART of its query heads: every num_programs(0)-th of count[0] if SPLIT, otherwise task
     program_id(0). See TileSchedule for tasks, items and bases.
 
-    q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D]; positions int32 [R];
-    bias fp32 [HEADS, bias_len]; sinks fp32 [HEADS]. SPLIT: leaves acc_of [states, HEADS, D], m_of and z_of
-    [states, HEADS], going on from them if RESUME. Otherwise: out [R, HEADS, D]. factor: of the scores, in units of
-    log 2. With CAP it is multiplied by 2 / cap, and cap is in units of log 2.
+    q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D], of int8 k_scale and
+    v_scale fp32 [slots, KV_HEADS, 64]; positions int32 [R]; bias fp32 [HEADS, bias_len]; sinks fp32 [HEADS]. SPLIT:
+    leaves acc_of [states, HEADS, D], m_of and z_of [states, HEADS], going on from them if RESUME. Otherwise: out
+    [R, HEADS, D]. factor: of the scores, in units of log 2. With CAP it is multiplied by 2 / cap, and cap
+    is in units of log 2.
     """
     if SPLIT:
         for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
             _walk_task(
-                q, k, v, items, tasks + 4 * number, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap,
-                q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, True, RESUME, WINDOW, BIAS,
-                CAP, SINKS, PRECISION,
+                q, k, v, k_scale, v_scale, items, tasks + 4 * number, positions, bases, bias, sinks, acc_of, m_of,
+                z_of, out, factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN,
+                True, RESUME, WINDOW, BIAS, CAP, SINKS, PRECISION,
             )  # fmt: skip
     else:
         _walk_task(
-            q, k, v, items, tasks + 4 * tl.program_id(0), positions, bases, bias, sinks, acc_of, m_of, z_of, out,
-            factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, False, False,
-            WINDOW, BIAS, CAP, SINKS, PRECISION,
+            q, k, v, k_scale, v_scale, items, tasks + 4 * tl.program_id(0), positions, bases, bias, sinks, acc_of,
+            m_of, z_of, out, factor, cap, q_stride, bias_len, window,
+            HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, False, False, WINDOW, BIAS, CAP, SINKS, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
 def _walk_task(
-    q, k, v, items, task, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap, q_stride, bias_len,
-    window,
+    q, k, v, k_scale, v_scale, items, task, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap,
+    q_stride, bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
     WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
@@ -179,8 +189,9 @@ def _walk_task(
             z = tl.load(z_of + state, mask=kept, other=0.0)
             acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=kept[:, None] & fits[None, :], other=0.0)
         m, z, acc, _, _, _ = _walk_chunks(
-            rows, m, z, acc, m, z, acc, k, v, items, first, first + count, kv_head, head, taken, position, last, bias,
-            factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
+            rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, head, taken,
+            position, last, bias, factor, cap, bias_len, window,
+            KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         tl.store(m_of + state, m, mask=kept)
         tl.store(z_of + state, z, mask=kept)
@@ -193,18 +204,18 @@ def _walk_task(
         total_m, total_z, total = m, z, acc
         if WINDOW:
             m, z, acc, total_m, total_z, total = _walk_chunks(
-                rows, m, z, acc, total_m, total_z, total, k, v, items, first, first + low, kv_head, head, taken,
-                position, last, bias, factor, cap, bias_len, window,
+                rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first, first + low, kv_head,
+                head, taken, position, last, bias, factor, cap, bias_len, window,
                 KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
             )  # fmt: skip
         m, z, acc, total_m, total_z, total = _walk_chunks(
-            rows, m, z, acc, total_m, total_z, total, k, v, items, first + low, first + high, kv_head, head, taken,
-            position, last, bias, factor, cap, bias_len, window,
+            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + low, first + high, kv_head,
+            head, taken, position, last, bias, factor, cap, bias_len, window,
             KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         m, z, acc, total_m, total_z, total = _walk_chunks(
-            rows, m, z, acc, total_m, total_z, total, k, v, items, first + high, first + count, kv_head, head, taken,
-            position, last, bias, factor, cap, bias_len, window,
+            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + high, first + count,
+            kv_head, head, taken, position, last, bias, factor, cap, bias_len, window,
             KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         m, z, acc = _merge(total_m, total_z, total, m, z, acc)

@@ -1,5 +1,5 @@
 """The Triton backend (see kernels.backend). Its kernels are imported when they are first called, since the package
-triton is not everywhere. No attention in pieces, no int8."""
+triton is not everywhere. No attention in pieces."""
 
 from __future__ import annotations
 

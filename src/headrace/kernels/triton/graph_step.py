@@ -18,7 +18,7 @@ from headrace.kernels.records import Mask
 from headrace.kernels.triton import attention
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
 from headrace.kernels.triton.attention import ArenaStep, Heads, TileWork
-from headrace.kernels.triton.limits import check
+from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
 
 ROUNDS = 4
@@ -34,7 +34,7 @@ class TritonGraphStep:
 
     def __init__(self, sizes: GraphSizes, bias: Tensor | None = None) -> None:
         slots, kv_heads, dim = sizes.shape
-        check(sizes.dtype, dim)
+        check_stored(sizes.dtype, dim)
         self.place = current().place
         heads = Heads(sizes.heads, kv_heads, dim)
         whole = sizes.rows * (-(-sizes.length // SPAN) + 1)  # spans of all rows, and one more of each
@@ -55,7 +55,7 @@ class TritonGraphStep:
         self._work = {
             window: TileWork(heads, each, [programs] * ROUNDS, 0, kept) for window, each in arena.tasks.items()
         }
-        self._out = torch.zeros(sizes.rows, sizes.heads, dim, dtype=sizes.dtype, device=self.place)
+        self._out = torch.zeros(sizes.rows, sizes.heads, dim, dtype=sizes.computed, device=self.place)
         self.clear()
         current().synchronize()  # from here on the host may write there again
 

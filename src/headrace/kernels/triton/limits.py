@@ -8,7 +8,8 @@ from headrace.kernels.backend import Capabilities
 
 capabilities = Capabilities(
     name="triton", kernels="the Triton kernels", spoken_of="it", devices=("cuda",), prepared_step=True, graphs=True,
-    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256, capped=True,
+    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256, int8=True, prepared_int8=True,
+    capped=True,
 )  # fmt: skip
 
 
@@ -19,3 +20,8 @@ def check(dtype: torch.dtype, dim: int) -> None:
     largest = capabilities.largest_head
     if largest is not None and dim > largest:
         raise ValueError(f"the Triton kernels take heads of up to {largest}, got {dim}")
+
+
+def check_stored(dtype: torch.dtype, dim: int) -> None:
+    """The same of the type of pools, which may be int8."""
+    check(torch.float32 if dtype == torch.int8 else dtype, dim)

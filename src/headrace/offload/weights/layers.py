@@ -14,6 +14,7 @@ from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.quantized import Parts, Quantized
+from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.decoder import Decoder
 from headrace.models.layers import Layer, OneByOne
 
@@ -76,7 +77,7 @@ def query_rows(weight: ops.Weight, spec: AttentionSpec) -> dict[str, int]:
 
 
 def tensors_of(weight: ops.Weight) -> dict[str, Tensor]:
-    """The tensors that a weight consists of, contiguous each."""
+    """The tensors that a weight consists of, contiguous each. Raises ValueError for codes in a GPU's memory."""
     if isinstance(weight, Tensor):
         return {"weight": weight}
     if isinstance(weight, cpu.Packed):
@@ -84,6 +85,8 @@ def tensors_of(weight: ops.Weight) -> dict[str, Tensor]:
     if isinstance(weight, Parts):
         each = [tensors_of(part) for part in weight.parts]
         return {f"{index}.{name}": x for index, part in enumerate(each) for name, x in part.items()}
+    if isinstance(weight, GpuWeight):
+        raise ValueError("quantised weights lie in a GPU's memory as a whole; leave out weight_offload or quantization")
     return {"codes": weight.codes, "scales": weight.scales}
 
 

@@ -1,0 +1,148 @@
+"""A mixture of experts on a GPU: which experts a row goes to, products in groups, what comes of them for the row.
+
+T: rows, E: experts, k: those that a row meets, M = T k: pairs of a row and an expert, sorted by expert; H: width, I: an
+expert's inner width. See kernels.experts for what is computed. Routes stay on the GPU: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.triton import weight_kernels
+from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
+
+COUNTED = 4096
+"""Pairs at most that are arranged by one launch, each of which is compared with all; more are sorted."""
+BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRoutes:
+    """Where rows go: expert int32 [T, k], share fp32 [T, k], the greatest first.
+
+    order int32 [M]: the pair (row k + place in the row) that is n-th by expert, and of one expert by row; place int32
+    [T, k]: the same the other way round. begin int32 [E + 1]: where each expert's pairs begin, and the end of the last.
+    """
+
+    expert: Tensor
+    share: Tensor
+    order: Tensor
+    place: Tensor
+    begin: Tensor
+
+
+def route(logits: Tensor, chosen: int, normalised: bool) -> GpuRoutes:
+    """Routes of rows by the router's logits, fp32 [T, E]: see kernels.experts.route."""
+    rows, experts = logits.shape
+    if not 1 <= chosen <= experts:
+        raise ValueError(f"{chosen} of {experts} experts cannot be chosen")
+    logits, device = logits.contiguous(), logits.device
+    expert = torch.empty((rows, chosen), dtype=torch.int32, device=device)
+    share = torch.empty((rows, chosen), device=device)
+    if rows:
+        weight_kernels.route[(rows,)](
+            logits, expert, share, experts, CHOSEN=chosen, P=_rounded(experts), C=_rounded(chosen), SHARED=normalised,
+            num_warps=1,
+        )  # fmt: skip
+    return GpuRoutes(expert, share, *_arranged(expert, experts))
+
+
+def _arranged(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """order, place and begin of GpuRoutes."""
+    pairs, device = expert.numel(), expert.device
+    if pairs <= COUNTED:
+        order, place = torch.empty(pairs, dtype=torch.int32, device=device), torch.empty_like(expert)
+        begin = torch.empty(experts + 1, dtype=torch.int32, device=device)
+        weight_kernels.arrange[(-(-pairs // BLOCK) + 1,)](
+            expert, order, place, begin, pairs, experts, BLOCK=BLOCK, EXPERTS=_rounded(experts + 1), num_warps=4
+        )
+        return order, place, begin
+    by_expert, order = expert.flatten().sort(stable=True)
+    place = torch.empty(pairs, dtype=torch.int32, device=device)
+    place[order] = torch.arange(pairs, dtype=torch.int32, device=device)
+    edges = torch.arange(experts + 1, dtype=torch.int32, device=device)
+    return order.int(), place.view(expert.shape), torch.searchsorted(by_expert, edges, out_int32=True)
+
+
+class GpuExperts:
+    """One matrix [N, K] of every expert of a layer, and their biases [N] if they have any, all in one form.
+
+    Raises ValueError for matrices that differ in their form.
+    """
+
+    def __init__(self, weights: Sequence[object], biases: Sequence[Tensor] | None) -> None:
+        each = [weight for weight in weights if isinstance(weight, GpuQuantized | Tensor)]
+        if len(each) < len(weights) or len({_form(weight) for weight in each}) > 1:
+            raise ValueError("the experts of a layer differ in their formats, and a GPU multiplies them together")
+        self.first, self.count, self.biased = each[0], len(each), biases is not None
+        self.plain = isinstance(self.first, Tensor)
+        self.operands = [operands(weight, None if biases is None else biases[e]) for e, weight in enumerate(each)]
+        rows = [[tensor.data_ptr() for tensor in each] for each in self.operands]
+        if any(address % 16 for row in rows for address in row):
+            raise ValueError("the matrices of experts lie at multiples of 16 bytes on a GPU")
+        self.table = torch.tensor(rows, dtype=torch.int64, device=self.operands[0][0].device)
+        agreeing(self.table.device, self.plain)
+
+    def __call__(self, x: Tensor, routes: GpuRoutes, sent: bool) -> Tensor:
+        """Of each pair the product of its row with its expert's matrix: [M, N]. x [M, K], a row for each pair, or, if
+        `sent`, [T, K], whose rows go to their experts."""
+        outputs, inputs = self.first.shape
+        (pairs, experts), chosen = (routes.order.numel(), self.count), routes.expert.shape[1]
+        out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+        if not pairs:
+            return out
+        x = x if x.stride(1) == 1 else x.contiguous()
+        tile = tile_for(-(-pairs // experts), x.dtype, x.device, self.plain)
+        weight, scales, offsets, bias = self.operands[0]
+        grid = (pairs // tile.rows + min(experts, pairs), -(-outputs // tile.columns))
+        weight_kernels.product[grid](
+            x, weight, scales, offsets, bias, out, self.table, routes.begin, routes.order, pairs, inputs, outputs,
+            x.stride(0), weight.stride(0), outputs, inputs, experts, chosen, MAGIC,
+            **constants(self.first, tile), BIAS=self.biased, SEGMENTS=1, APART=False, EXPERTS=_rounded(experts),
+            SENT=sent,
+        )  # fmt: skip
+        return out
+
+
+class GpuMixture:
+    """The experts of a layer: what they make of rows together."""
+
+    def __init__(
+        self, ups: GpuExperts, downs: GpuExperts, gated: Callable[[Tensor], Tensor], chosen: int, normalised: bool
+    ) -> None:
+        self.ups, self.downs, self.gated, self.chosen, self.normalised = ups, downs, gated, chosen, normalised
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """x [T, H] by the router's logits fp32 [T, E] -> [T, H]."""
+        routes = route(logits, self.chosen, self.normalised)
+        inner = self.gated(self.ups(x, routes, sent=True))
+        return combine(self.downs(inner, routes, sent=False), routes)
+
+
+def combine(y: Tensor, routes: GpuRoutes) -> Tensor:
+    """The sum of each row's y [M, H] (sorted by expert), times its shares, in fp32 and in their order: [T, H] as y."""
+    (rows, chosen), width = routes.share.shape, y.shape[1]
+    out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
+    if rows:
+        columns = min(1024, _rounded(width))
+        weight_kernels.combine[(rows, -(-width // columns))](
+            y, routes.place, routes.share, out, width, CHOSEN=chosen, COLUMNS=columns
+        )
+    return out
+
+
+def _rounded(count: int) -> int:
+    """The power of 2 at or above it."""
+    return 1 << (count - 1).bit_length()
+
+
+def _form(weight: GpuQuantized | Tensor) -> tuple[object, ...]:
+    if isinstance(weight, Tensor):
+        return (weight.shape, weight.dtype)
+    if weight.order is not None:
+        return (id(weight),)
+    return (weight.shape, weight.kind, weight.group, weight.offsets is None)

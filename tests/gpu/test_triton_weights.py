@@ -1,0 +1,100 @@
+"""Products with codes, and experts, in Triton: near what codes stand for, and a row's bits whatever rows ride along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import LLM
+from headrace.kernels import experts as truth_of
+from headrace.kernels.formats import FORMATS, Coded
+from headrace.kernels.quantized import Rounded
+from tests.support.checkpoints import make_checkpoint
+from tests.support.coded_weights import coded
+from tests.support.traces import alone, prompts_of, run, same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CUDA = torch.device("cuda", 0)
+ROWS = [1, 2, 16, 17, 32, 33, 64, 65, 300]
+BLOCKS = {name: form for name, form in FORMATS.items() if form.block}
+
+
+def weight_of(name: str, outputs: int) -> Coded:
+    if name in ("int8", "int4"):
+        return Rounded(torch.randn(outputs, 1152), name)
+    return coded(FORMATS[name], outputs, 1536 // FORMATS[name].block)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["int8", *BLOCKS])
+def test_products(name: str, dtype: torch.dtype) -> None:
+    from headrace.kernels.triton import weights
+
+    torch.manual_seed(1)
+    given = weight_of(name, 200)
+    weight, dense = weights.GpuQuantized(given, CUDA), given.dequantised().double().cuda()
+    x, bias = torch.randn(ROWS[-1], dense.shape[1], device="cuda").to(dtype), torch.randn(200, device="cuda").to(dtype)
+    every = weights.linear(x, weight, bias, wide=True)
+    truth, terms = x.double() @ dense.T + bias.double(), x.double().abs() @ dense.abs().T + 1.0
+    assert ((every - truth).abs() <= (2**-8 if dtype == torch.bfloat16 else 2e-6) * terms).all()
+    for rows in ROWS:
+        for first in (0, ROWS[-1] - rows):
+            part = slice(first, first + rows)
+            assert torch.equal(weights.linear(x[part], weight, bias, wide=True), every[part])
+
+
+@pytest.mark.parametrize("form", ["numbers", "int8", "int4"])
+def test_experts(form: str) -> None:
+    """Every row alone, and with all others."""
+    from headrace.kernels.triton import weights
+
+    torch.manual_seed(1)
+    count, chosen, hidden, inner = 8, 2, 256, 192
+    x, logits = torch.randn(700, hidden, device="cuda").bfloat16(), torch.randn(700, count, device="cuda")
+    logits[:, 3] -= 100.0
+    given, dense = [], []
+    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+        numbers = [torch.randn(outputs, inputs).bfloat16() / inputs**0.5 for _ in range(count)]
+        codes: list[torch.Tensor | Coded] = list(numbers)
+        if form in ("int8", "int4"):
+            codes = [Rounded(each, form) for each in numbers]
+        given.append([weights.pack_parts([each], torch.bfloat16, CUDA) for each in codes])
+        dense.append([each.dequantised() if isinstance(each, Coded) else each.float() for each in codes])
+    mixture = truth_of.mixture(given[0], None, given[1], None, "silu", chosen, True)
+    every = mixture(x, logits)
+    routes = truth_of.route(logits.cpu(), chosen, True)
+    middle = truth_of.gated_linear(x.cpu().float()[routes.order // chosen], dense[0], routes.begin)
+    truth = truth_of.combine(truth_of.linear(middle, dense[1], routes.begin), routes)
+    assert (every.cpu() - truth).abs().max() <= 3e-2 * truth.abs().max()
+    for rows in (1, 2, 33, 500):
+        for first in (0, 700 - rows):
+            part = slice(first, first + rows)
+            assert torch.equal(mixture(x[part], logits[part]), every[part])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_promise_with_rounded_weights(quantization: str) -> None:
+    llm = LLM("tiny", dtype="bfloat16", attention_backend="triton", quantization=quantization, kv_cache_tokens=40_000)
+    prompts = prompts_of(llm)
+    truth = alone(llm)
+    llm.engine.cache.tree.clear()
+    same(run(llm, prompts), truth)
+    cut = LLM(
+        "tiny", dtype="bfloat16", attention_backend="triton", quantization=quantization, kv_cache_tokens=40_000,
+        max_batch_tokens=96,
+    )  # fmt: skip
+    same(run(cut, prompts), truth)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_promise_with_experts(quantization: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path)
+    tokens = torch.randint(0, 60, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    settings = dict(dtype="float32", kv_cache_tokens=1024, quantization=quantization)
+    llm = LLM(str(folder), attention_backend="triton", **settings)
+    ours, truth = llm.logits(tokens), LLM(str(folder), **settings).logits(tokens)
+    assert (ours - truth).abs().max() <= 1e-3
+    assert torch.equal(llm.logits(tokens[:33]), ours[:33])
