@@ -14,8 +14,6 @@ from headrace.config import EngineConfig
     [
         {"context_parallel_size": 2},
         {"tensor_parallel_size": 2},
-        {"kv_cache_dtype": "int8"},
-        {"quantization": "int4"},
         {"weight_offload": True, "offload_schedule": "auto", "kv_offloading_size": 1.0},
     ],
 )
