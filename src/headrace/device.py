@@ -96,6 +96,7 @@ class Cuda(Device):
         self.place = torch.device("cuda", index)
         self._side: torch.cuda.Stream | None = None
         self._memory: Any = None
+        self._keeper: torch.cuda.CUDAGraph | None = None
 
     @property
     def name(self) -> str:
@@ -115,18 +116,24 @@ class Cuda(Device):
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
-        # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.
-        if self._side is None:
+        if self._keeper is None:
             self._side, self._memory = torch.cuda.Stream(self.place), torch.cuda.graph_pool_handle()
+            # The shared memory goes with the last graph that has it, and cannot be asked for again: this one stays.
+            self._keeper, _ = self._recorded(self._side, lambda: torch.zeros(1, device=self.place))
+        assert self._side is not None
+        return self._recorded(self._side, run)
+
+    def _recorded(self, side: torch.cuda.Stream, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.place)
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
             try:
                 made = run()
             finally:
                 graph.capture_end()
-        current.wait_stream(self._side)
+        current.wait_stream(side)
         return graph, made
 
     def stream(self) -> Stream:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from headrace import LLM
 from headrace.engine.graphs import CudaGraphs
 from headrace.engine.runner import Runner
+from tests.support.drafting import answered, drafts_from
 from tests.support.traces import alone, prompts_of, run, same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -45,3 +48,25 @@ def test_the_pool_leaves_room() -> None:
     assert llm.config.scheduler.max_batch_tokens == 8192
     assert torch.cuda.mem_get_info()[0] > 1 << 29
     run(llm, prompts_of(llm)[:4])
+
+
+def test_an_engine_after_another() -> None:
+    """The first one's graphs are gone by then, and the memory that they shared must not be."""
+    for _ in range(2):
+        llm = engine(max_sequences=1, kv_cache_tokens=4096)
+        run(llm, prompts_of(llm)[:1])
+        llm.close()
+        del llm
+        gc.collect()
+
+
+def test_with_drafts_is_the_same_as_without() -> None:
+    """Right and wrong ones, verified by replayed steps."""
+    plain = engine(max_sequences=8)
+    prompts = prompts_of(plain)
+    truth = run(plain, prompts)
+    llm = engine(max_sequences=8, speculative="ngram", num_speculative_tokens=3)
+    drafts_from(llm, [answered(prompt, trace) for prompt, trace in zip(prompts, truth, strict=True)])
+    same(run(llm, prompts), truth)
+    spoken = llm.engine.stats().speculation
+    assert 0 < spoken.accepted < spoken.drafted and llm.engine.stats().graphs.replayed > 0

@@ -1,32 +1,56 @@
-"""Compiles the Triton kernels for an H100 (sm_90), without one: PTX and machine code, but nothing runs.
+"""Compiles the Triton kernels for GPUs that need not be there: machine code, but nothing runs.
 
-Prints each kernel's name and whether its products are tensor-core instructions. Run in a process of its own by
+    python -m tests.support.compile_triton [ARCHITECTURE ...]
+
+Prints a table: kernel, architecture, registers, instructions that spill some, bytes of shared memory, and whether
+products are the architecture's own tensor-core instructions; then the same as JSON. Run in a process of its own by
 test_triton.py, whose kernels are interpreted.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from headrace.kernels.triton import attention_kernels, draw_kernels, sample_kernels, tile_schedule
+from headrace.kernels.triton import attention_kernels, draw_kernels, hopper_kernels, sample_kernels, tile_schedule
 from tests.support import compiled_rows
+from tests.support.compiled_rows import Compiled
 
-POINTERS = {"items": "*i32", "tasks": "*i32", "positions": "*i32", "slots": "*i32", "offsets": "*i32", "bases": "*i32"}
-POINTERS |= {"masks": "*i32", "tokens": "*i32", "counters": "*i64", "leading": "*i64", "leaders": "*i64"}
-FP64 = ("asked", "peaks", "found", "bins", "kept", "limits", "strays", "before", "states", "after")
-FP32 = ("logits", "acc_of", "m_of", "z_of", "sinks")
-NUMBERS = {"factor": "fp32", "cap": "fp32"}
-SIZES = ("q_stride", "k_stride", "v_stride", "stride", "bias_len", "window", "rows", "width")
-SIZES += ("words", "blocks", "shift", "count")
-HEADS = {"HEADS": 8, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False}
-WALK = HEADS | {"KV_HEADS": 2, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}
+ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
+"""Of an A100, an H100 and a B200: instruction of its tensor cores, and shared memory of a program."""
+TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases"), "*i32")
+TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "bias", "sinks"), "*fp32") | {"factor": "fp32", "cap": "fp32"}
+TYPES |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "bias_len", "window"), "i32")
+MERGE = {"HEADS": 32, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False, "SINKS": False}
+WALK = MERGE | {"KV_HEADS": 8, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}
+WALK |= {"BIAS": False, "CAP": False, "SPLIT": False, "RESUME": False}
+MODELS = {
+    "": {},
+    " 64": {"D": 64, "P": 64},
+    " capped": {"CAP": True},
+    " window, sinks": {"WINDOW": True, "SINKS": True},
+}
+HOPPER = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "SPAN": tile_schedule.SPAN}
 
-
+DRAWN = dict.fromkeys(("logits",), "*fp32") | dict.fromkeys(("masks", "tokens"), "*i32")
+DRAWN |= dict.fromkeys(("counters", "leading", "leaders"), "*i64")
+DRAWN |= dict.fromkeys(
+    ("asked", "peaks", "found", "bins", "kept", "limits", "strays", "before", "states", "after"), "*fp64"
+)
+DRAWN |= dict.fromkeys(("stride", "rows", "width", "words", "blocks", "shift", "count"), "i32")
 BLOCKED = {"BLOCK": 2048}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greatest_of_blocks": BLOCKED,
@@ -46,47 +70,96 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-def kind_of(name: str) -> str:
-    if name in SIZES:
-        return "i32"
-    if name in FP64:
-        return "*fp64"
-    return NUMBERS.get(name) or POINTERS.get(name) or ("*fp32" if name in FP32 else "*bf16")
+@dataclass
+class Used:
+    """What a compiled kernel takes: registers of a thread, instructions that spill some, bytes of a program's shared
+    memory and their limit; tensor: whether it multiplies with the architecture's own instruction."""
+
+    registers: int
+    spills: int
+    shared: int
+    limit: int
+    tensor: bool
 
 
-def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> str:
-    """The kernel's PTX."""
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else kind_of(name) for name in names}
-    if kernel is attention_kernels.walk:
-        signature |= {"bias": "*fp32", "count": "*i32"}
-    return ptx_of(kernel, signature, constants, options)
+@dataclass
+class HopperCompiled(Compiled):
+    """A kernel in Gluon, for one architecture."""
+
+    options: dict[str, int] = field(default_factory=dict)
+
+    def signature(self) -> dict[str, str]:
+        block = repr(NVMMASharedLayout(128, 16, 2))
+        dim = self.constants["D"]
+        described = {"k_desc": f"tensordesc<bf16[{dim}, 64],{block}>", "v_desc": f"tensordesc<bf16[64, {dim}],{block}>"}
+        return super().signature() | described
 
 
-def ptx_of(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> str:
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(kernel, signature, constexprs=values)
-    return str(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+def attention_cases() -> Iterator[Compiled]:
+    options = {"num_warps": 4, "num_stages": 3}
+    for model, others in MODELS.items():
+        for way, split in (("flash", False), ("split", True)):
+            yield Compiled(f"{way}{model}", attention_kernels.walk, WALK | {"SPLIT": split} | others, options, TYPES)
+    resumed = WALK | {"SPLIT": True, "RESUME": True}
+    yield Compiled("resumed", attention_kernels.walk, resumed, options, TYPES)
+    yield Compiled("merge_spans", attention_kernels.merge_spans, MERGE, {"num_warps": 1}, TYPES)
+    yield Compiled("store", attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, {"num_warps": 1}, TYPES)
+
+
+def hopper_cases() -> Iterator[Compiled]:
+    for dim, stages in ((128, 4), (64, 8)):
+        flash = HOPPER | {"D": dim, "STAGES": stages, "SINKS": False}
+        yield HopperCompiled(f"hopper flash {dim}", hopper_kernels.flash, flash, types=TYPES)
+        split = HOPPER | {"D": dim, "STAGES": stages * 3 // 4, "RESUME": True, "WINDOW": True}
+        yield HopperCompiled(f"hopper split {dim}", hopper_kernels.split, split, {"maxnreg": 128}, TYPES)
+
+
+def sampling_cases() -> Iterator[Compiled]:
+    for name, constants in SAMPLING.items():
+        kernel = getattr(sample_kernels, name, None) or getattr(draw_kernels, name)
+        yield Compiled(name, kernel, constants, {}, DRAWN)
+
+
+def compiled(case: Compiled, architecture: int) -> Used:
+    names, signature = case.kernel.arg_names, case.signature()
+    values = {(names.index(name),): value for name, value in case.constants.items()}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n][0] == "*" or "stride" in n}
+    make = GluonASTSource if isinstance(case, HopperCompiled) else ASTSource
+    source = make(case.kernel, signature, constexprs=values, attrs=aligned)
+    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options)
+    registers, spills = resources(done.asm["cubin"])
+    instruction, limit = ARCHITECTURES[architecture]
+    return Used(registers, spills, done.metadata.shared, limit, instruction in done.asm["ptx"])
+
+
+def resources(machine_code: bytes) -> tuple[int, int]:
+    """Registers of a thread, and instructions that spill some of them to memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        found = re.search(r"REG:(\d+) STACK:(\d+)", _said("cuobjdump", "-res-usage", file.name))
+        assert found
+        return int(found[1]), len(re.findall(r"\bSTL\b", _said("nvdisasm", file.name))) if int(found[2]) else 0
+
+
+def _said(tool: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def main() -> None:
-    found: dict[str, bool] = {}
-
-    def note(name: str, ptx: str) -> None:
-        found[name] = "wgmma.mma_async" in ptx
-
-    for split, resume in ((True, False), (True, True), (False, False)):
-        for bias in (False, True):
-            constants = WALK | {"SPLIT": split, "RESUME": resume, "WINDOW": bias, "BIAS": bias, "CAP": bias}
-            note(
-                f"walk {split} {resume} {bias}", compiled(attention_kernels.walk, constants, num_warps=4, num_stages=3)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for architecture in [int(each) for each in sys.argv[1:]] or ARCHITECTURES:
+        cases = [*attention_cases()]
+        if architecture == 90:
+            cases += [*hopper_cases(), *compiled_rows.cases(90), *sampling_cases()]
+        for case in cases:
+            used = compiled(case, architecture)
+            print(
+                f"{case.name:24} sm_{architecture:<4} {used.registers:4} {used.spills:5} {used.shared:7} {used.tensor}",
+                flush=True,
             )
-    note("merge_spans", compiled(attention_kernels.merge_spans, HEADS | {"AHEAD": 8}))
-    note("store", compiled(attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, num_warps=1))
-    for case in compiled_rows.cases(90):
-        note(case.name, ptx_of(case.kernel, case.signature(), case.constants, case.options))
-    for name, constants in SAMPLING.items():
-        note(name, compiled(getattr(sample_kernels, name, None) or getattr(draw_kernels, name), constants))
+            found.setdefault(str(architecture), {})[case.name] = vars(used)
     print(json.dumps(found))
 
 

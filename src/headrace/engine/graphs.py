@@ -31,8 +31,9 @@ log = logging.getLogger(__name__)
 
 ROUNDS = (1, 2, 4)
 """Rounds of tasks that graphs are recorded for; a step takes one with at least its own."""
-USUAL_ROUNDS = ROUNDS[:2]
-"""Those recorded before the first step; others are when they are first needed."""
+USUAL_ROWS = 16
+"""Rows of graphs that are recorded before the first step, with one round; others are when they are first needed. Each
+takes tens of milliseconds, but for kernels that have never been compiled on this machine."""
 
 
 class Key(NamedTuple):
@@ -102,11 +103,10 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def record_usual(self) -> None:
-        """Records what steps of decoding will need, so that none of them waits for it."""
-        for rows in self.sizes:
-            for rounds in USUAL_ROUNDS:
-                self._record(Key(rows, rounds))
-            log.info("recorded steps of %d of up to %d rows", rows, self.sizes[-1])
+        """Records what most steps of decoding will need, so that none of them waits for it."""
+        for rows in (size for size in self.sizes if size <= USUAL_ROWS):
+            self._record(Key(rows, ROUNDS[0]))
+            log.info("recorded steps of up to %d rows", rows)
         current().synchronize()
 
     @torch.inference_mode()

@@ -153,7 +153,7 @@ class TileWork:
         acc, m, z = self.states
         attention_kernels.merge_spans[(len(out), self.heads.heads)](
             acc_of=acc, m_of=m, z_of=z, positions=mask.positions, bases=self.arena.bases.there,
-            sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0, AHEAD=8,
+            sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0,
             **self._shape(mask), num_warps=1,
         )  # fmt: skip
 

@@ -182,19 +182,20 @@ def _walk_task(
     z = tl.zeros((LANES,), tl.float32)
     acc = tl.zeros((LANES, P), tl.float32)
     if SPLIT:
-        state = (tl.load(bases + row, mask=taken, other=0).to(tl.int64) + key // SPAN) * HEADS + head
+        kept = taken & (position >= key // SPAN * SPAN)  # rows before the span have no state there
+        state = (tl.load(bases + row, mask=kept, other=0).to(tl.int64) + key // SPAN) * HEADS + head
         if RESUME:
-            m = tl.load(m_of + state, mask=taken, other=float("-inf"))
-            z = tl.load(z_of + state, mask=taken, other=0.0)
-            acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=taken[:, None] & fits[None, :], other=0.0)
+            m = tl.load(m_of + state, mask=kept, other=float("-inf"))
+            z = tl.load(z_of + state, mask=kept, other=0.0)
+            acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=kept[:, None] & fits[None, :], other=0.0)
         m, z, acc, _, _, _ = _walk_chunks(
             rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, head, taken,
             position, last, bias, factor, cap, bias_len, window,
             KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
-        tl.store(m_of + state, m, mask=taken)
-        tl.store(z_of + state, z, mask=taken)
-        tl.store(acc_of + state[:, None] * D + d[None, :], acc, mask=taken[:, None] & fits[None, :])
+        tl.store(m_of + state, m, mask=kept)
+        tl.store(z_of + state, z, mask=kept)
+        tl.store(acc_of + state[:, None] * D + d[None, :], acc, mask=kept[:, None] & fits[None, :])
     else:
         # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
         least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
@@ -226,11 +227,11 @@ def _walk_task(
 @triton.jit
 def merge_spans(
     acc_of, m_of, z_of, positions, bases, sinks, out, window,
-    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, AHEAD: tl.constexpr, SPAN: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """The states of a row's spans, from left to right, for one of its heads: out [R, HEADS, D], which rows without
-    states leave as it is. The states of AHEAD spans are loaded before they are merged one by one. See walk."""
+    states leave as it is. See walk."""
     row = tl.program_id(0).to(tl.int64)
     base = tl.load(bases + row).to(tl.int64)
     if base < 0:
@@ -243,14 +244,12 @@ def merge_spans(
     acc = tl.zeros((1, P), tl.float32)
     first = tl.maximum(position - window + 1, 0) // SPAN if WINDOW else 0
     end = position // SPAN + 1
-    for span in range(first, end, AHEAD):
-        for step in tl.static_range(AHEAD):
-            there = one + span + step < end
-            state = (base + span + step) * HEADS + head
-            m2 = tl.load(m_of + state, mask=there, other=float("-inf"))
-            z2 = tl.load(z_of + state, mask=there, other=0.0)
-            acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=there[:, None] & fits, other=0.0)
-            m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+    # Several spans' states are on their way while one is merged.
+    for span in tl.range(first, end, num_stages=8):
+        state = (base + span) * HEADS + head
+        m2, z2 = tl.load(m_of + state), tl.load(z_of + state)
+        acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=fits, other=0.0)
+        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
     result = _finish(m, z, acc, sinks, head, head < HEADS, SINKS)
     tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=fits)
 

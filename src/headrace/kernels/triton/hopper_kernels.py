@@ -317,16 +317,17 @@ def _split_lanes(
         position = gl.load(positions + row, mask=taken, other=-1)
         written = gl.max(position, 0) + 1
         key0 = gl.load(items + 4 * first + 1)
-        state = gl.load(bases + row, mask=taken, other=0).to(gl.int64) + key0 // SPAN
+        kept = taken & (position >= key0 // SPAN * SPAN)  # rows before the span have no state there
+        state = gl.load(bases + row, mask=kept, other=0).to(gl.int64) + key0 // SPAN
         state = state * HEADS + kv_head * GROUP + lane % GROUP
         acc_at = acc_of + (gl.convert_layout(state, WIDE) * D)[:, None] + d[None, :]
-        all_of = gl.convert_layout(taken, WIDE)[:, None]
+        all_of = gl.convert_layout(kept, WIDE)[:, None]
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, _lanes(64)))
         z = gl.zeros([64], gl.float32, gl.SliceLayout(1, _lanes(64)))
         acc = gl.zeros([64, D], gl.float32, _lanes(D))
         if RESUME:
-            m = gl.load(m_of + state, mask=taken, other=float("-inf"))
-            z = gl.load(z_of + state, mask=taken, other=0.0)
+            m = gl.load(m_of + state, mask=kept, other=float("-inf"))
+            z = gl.load(z_of + state, mask=kept, other=0.0)
             acc = gl.load(acc_at, mask=all_of, other=0.0)
         for i in range(0, many):
             stage, phase = taken_chunks % STAGES, (taken_chunks // STAGES) & 1
@@ -341,8 +342,8 @@ def _split_lanes(
             acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, values, acc, is_async=True)])
             mbarrier.arrive(free.index(stage))
             taken_chunks += 1
-        gl.store(m_of + state, m, mask=taken)
-        gl.store(z_of + state, z, mask=taken)
+        gl.store(m_of + state, m, mask=kept)
+        gl.store(z_of + state, z, mask=kept)
         gl.store(acc_at, acc, mask=all_of)
 
 
