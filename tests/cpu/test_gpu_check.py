@@ -14,6 +14,7 @@ from headrace.attention.plan import build
 from headrace.bench.attention_testbed import decode_spans, shared
 from headrace.bench.shapes import CheckpointShape, write_checkpoint, write_outline
 from headrace.types import CHUNK
+from tests.support.traces import GREEDY
 from tools.gpu import (
     bits,
     check,
@@ -108,7 +109,7 @@ def test_bits_cases() -> None:
         if case.name in ("tiny batch", "tiny eager"):
             equal += rows_of(case)[0].figures["rows_equal"]
     assert {f"tiny {each}" for each in schedules} | {f"tiny cut at {each}" for each in (64, 96, 1000)} == named
-    assert equal == 2 * 16 * 24
+    assert equal == 2 * 16 * (GREEDY.max_tokens or 0)
 
 
 def test_other_bits_are_a_failure() -> None:
