@@ -92,10 +92,12 @@ def llm() -> Iterator[LLM]:
 def test_the_engine_answers_as_with_the_hosts_sampler(
     params: SamplingParams, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which replays graphs once it has chosen twice."""
+    """Which replays graphs once it has chosen twice; plain greedy tokens come with the step's own graph."""
     prompts, device = ["The river", "A long time ago", "Water"], llm.engine._device_sampler
     ours = llm.generate(prompts, params)
-    assert device is not None and device._replays is not None and device._replays.replayed > 0
+    assert device is not None
+    if params is not GREEDY:
+        assert device._replays is not None and device._replays.replayed > 0
     monkeypatch.setattr(llm.engine, "_device_sampler", None)
     theirs = llm.generate(prompts, params)
     assert [[one.token_ids for one in each.outputs] for each in ours] == [
