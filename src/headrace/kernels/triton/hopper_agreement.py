@@ -59,10 +59,10 @@ def _compared(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
     from headrace.kernels.triton import attention
 
     items, positions = _plan()
-    pool, q = _drawn(heads, dtype, device, items)
 
     def run(ways: Ways, states: int, lanes: int) -> Callable[[], Tensor]:
         def attended() -> Tensor:
+            pool, q = _drawn(heads, dtype, device, items)
             bounds = tile_schedule.Bounds(heads.part, states, 1 << 30, lanes)
             arena, work = attention._arena_of({None: torch.from_numpy(items)}, positions, heads, bounds, device)
             arena.move(positions.numpy(), np.empty(0, np.int32))
