@@ -21,8 +21,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from headrace.kernels import dispatch, ops
 from headrace.kernels.backend import Attend
-from headrace.kernels.records import Pool, QKRotary, StepInputs
-from headrace.kernels.triton import agreement, attention, products, rotary
+from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
+from headrace.kernels.triton import agreement, attention, hopper, hopper_agreement, products, rotary
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.kernels.triton.tiles import Tile
 from headrace.models.decoder import Decoder
@@ -323,3 +323,27 @@ def test_a_layer_in_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dispatch, "native", lambda x: False)
     monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
     assert torch.allclose(decoder.first(1).layers(x, turns, attend), truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", hopper_agreement.Ways._fields)
+def test_hopper_kernels_that_do_not_agree(
+    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of them with a single other bit is named once and not used; the other one is."""
+
+    def run(
+        work: attention.TileWork, q: Tensor, pool: Pool, mask: Mask, out: None = None, *, ways: hopper_agreement.Ways
+    ) -> Tensor:
+        done = q.clone()
+        done[-1, -1, -1] += getattr(ways, wrong)
+        return done
+
+    monkeypatch.setattr(hopper_agreement, "_found", {})
+    monkeypatch.setattr(hopper, "takes", lambda *layer: True)
+    monkeypatch.setattr(attention.TileWork, "run", run)
+    heads = attention.Heads(4, 2, 64)
+    for _ in range(2):
+        ways = hopper_agreement.agreed(heads, torch.float16, CPU)
+        assert ways == hopper_agreement.Ways(flash=wrong != "flash", split=wrong != "split")
+    assert heads.bounds(CPU, torch.float16, plain=True).flash_lanes == (64 if wrong == "flash" else 128)
+    assert [f"hopper_kernels.{wrong} " in record.message for record in caplog.records] == [True]

@@ -116,10 +116,12 @@ def test_hopper_kernels_have_the_bits_of_the_portable_ones(
     shape: tuple[int, int, int], others: str, way: str, monkeypatch: pytest.MonkeyPatch, cuda: torch.device
 ) -> None:
     """Rows of several sequences, of which one ends in the midst of a chunk whose rest is NaN."""
-    from headrace.kernels.triton import backend, hopper
+    from headrace.kernels.triton import attention, backend, hopper, hopper_agreement
 
     if not hopper.present(cuda):
         pytest.skip("needs a Hopper GPU")
+    agreed = hopper_agreement.agreed(attention.Heads(*shape), torch.bfloat16, cuda)
+    assert agreed == hopper_agreement.Ways(flash=True, split=True)
     testbed = PoolTestbed([(0, 1030), (640, 1300), (640, 900)], shape, torch.bfloat16, apart=False)
     rows = [(0, 30, 1000), *ends(testbed, 3)[1:]]
     more = {"plain": {}, "window": {"window": 300}, "sinks": {"sinks": torch.randn(shape[0], device=cuda)}}[others]

@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
-from headrace.kernels.triton import attention_kernels, hopper, int8_kv_kernels, tile_schedule
+from headrace.kernels.triton import attention_kernels, hopper, hopper_agreement, int8_kv_kernels, tile_schedule
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.rotary import rotate_and_store
@@ -61,7 +61,7 @@ class Heads(NamedTuple):
 
     def bounds(self, device: torch.device, dtype: torch.dtype, plain: bool) -> Bounds:
         """plain: scores are neither biased nor capped."""
-        on_hopper = plain and hopper.takes(device, dtype, *self)
+        on_hopper = plain and hopper_agreement.agreed(self, dtype, device).flash
         lanes = hopper.FLASH_LANES if on_hopper else tile_schedule.LANES
         return Bounds(self.part, self.most_states, -(-2 * processors(device) // self.columns), lanes)
 
@@ -94,18 +94,24 @@ class TileWork:
         """The same with so many rounds alone."""
         return replace(self, rounds=self.rounds[:rounds])
 
-    def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None) -> Tensor:
+    def run(
+        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None, ways: hopper_agreement.Ways | None = None
+    ) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
-        positions lie on the GPU, int32; its items are left alone."""
+        positions lie on the GPU, int32; its items are left alone. ways: None: those that agree with the others."""
         q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-        on_hopper = hopper.takes_call(q, pool, mask)
-        split, flash = (self._hopper_split, self._hopper_flash) if on_hopper else (self._split, self._flash)
+        if not hopper.takes_call(q, pool, mask):
+            ways = hopper_agreement.PORTABLE
+        elif ways is None:
+            ways = hopper_agreement.agreed(self.heads, pool.k.dtype, q.device)
+        split = self._hopper_split if ways.split else self._split
+        flash = self._hopper_flash if ways.flash and mask.window is None else self._flash
         for number in range(len(self.rounds)):
             split(q, pool, mask, number)
         if self.rounds:
             self._merge(mask, out)
         if self.flash:
-            (self._flash if mask.window is not None else flash)(q, pool, mask, out)
+            flash(q, pool, mask, out)
         return out
 
     def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:

@@ -150,17 +150,17 @@ def _flash_copy(
     """Copies the chunks of a task. The values of one are freed with the keys of the next, and come with those after."""
     _, _, _, _, free = ring
     slot = gl.load(items + 4 * first)
-    last = slot
+    number_before = 0  # no other name's value: Triton would take it for one that the loop leaves as it is
     for i in range(0, count + 1):
         stage, before = i % STAGES, (i + STAGES - 1) % STAGES
-        number, number_before = slot * KV_HEADS + kv_head, last * KV_HEADS + kv_head
-        last = slot
+        number = slot * KV_HEADS + kv_head
         slot = gl.load(items + 4 * (first + gl.minimum(i + 1, count - 1)))
         mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
         if i < count:
             _copy_keys(k_desc, number, ring, stage, D)
         if i > 0:
             _copy_values(v_desc, number_before, ring, before)
+        number_before = number
 
 
 @gluon.jit

@@ -1,0 +1,123 @@
+"""Which kernels for Hopper give the bits of the portable ones: found on the GPU itself, on random numbers, before a
+layer uses them. See agreement, which asks the same of products.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.errors import TritonError
+
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.triton import hopper, tile_schedule
+from headrace.types import CHUNK
+
+if TYPE_CHECKING:
+    from headrace.kernels.triton.attention import Heads
+
+log = logging.getLogger(__name__)
+
+SEQUENCES = ((1, 700), (3, 1210), (200, 1337), (130, 130), (30, 65))
+"""Rows and keys of each: decoding, drafts, a piece of a prompt, and short ones from the first key or nearly so."""
+SHARED = 10
+"""Chunks, not all of a span, that the first two sequences have in common."""
+
+
+class Ways(NamedTuple):
+    """Which kernels for Hopper are used."""
+
+    flash: bool
+    split: bool
+
+
+PORTABLE = Ways(flash=False, split=False)
+
+
+_found: dict[tuple[Heads, torch.dtype, torch.device], Ways] = {}
+
+
+def agreed(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
+    """The kernels that a layer may use. Asked first where a step is prepared; while a graph is recorded nothing can be
+    compared."""
+    if not hopper.takes(device, dtype, *heads):
+        return PORTABLE
+    layer = heads, dtype, device
+    if layer not in _found:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return PORTABLE
+        _found[layer] = _compared(heads, dtype, device)
+    return _found[layer]
+
+
+def _compared(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
+    from headrace.kernels.triton import attention
+
+    items, positions = _plan()
+
+    def run(ways: Ways, states: int, lanes: int) -> Callable[[], Tensor]:
+        def attended() -> Tensor:
+            pool, q = _drawn(heads, dtype, device, items)
+            bounds = tile_schedule.Bounds(heads.part, states, 1 << 30, lanes)
+            arena, work = attention._arena_of({None: torch.from_numpy(items)}, positions, heads, bounds, device)
+            arena.move(positions.numpy(), np.empty(0, np.int32))
+            arena.send()
+            mask = Mask(torch.from_numpy(items), arena.positions.there, scale=heads.dim**-0.5)
+            return work[None].run(q, pool, mask, ways=ways)
+
+        return attended
+
+    names = [f"hopper_kernels.{way} for {heads}, {dtype}" for way in Ways._fields]
+    flash = same(names[0], run(Ways(True, False), 0, hopper.FLASH_LANES), run(PORTABLE, 0, tile_schedule.LANES))
+    many = 1 << 20
+    split = same(names[1], run(Ways(False, True), many, hopper.FLASH_LANES), run(PORTABLE, many, tile_schedule.LANES))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the pool is sized by what is free
+    return Ways(flash, split)
+
+
+def same(name: str, ours: Callable[[], Tensor], portable: Callable[[], Tensor]) -> bool:
+    """Whether both give the same bits; if not, the log says that `ours` is not used."""
+    try:
+        if torch.equal(ours(), portable()):
+            return True
+        log.warning("%s has other bits than the portable kernels on this GPU, which are used instead", name)
+    except (TritonError, torch.OutOfMemoryError) as error:
+        log.warning("%s cannot be compared with the portable kernels, which are used instead: %s", name, error)
+    return False
+
+
+def _plan() -> tuple[NDArray[np.int32], Tensor]:
+    """Items and positions of the sequences."""
+    items = [(chunk, CHUNK * chunk, 0, sum(rows for rows, _ in SEQUENCES[:2])) for chunk in range(SHARED)]
+    positions, begin = [], 0
+    for number, (rows, keys) in enumerate(SEQUENCES):
+        for chunk in range(SHARED if number < 2 else 0, -(-keys // CHUNK)):
+            items.append((len(items), CHUNK * chunk, begin, begin + rows))
+        positions.append(torch.arange(keys - rows, keys))
+        begin += rows
+    return np.array(items, np.int32), torch.cat(positions)
+
+
+def _drawn(heads: Heads, dtype: torch.dtype, device: torch.device, items: NDArray[np.int32]) -> tuple[Pool, Tensor]:
+    """Keys and values, NaN where nobody has written them, and queries."""
+    generator = torch.Generator(device).manual_seed(heads.dim)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    slots = len(items)
+    pool = Pool(drawn(slots, heads.kv_heads, heads.dim, CHUNK), drawn(slots, heads.kv_heads, CHUNK, heads.dim))
+    begin = 0
+    for rows, keys in SEQUENCES:
+        newest = items[(items[:, 2] <= begin) & (begin < items[:, 3])][:, :2]
+        slot, key = newest[newest[:, 1].argmax()].tolist()
+        pool.k[slot, :, :, keys - key :] = float("nan")
+        pool.v[slot, :, keys - key :] = float("nan")
+        begin += rows
+    return pool, drawn(begin, heads.heads, heads.dim)
