@@ -45,7 +45,7 @@ def test_every_instruction_set(isa: str, kind: str, quantization: str, folder_of
     truth = [run(private, [prompt])[0] for prompt in prompts_of(private)]
     shared = engine(folder_of(kind), max_batch_tokens=96, quantization=quantization)
     for _ in range(2):
-        same(run(shared, prompts_of(shared), SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)), truth)
+        same(run(shared, prompts_of(shared)), truth)
 
 
 def test_the_planner_counts_the_experts_that_a_token_meets(folder_of: FolderOf) -> None:
