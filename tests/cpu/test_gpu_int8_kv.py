@@ -75,7 +75,7 @@ def test_attention(way: str, window: int | None, monkeypatch: pytest.MonkeyPatch
     if way == "split":
         monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     else:
-        monkeypatch.setattr(attention, "STATE_BYTES", -1)
+        monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
     testbed = PoolTestbed([(0, 600), (576, 610)], (4, 2, 32), torch.float32, apart=False)
     pool = testbed.int8()
     ours, truths = (testbed.attend(ends(testbed, 2), each, "cpu", pool, window=window) for each in (backend, reference))

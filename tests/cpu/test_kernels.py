@@ -124,7 +124,9 @@ def test_choose() -> None:
     assert dispatch.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
     assert set(dispatch.reasons(gpu=True)) == {*dispatch.NATIVE_OPS, *products} - {"linear_w8a8"}
     assert {name for name, why in dispatch.reasons(gpu=True).items() if why.startswith("triton: ")} == {
-        *dispatch.TRITON_OPS
+        *dispatch.TRITON_OPS,
+        "linear_int8",
+        "linear_int4",
     }
 
 

@@ -38,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "split":
         monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     else:
-        monkeypatch.setattr(attention, "STATE_BYTES", -1)
+        monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
     return str(request.param)
 
 
@@ -124,7 +124,7 @@ def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     testbed = PoolTestbed([(0, 1500)], (4, 2, 64), torch.float32, apart=False)
     monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     (split,) = testbed.attend(ends(testbed), backend, "cpu")
-    monkeypatch.setattr(attention, "STATE_BYTES", -1)
+    monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
     (flash,) = testbed.attend(ends(testbed), backend, "cpu")
     assert torch.equal(split, flash)
 

@@ -24,6 +24,7 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.triton import agreement, attention, hopper, hopper_agreement, products, rotary
 from headrace.kernels.triton import rows as gpu_rows
+from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.tiles import Tile
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
@@ -341,9 +342,9 @@ def test_hopper_kernels_that_do_not_agree(
     monkeypatch.setattr(hopper_agreement, "_found", {})
     monkeypatch.setattr(hopper, "takes", lambda *layer: True)
     monkeypatch.setattr(attention.TileWork, "run", run)
-    heads = attention.Heads(4, 2, 64)
+    heads = Heads(4, 2, 64)
     for _ in range(2):
-        ways = hopper_agreement.agreed(heads, torch.float16, CPU)
+        ways = attention.agreed(heads, torch.float16, CPU)
         assert ways == hopper_agreement.Ways(flash=wrong != "flash", split=wrong != "split")
-    assert heads.bounds(CPU, torch.float16, plain=True).flash_lanes == (64 if wrong == "flash" else 128)
+    assert attention.bounds(heads, CPU, torch.float16, plain=True).flash_lanes == (64 if wrong == "flash" else 128)
     assert [f"hopper_kernels.{wrong} " in record.message for record in caplog.records] == [True]

@@ -27,7 +27,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     from headrace.kernels.triton import attention
 
     if request.param == "flash":
-        monkeypatch.setattr(attention, "STATE_BYTES", -1)
+        monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
     else:
         monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     return str(request.param)
@@ -105,7 +105,7 @@ def test_both_ways_the_same_bits(monkeypatch: pytest.MonkeyPatch, cuda: torch.de
     rows = [*ends(testbed)[:3], *ends(testbed, 70)[3:]]
     monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
     split = testbed.attend(rows, backend, "cuda")
-    monkeypatch.setattr(attention, "STATE_BYTES", -1)
+    monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
     for one, two in zip(split, testbed.attend(rows, backend, "cuda"), strict=True):
         assert torch.equal(one, two)
 
@@ -117,10 +117,11 @@ def test_hopper_kernels_have_the_bits_of_the_portable_ones(
 ) -> None:
     """Rows of several sequences, of which one ends in the midst of a chunk whose rest is NaN."""
     from headrace.kernels.triton import attention, backend, hopper, hopper_agreement
+    from headrace.kernels.triton.heads import Heads
 
     if not hopper.present(cuda):
         pytest.skip("needs a Hopper GPU")
-    agreed = hopper_agreement.agreed(attention.Heads(*shape), torch.bfloat16, cuda)
+    agreed = attention.agreed(Heads(*shape), torch.bfloat16, cuda)
     assert agreed == hopper_agreement.Ways(flash=True, split=True)
     testbed = PoolTestbed([(0, 1030), (640, 1300), (640, 900)], shape, torch.bfloat16, apart=False)
     rows = [(0, 30, 1000), *ends(testbed, 3)[1:]]

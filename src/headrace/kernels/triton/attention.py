@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.triton import attention_kernels, hopper, hopper_agreement, int8_kv_kernels, tile_schedule
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
+from headrace.kernels.triton.heads import Heads
+from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
 from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
 LOG2_E = math.log2(math.e)
-STATE_BYTES = 1 << 29
-"""Of states that tasks of one span may leave; more rows walk all their spans one after another."""
 
 
 @cache
@@ -38,38 +38,28 @@ def processors(device: torch.device) -> int:
     return current().processors if device.type == "cuda" else 1
 
 
-class Heads(NamedTuple):
-    """Hq, Hkv and D of a layer, and how its lanes lie in tasks."""
+def bounds(heads: Heads, device: torch.device, dtype: torch.dtype, plain: bool) -> Bounds:
+    """plain: scores are neither biased nor capped."""
+    on_hopper = plain and agreed(heads, dtype, device).flash
+    lanes = hopper.FLASH_LANES if on_hopper else tile_schedule.LANES
+    return Bounds(heads.part, heads.most_states, -(-2 * processors(device) // heads.columns), lanes)
 
-    heads: int
-    kv_heads: int
-    dim: int
 
-    @property
-    def part(self) -> int:
-        """Query heads of a task: all of a KV head, where they fit."""
-        return min(self.heads // self.kv_heads, tile_schedule.LANES)
+def agreed(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
+    """The kernels for Hopper that a layer may use."""
+    return hopper_agreement.agreed(heads, dtype, device, _attended)
 
-    @property
-    def columns(self) -> int:
-        """Programs that take the same task."""
-        return self.kv_heads * -(-self.heads // self.kv_heads // self.part)
 
-    @property
-    def most_states(self) -> int:
-        return max(0, STATE_BYTES // (self.heads * (self.dim + 2) * 4))
-
-    def bounds(self, device: torch.device, dtype: torch.dtype, plain: bool) -> Bounds:
-        """plain: scores are neither biased nor capped."""
-        on_hopper = plain and hopper_agreement.agreed(self, dtype, device).flash
-        lanes = hopper.FLASH_LANES if on_hopper else tile_schedule.LANES
-        return Bounds(self.part, self.most_states, -(-2 * processors(device) // self.columns), lanes)
-
-    def states(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """acc [count, Hq, D], m and z [count, Hq], fp32."""
-        shape = (count, self.heads)
-        acc = torch.empty((*shape, self.dim), device=device)
-        return acc, torch.empty(shape, device=device), torch.empty(shape, device=device)
+def _attended(
+    heads: Heads, items: Tensor, positions: Tensor, q: Tensor, pool: Pool, ways: Ways, states: int, lanes: int
+) -> Tensor:
+    """Attention of rows q [R, Hq, D] by these kernels. states: that split rows may leave; lanes: of a flash task."""
+    limits = Bounds(heads.part, states, 1 << 30, lanes)
+    arena, work = _arena_of({None: items}, positions, heads, limits, q.device)
+    arena.move(positions.numpy(), np.empty(0, np.int32))
+    arena.send()
+    mask = Mask(items, arena.positions.there, scale=heads.dim**-0.5)
+    return work[None].run(q, pool, mask, ways=ways)
 
 
 @dataclass(slots=True)
@@ -94,16 +84,14 @@ class TileWork:
         """The same with so many rounds alone."""
         return replace(self, rounds=self.rounds[:rounds])
 
-    def run(
-        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None, ways: hopper_agreement.Ways | None = None
-    ) -> Tensor:
+    def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None, ways: Ways | None = None) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
         positions lie on the GPU, int32; its items are left alone. ways: None: those that agree with the others."""
         q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         if not hopper.takes_call(q, pool, mask):
-            ways = hopper_agreement.PORTABLE
+            ways = PORTABLE
         elif ways is None:
-            ways = hopper_agreement.agreed(self.heads, pool.k.dtype, q.device)
+            ways = agreed(self.heads, pool.k.dtype, q.device)
         split = self._hopper_split if ways.split else self._split
         flash = self._hopper_flash if ways.flash and mask.window is None else self._flash
         for number in range(len(self.rounds)):
@@ -233,8 +221,8 @@ class TritonStep(ArenaStep):
         _, kv_heads, dim = step.shape
         check_stored(step.dtype, dim)
         heads = Heads(step.heads, kv_heads, dim)
-        bounds = heads.bounds(place, step.dtype, plain=step.bias is None and step.cap is None)
-        arena, work = _arena_of(step.items, step.positions, heads, bounds, place)
+        limits = bounds(heads, place, step.dtype, plain=step.bias is None and step.cap is None)
+        arena, work = _arena_of(step.items, step.positions, heads, limits, place)
         padded(arena.slots.host, step.slots.numpy(), -1)
         arena.move(step.positions.numpy(), step.offsets.numpy())
         arena.send()
@@ -250,10 +238,10 @@ class TritonStep(ArenaStep):
 
 
 def _arena_of(
-    items: Mapping[int | None, Tensor], positions: Tensor, heads: Heads, bounds: Bounds, place: torch.device
+    items: Mapping[int | None, Tensor], positions: Tensor, heads: Heads, limits: Bounds, place: torch.device
 ) -> tuple[Arena, dict[int | None, TileWork]]:
     """An arena with just enough room, filled but for its rows, and what is launched on it."""
-    done = schedules({w: each.numpy() for w, each in items.items()}, positions.numpy(), bounds)
+    done = schedules({w: each.numpy() for w, each in items.items()}, positions.numpy(), limits)
     sizes = {window: TaskSizes.of(each) for window, each in done.items()}
     arena = Arena(len(positions), sizes, current(), place, pinned=False)
     arena.fill(done)
@@ -266,8 +254,8 @@ def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     (_, heads, dim), kv_heads = q.shape, pool.k.shape[1]
     check(q.dtype, dim)
     each = Heads(heads, kv_heads, dim)
-    bounds = each.bounds(q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
-    arena, work = _arena_of({mask.window: mask.items}, mask.positions, each, bounds, q.device)
+    limits = bounds(each, q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
+    arena, work = _arena_of({mask.window: mask.items}, mask.positions, each, limits, q.device)
     arena.move(mask.positions.numpy(), np.empty(0, np.int32))
     arena.send()
     return work[mask.window].run(q, pool, replace(mask, positions=arena.positions.there))

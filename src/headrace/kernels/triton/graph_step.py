@@ -17,7 +17,8 @@ from headrace.kernels.backend import GraphSizes
 from headrace.kernels.records import Mask
 from headrace.kernels.triton import attention
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
-from headrace.kernels.triton.attention import ArenaStep, Heads, TileWork
+from headrace.kernels.triton.attention import ArenaStep, TileWork, bounds
+from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
 
@@ -40,7 +41,7 @@ class TritonGraphStep:
         whole = sizes.rows * (-(-sizes.length // SPAN) + 1)  # spans of all rows, and one more of each
         states = min(heads.most_states, whole)
         plain = bias is None and sizes.cap is None
-        self.bounds = heads.bounds(self.place, sizes.dtype, plain)._replace(states=states)
+        self.bounds = bounds(heads, self.place, sizes.dtype, plain)._replace(states=states)
         tasks = min(whole, slots // SPAN_CHUNKS + TASKS * sizes.rows)
         later = [min(whole, LATER_TASKS * sizes.rows)] * (ROUNDS - 1)
         room = TaskSizes((tasks, *later), 0, (tasks + sum(later)) * SPAN_CHUNKS)

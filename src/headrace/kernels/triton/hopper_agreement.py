@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.errors import TritonError
 
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import Pool
 from headrace.kernels.triton import hopper, tile_schedule
+from headrace.kernels.triton.heads import Heads
 from headrace.types import CHUNK
-
-if TYPE_CHECKING:
-    from headrace.kernels.triton.attention import Heads
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +37,13 @@ class Ways(NamedTuple):
 PORTABLE = Ways(flash=False, split=False)
 
 
+Attended = Callable[[Heads, Tensor, Tensor, Tensor, Pool, Ways, int, int], Tensor]
+"""See attention._attended."""
+
 _found: dict[tuple[Heads, torch.dtype, torch.device], Ways] = {}
 
 
-def agreed(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
+def agreed(heads: Heads, dtype: torch.dtype, device: torch.device, attended: Attended) -> Ways:
     """The kernels that a layer may use. Asked first where a step is prepared; while a graph is recorded nothing can be
     compared."""
     if not hopper.takes(device, dtype, *heads):
@@ -51,26 +52,19 @@ def agreed(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
     if layer not in _found:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return PORTABLE
-        _found[layer] = _compared(heads, dtype, device)
+        _found[layer] = _compared(heads, dtype, device, attended)
     return _found[layer]
 
 
-def _compared(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
-    from headrace.kernels.triton import attention
-
+def _compared(heads: Heads, dtype: torch.dtype, device: torch.device, attended: Attended) -> Ways:
     items, positions = _plan()
 
     def run(ways: Ways, states: int, lanes: int) -> Callable[[], Tensor]:
-        def attended() -> Tensor:
+        def drawn() -> Tensor:
             pool, q = _drawn(heads, dtype, device, items)
-            bounds = tile_schedule.Bounds(heads.part, states, 1 << 30, lanes)
-            arena, work = attention._arena_of({None: torch.from_numpy(items)}, positions, heads, bounds, device)
-            arena.move(positions.numpy(), np.empty(0, np.int32))
-            arena.send()
-            mask = Mask(torch.from_numpy(items), arena.positions.there, scale=heads.dim**-0.5)
-            return work[None].run(q, pool, mask, ways=ways)
+            return attended(heads, torch.from_numpy(items), positions, q, pool, ways, states, lanes)
 
-        return attended
+        return drawn
 
     names = [f"hopper_kernels.{way} for {heads}, {dtype}" for way in Ways._fields]
     flash = same(names[0], run(Ways(True, False), 0, hopper.FLASH_LANES), run(PORTABLE, 0, tile_schedule.LANES))
