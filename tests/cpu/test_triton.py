@@ -199,12 +199,11 @@ def test_all_of_it_compiles_for_gpus(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: len(kernels) for name, kernels in found.items()} == {"80": 11, "90": 43, "100": 11}
+    assert {name: len(kernels) for name, kernels in found.items()} == {"80": 11, "90": 44, "100": 11}
     for architecture, kernels in found.items():
         assert all(used["shared"] <= used["limit"] for used in kernels.values()), architecture
         assert [name for name, used in kernels.items() if not used["tensor"]][:2] == ["merge_spans", "store"]
     assert [name for name, used in found["90"].items() if not used["tensor"]][2:] == [
-        "product 16 x 32", "product 32 x 32", "product 16 x 16 silu", "product 32 x 32 silu",
         "norm rms", "norm layer", "activate", "rotate_heads", *compile_triton.SAMPLING,
     ]  # fmt: skip
     spilling = {name: [k for k, used in kernels.items() if used["spills"]] for name, kernels in found.items()}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.logs import short_id
 from headrace.server import reuse
 from headrace.server.reuse import Nearest, RecentRequests, Reuse, Seen, common_tokens, message_at
 from headrace.types import CHUNK
@@ -70,7 +71,8 @@ def test_text_that_differs(caplog: pytest.LogCaptureFixture) -> None:
         found = told(running, LONG + "xyz")
         assert (found["cause"], found["common_tokens"]) == ("text", 130)
         assert (found["text"], found["other_text"], found["message"]) == ("x", "a", None)
-        until(lambda: f"differs from {found['request_id']} at token 130: 'x' here, 'a' there" in caplog.text)
+        other = short_id(found["request_id"])
+        until(lambda: f"differs from {other} at token 130: 'x' here, 'a' there" in caplog.text)
 
 
 def test_the_message_in_which_a_conversation_differs() -> None:

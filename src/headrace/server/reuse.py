@@ -75,10 +75,14 @@ class Reuse:
     @property
     def told(self) -> str:
         """One line."""
+        return self.told_of("" if self.nearest is None else self.nearest.seen.request_id)
+
+    def told_of(self, name: str) -> str:
+        """One line, with this name for the other request."""
         near, cause = self.nearest, self.cause
         if near is None or cause == "first":
             return "no recent request of this caller begins alike"
-        name, common = near.seen.request_id, f"{near.common:,}"
+        common = f"{near.common:,}"
         if cause == "continued":
             return f"begins like {name}, all of the shorter one's {common} tokens"
         if cause == "text":

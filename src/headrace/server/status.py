@@ -101,7 +101,8 @@ def _how(job: Job, told: dict[str, Any]) -> str:
     if job.restore_reason:
         parts.append(f"restore: {job.restore_reason}")
     if job.reuse is not None and job.reuse.cause not in UNREMARKABLE:
-        parts.append(job.reuse.told)
+        near = job.reuse.nearest
+        parts.append(job.reuse.told if near is None else job.reuse.told_of(short_id(near.seen.request_id)))
     if job.strategy:
         parts.append(f"prefill by {job.strategy} ({job.strategy_reason.removeprefix(job.strategy + ': ')})")
     return f"  {', '.join(parts)}" if parts else ""
