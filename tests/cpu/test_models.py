@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 PROMPT_LENGTH = 300
 UNEVEN = (300, 171, 37, 1)
 LONG = 200  # beyond the own length of the dynamic NTK model
-GREEDY_STEPS = ((100, 64), (300, 16))
+GREEDY_STEPS = ((100, 64), (300, 64))
 """Lengths of prompts and answers. The first goes past the windows and the dynamic NTK's length on its way."""
 
 all_kinds = pytest.mark.parametrize("kind", EVERY_KIND)

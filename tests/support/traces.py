@@ -9,7 +9,7 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.engine.sequence import SequenceState
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 """As many as lead some of prompts_of into another chunk."""
 Trace = dict[int, torch.Tensor]
 """Position -> logits [V] after the token at that position."""

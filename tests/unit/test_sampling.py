@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.sampling import FEW, MANY, SPREAD, Case, draw, met, others
+from tests.support.sampling import FEW, SPREAD, Case, draw, met
 from tests.support.scheduling import LONGEST, place
 
 ROOT = Path(__file__).parents[2]
@@ -32,27 +32,6 @@ def test_every_pair_is_met(sizes: list[int], seed: int) -> None:
 def test_much_is_left_out() -> None:
     cases: list[Case] = [dict(zip("abcd", map(str, each), strict=True)) for each in product(range(4), repeat=4)]
     assert len(draw(cases, Random(1))) < 40 < len(cases) == 256
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(2, 4), min_size=4, max_size=5), st.integers(0, 9))
-def test_every_three_are_met_in_both_together(sizes: list[int], seed: int) -> None:
-    cases = [dict(zip("abcde", map(str, each), strict=False)) for each in product(*map(range, sizes))]
-    drawn = draw(cases, Random(seed))
-    rest = others(cases, drawn, Random(seed))
-    assert not drawn & rest and (len(cases) > MANY or len(drawn | rest) == len(cases))
-    assert {each for case in cases for each in met(case, 3)} == {
-        each for n in drawn | rest for each in met(cases[n], 3)
-    }
-
-
-def test_of_many_cases_some_run_nowhere_but_alone() -> None:
-    cases: list[Case] = [dict(zip("abcd", map(str, each), strict=True)) for each in product(range(4), repeat=4)]
-    drawn = draw(cases, Random(1))
-    assert 64 <= len(drawn | others(cases, drawn, Random(1))) < 160 < len(cases)
-    three: list[Case] = [dict(zip("abc", map(str, each), strict=True)) for each in product(range(5), repeat=3)]
-    drawn = draw(three, Random(1))
-    assert drawn | others(three, drawn, Random(1)) == set(range(len(three)))
 
 
 def test_few_cases_are_kept_whole_and_the_draw_is_repeatable() -> None:
