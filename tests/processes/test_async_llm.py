@@ -17,6 +17,7 @@ import pytest_asyncio
 from headrace import LLM, AsyncLLM, InvalidRequest, SamplingParams
 from headrace.config import EngineConfig
 from headrace.engine import async_llm, process
+from headrace.engine.calls import ResetPrefixCache
 from headrace.progress import PhaseTimes, Prefill
 from headrace.types import Delta, EngineDead, Overloaded, Structured
 
@@ -329,3 +330,16 @@ async def test_settings_that_cannot_work(settings: dict[str, object], reason: st
     with pytest.raises(ValueError, match=reason):
         await llm.start()
     assert not llm.alive
+
+
+async def test_calls_are_answered_between_steps(llm: AsyncLLM) -> None:
+    prompt = list(range(1, 201))
+    running = asyncio.create_task(collect(llm.generate(prompt, LONG)))
+    while not llm.stats.scheduler.running:
+        await asyncio.sleep(0.01)
+    await llm.call(ResetPrefixCache())
+    assert not running.done(), "the answer goes on"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert await llm.call(ResetPrefixCache()) >= 200 // 64, "its chunks are nobody's now"
+    assert await llm.call(ResetPrefixCache()) == 0

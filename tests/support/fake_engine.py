@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from headrace.config import EngineConfig
+from headrace.engine.calls import Answer, EngineCall
 from headrace.progress import LoadPhase, OnPhase, Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import (
@@ -107,7 +108,8 @@ class FakeEngine:
     """Answers repeat the prompt, or are what `scripts` holds: a text a request, first in, first out, token by token,
     which then stops. `start_s`, `token_s` and `chunk_s` (of a prompt; 0: it is read at once, and half of it counts as
     cached) are delays; `running_limit` sequences of requests run at once, the others wait. With `labels` it classifies:
-    the first logit is the prompt's length. `asked`: prompts and parameters so far; `read`: what has been read of them,
+    the first logit is the prompt's length. `answers`: to calls, by their type: a function of the call.
+    `asked`: prompts and parameters so far; `read`: what has been read of them,
     if it took time."""
 
     def __init__(
@@ -137,6 +139,7 @@ class FakeEngine:
         self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
         self.prefill_rate = 0.0
+        self.answers: dict[type, Any] = {}
         self._started = False
         self._dead = asyncio.Event()
         self._turn = asyncio.Semaphore(running_limit)
@@ -162,6 +165,9 @@ class FakeEngine:
     async def check_shape(self, params: SamplingParams) -> None:
         if params.structured is not None and params.structured.regex == "refuse me":
             raise InvalidRequest("regex cannot be taken: refuse me", "structured")
+
+    async def call(self, call: EngineCall) -> Answer:
+        return self.answers[type(call)](call)
 
     async def wait_dead(self) -> str:
         await self._dead.wait()

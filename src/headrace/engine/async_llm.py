@@ -19,7 +19,9 @@ from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
 from headrace.engine.async_scores import AsyncScores
+from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.capacity import Capacity, check_variables, model_folder
+from headrace.engine.pending_calls import PendingCalls
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
@@ -75,6 +77,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._closing = False
         self._shapes = ShapeDoor()
         self._streams: dict[str, asyncio.Queue[Item]] = {}
+        self._calls = PendingCalls(self._send)
         self._queued = WaitingPrompts(0)
         self._prefilling = PrefillClock()
 
@@ -175,6 +178,8 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
                 elif isinstance(message, m.Prefills):
                     known = [each for each in message.prefills if each.request_id in self._streams]
                     self._prefilling.begin(known, message.expected_s)
+                elif isinstance(message, m.CallAnswer):
+                    self._calls.take(message)
                 elif isinstance(message, m.EngineFailed):  # it may yet take seconds to end
                     reason = message.reason
                     break
@@ -228,9 +233,15 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         if stream is not None:
             stream.put_nowait(item)
 
+    async def call(self, call: EngineCall) -> Answer:
+        """The engine's answer to a call (engine.calls). Raises InvalidRequest for what cannot be, EngineDead."""
+        self._must_live()
+        return await self._calls.ask(call)
+
     def _die(self, reason: str) -> None:
         if self.failure is None:
             self.failure = "the engine was shut down" if self._closing else reason
+        self._calls.fail(self.failure)
         for stream in self._streams.values():
             stream.put_nowait(EngineDead(self.failure))
         self._queued.clear()

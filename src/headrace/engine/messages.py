@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.engine.calls import Answer, EngineCall, Refused
 from headrace.engine.capacity import Capacity
 from headrace.progress import Prefill
 from headrace.stats import EngineStats
@@ -33,6 +34,13 @@ class Abort(msgspec.Struct, tag=True):
     """To the engine: end a request, if it is still under way."""
 
     request_id: str
+
+
+class Call(msgspec.Struct, tag=True):
+    """To the engine: something about its cache; answered by a CallAnswer of the same number."""
+
+    number: int
+    call: EngineCall
 
 
 class EnginePing(msgspec.Struct, tag=True):
@@ -74,6 +82,14 @@ class Events(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
+class CallAnswer(msgspec.Struct, tag=True):
+    """From the engine: the answer to a Call, or why there is none."""
+
+    number: int
+    answer: Answer = None
+    refused: Refused | None = None
+
+
 class EngineFailed(msgspec.Struct, tag=True):
     """From the engine, last of all: why it ends. `settings`: the settings or the model are at fault, not the engine."""
 
@@ -81,8 +97,8 @@ class EngineFailed(msgspec.Struct, tag=True):
     settings: bool = False
 
 
-ToEngine = LoadModel | Add | Abort | EnginePing
-FromEngine = LoadProgress | EngineReady | Prefills | Events | EngineFailed | EnginePong
+ToEngine = LoadModel | Add | Abort | Call | EnginePing
+FromEngine = LoadProgress | EngineReady | Prefills | Events | CallAnswer | EngineFailed | EnginePong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: Any = msgspec.msgpack.Decoder(ToEngine)

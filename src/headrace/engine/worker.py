@@ -27,6 +27,7 @@ from headrace.stats import EngineStats
 from headrace.types import InvalidRequest, UnsupportedModel
 
 if TYPE_CHECKING:
+    from headrace.engine.call_handlers import Answered, CallHandlers
     from headrace.engine.core import EngineCore
     from headrace.engine.ranks import Ranks
 
@@ -202,25 +203,31 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
 
 def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
     """Steps until the other side is gone."""
+    from headrace.engine.call_handlers import CallHandlers
+
+    calls = CallHandlers(core)
     inbox.serving.set()
     link.send(m.EngineReady(core.loaded.capacity))
     while True:
         refused: dict[str, str] = {}
-        if not _drain(core, inbox, refused):
+        if not _drain(core, inbox, refused, calls, link):
             return 0
+        _answer(link, calls.advance())
         deltas = core.step()
         link.send_events(m.Events(deltas, core.take_started(), refused, core.stats()))
 
 
-def _drain(core: object, inbox: Inbox, refused: dict[str, str]) -> bool:
+def _answer(link: Link, answers: list[Answered]) -> None:
+    for each in answers:
+        link.send(m.CallAnswer(*each))
+
+
+def _drain(core: EngineCore, inbox: Inbox, refused: dict[str, str], calls: CallHandlers, link: Link) -> bool:
     """Takes in what has arrived, waiting for something if there is nothing to do. False: the other side is gone.
 
     Where there are tiers, or other ranks stream, it waits for REPORT_S at most: their figures change beside the steps.
     """
-    from headrace.engine.core import EngineCore
-
-    assert isinstance(core, EngineCore)
-    block = not core.has_work
+    block = not core.has_work and not calls.pending
     idle_s = REPORT_S if core.offload is not None or core.loaded.executor.told_late else None
     while block or not inbox.empty():
         try:
@@ -232,6 +239,8 @@ def _drain(core: object, inbox: Inbox, refused: dict[str, str]) -> bool:
         block = False
         if isinstance(message, m.Abort):
             core.abort(message.request_id)
+        elif isinstance(message, m.Call):
+            _answer(link, calls.begin(message.number, message.call))
         elif isinstance(message, m.Add):
             try:
                 core.add(message.request)

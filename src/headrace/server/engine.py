@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
+from headrace.engine.calls import Answer, EngineCall
 from headrace.progress import OnPhase, Prefill
 from headrace.stats import EngineStats
 from headrace.types import Delta, Pooling, SamplingParams
@@ -120,5 +121,7 @@ class ServedEngine(Protocol):
         queued: Callable[[], None] | None = None,
         embed: bool = False,
     ) -> AsyncIterator[Delta]: ...
+
+    async def call(self, call: EngineCall) -> Answer: ...
 
     async def wait_dead(self) -> str: ...
