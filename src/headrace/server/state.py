@@ -15,6 +15,7 @@ from headrace.config import EngineConfig
 from headrace.server.abandoned import CLIENT_GONE as CLIENT_GONE
 from headrace.server.abandoned import AbandonedPrefills
 from headrace.server.admission import settle
+from headrace.server.answer_memory import AnswerMemory
 from headrace.server.engine import ServedCapacity, ServedEngine, ServedTokenizer
 from headrace.server.history import rewrites_history
 from headrace.server.job import Job, cancel
@@ -69,6 +70,7 @@ class ServerState:
         self.keys = Keyring(config.server)
         self.abandoned = AbandonedPrefills(config)
         self.recent = RecentRequests()
+        self.answers = AnswerMemory() if config.server.replay_answers else None
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.metrics.register(ServerCounts(self.keys, self.abandoned))
         self.on_failure: Callable[[], None] = lambda: None
@@ -230,6 +232,8 @@ class ServerState:
         settle(job, refused=outcome == REFUSED)
         if job.seen is not None:
             self.recent.answered(job.caller, job.seen, job.choices[0].token_ids if len(job.choices) == 1 else [])
+        if outcome == "done" and self.answers is not None:
+            _remember(job, self.answers)
         if outcome == REFUSED:
             return  # and told as such
         if outcome == "done":
@@ -239,6 +243,13 @@ class ServerState:
             self.metrics.gone.inc()
         if self.config.server.log_requests != "off":
             _tell(job_line(job, outcome, self.config.server.log_requests == "text"))
+
+
+def _remember(job: Job, answers: AnswerMemory) -> None:
+    """Its answers, for the next turn of the conversation."""
+    for choice in job.choices:
+        if choice.prompt.asked is not None:
+            answers.add(*choice.prompt.asked, choice.token_ids)
 
 
 def _formats(tokenizer: ServedTokenizer | None, config: EngineConfig) -> Formats:
