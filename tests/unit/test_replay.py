@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from headrace.engine.folders import model_folder
 from headrace.engine.tokenizer import Tokenizer
@@ -18,7 +21,7 @@ from headrace.server.replay import Known, Replay, TokenTexts, fit, replay
 from headrace.server.turn import Turn
 from headrace.server.turns import rendered
 from headrace.types import InvalidRequest
-from tests.support.small_tokenizers import KINDS, save
+from tests.support.small_tokenizers import KINDS, metaspace, save
 
 pytestmark = pytest.mark.unit
 
@@ -202,3 +205,16 @@ def test_the_template_of_tiny(tokenizers: dict[str, Any]) -> None:
     after = read(tokenizer, [*messages, {"role": "user", "content": "Why?"}])
     assert after.replayed == 1
     assert after.ids[: len(before.ids) + len(tokens) + 1] == [*before.ids, *tokens, tokenizer.eos_token_id]
+
+
+def test_text_behind_an_answer_begins_without_a_space(tmp_path: Path) -> None:
+    """Tokenizers of the sentencepiece kind put one before a text."""
+    backend = metaspace()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    with closing(Tokenizer(save(backend, tmp_path))) as tokenizer:
+        texts, rendered = TokenTexts(tokenizer), "<|assistant|>hello</s>the fox"
+        letters = [token for letter in "hello" for token in tokenizer.encode_chat("</s>" + letter)[1:]]
+        own = [*letters, tokenizer.eos_token_id]
+        found = replay(texts, rendered, [Known(len("<|assistant|>"), own)])
+        assert found.replayed == 1 and tokenizer.decode(found.ids, False) == rendered
+        assert found.ids[: 1 + len(own)] == [tokenizer.added_tokens["<|assistant|>"], *own]

@@ -70,13 +70,16 @@ class ServerState:
         self.keys = Keyring(config.server)
         self.abandoned = AbandonedPrefills(config)
         self.recent = RecentRequests()
-        self.answers = AnswerMemory() if config.server.replay_answers else None
+        self.answers = answers = AnswerMemory() if config.server.replay_answers else None
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.metrics.register(ServerCounts(self.keys, self.abandoned))
         self.on_failure: Callable[[], None] = lambda: None
         self.responses = ResponseStore(config.server.response_store_mb << 20)
         self.metrics.watch("responses_kept", "Responses kept for the next turn.", lambda: len(self.responses))
         self.metrics.watch("responses_kept_bytes", "Memory that they take.", lambda: self.responses.used)
+        if answers is not None:
+            self.metrics.watch("answers_remembered", "Conversations whose answers are.", lambda: len(answers))
+            self.metrics.watch("answers_remembered_tokens", "Tokens of these answers.", lambda: answers.tokens)
         self.admitting = 0
         self.listens = False
         self._was_ready = False
