@@ -113,6 +113,7 @@ def test_the_answer_is_that_of_the_same_tokens() -> None:
         ("ab", [97, 98, 300]),
         ("ab", [97, 98, 2**30]),
         ("", [97]),
+        ("ab", [97] * 30_000),
     ],
 )
 def test_tokens_that_say_something_else_are_refused(content: str, tokens: list[int]) -> None:
@@ -182,6 +183,19 @@ def test_calls_of_tools() -> None:
             CHAT, json=ask(messages=[{"role": "user", "content": "q"}, own, result], tools=[TOOL])
         )
         check_refusal(refused, 400, "messages[1].token_ids")
+
+
+def test_reasoning() -> None:
+    """Templates leave it out of earlier answers: honest tokens are no fault then, but they are not used."""
+    with serving(prepare=merging, reasoning_parser="think") as running:
+        first = chat(running, "q" * 100, said="<think>ab</think>cab", max_tokens=100)
+        own = message(first)
+        assert (own["reasoning_content"], own["content"]) == ("ab", "cab") and len(own["token_ids"]) == 20
+        second = chat(running, "q" * 100, own, "more")
+        assert replayed(second) == 0 and "[assistant]c<257>[user]" in read(running)
+        del own["reasoning_content"]
+        told = [{"role": "user", "content": "q" * 100}, own]
+        check_refusal(running.http.post(CHAT, json=ask(messages=told)), 400, "messages[1].token_ids")
 
 
 def test_the_same_text_in_other_tokens_is_told() -> None:

@@ -4,10 +4,11 @@ list of tokens must not bring in what the message does not show, control tokens 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.server.answer_places import TOKENS
+from headrace.server.answer_places import TOKENS, without_tokens
 from headrace.server.chat_body import arguments_object
 from headrace.server.errors import invalid
 from headrace.server.job import ReplyChoice
@@ -16,6 +17,9 @@ from headrace.server.parsers.registry import NONE, REASONING_FORMATS, Formats, m
 from headrace.server.replay import BROKEN, TokenTexts
 from headrace.server.replies import chat_message
 from headrace.server.turn import Tool, ToolChoice, Turn
+
+MARKS = 10_000
+"""Characters that an answer may have around what its message says."""
 
 SHOWN = 60
 """Characters of what tokens say that a refusal shows."""
@@ -70,9 +74,13 @@ def _says(
     if plain and (message.get("content") or "") in (whole, said, said.rstrip(BROKEN)):
         return True
     begins = ("",) if formats.reasoning == NONE else ("", REASONING_FORMATS[formats.reasoning].begin)
-    choices = (ToolChoice(), ToolChoice(parallel=False), ToolChoice("none"))
+    called = bool(message.get("tool_calls"))
+    choices = (ToolChoice(), ToolChoice(parallel=False)) if called else (ToolChoice("none"),)
     if any(texts.added.get(token) in formats.left_out for token in tokens[:-1]):
         return False  # the parser would leave them out without a word
+    (shown,) = without_tokens([message])
+    if len(whole) > 2 * len(json.dumps(shown, ensure_ascii=False)) + MARKS:
+        return False  # far more text than the message has, which is not to be parsed
     return any(
         _is_answer(_parsed(formats, tools, choice, begun, text), message)
         for text in dict.fromkeys((said.rstrip(BROKEN), whole))
