@@ -49,6 +49,26 @@ def joined(stream: Any) -> dict[int, str]:
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
+def test_the_next_turn_finds_the_whole_answer_cached(server: ServerProcess) -> None:
+    """A hot answer has tokens that its text does not become again."""
+    ask = server.client().chat.completions.create
+    shared: dict[str, Any] = {"model": "tiny", "temperature": 2.0, "seed": 5, "extra_body": {"return_token_ids": True}}
+    first = ask(messages=MESSAGES, max_tokens=200, **shared)
+    own, prompt = first.choices[0].token_ids, first.choices[0].prompt_token_ids  # type: ignore[attr-defined]
+    message = first.choices[0].message
+    turns = [*MESSAGES, message.model_dump(exclude_none=True), {"role": "user", "content": "And of Paris?"}]
+    carried = message.token_ids  # type: ignore[attr-defined]
+    told = json.dumps({"messages": [{"role": "assistant", "content": message.content}]})
+    assert carried == own and httpx.post(server.url + "/tokenize", content=told).json()["tokens"] != own
+    second = ask(messages=turns, max_tokens=8, **shared)
+    assert second.usage is not None and second.usage.prompt_tokens_details is not None
+    assert second.usage.prompt_tokens_details.cached_tokens >= (len(prompt) + len(own) - 1) // 64 * 64
+    read = second.choices[0].prompt_token_ids  # type: ignore[attr-defined]
+    assert read[: len(prompt) + len(own)] == prompt + own
+    plain = server.client().completions.create(prompt=read, max_tokens=8, **shared)
+    assert plain.choices[0].token_ids == second.choices[0].token_ids  # type: ignore[attr-defined,union-attr]
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 11}])
 def test_stream_equals_whole(server: ServerProcess, sampling: dict[str, Any]) -> None:
     client = server.client()

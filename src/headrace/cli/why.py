@@ -17,6 +17,7 @@ from headrace.files import read_given
 from headrace.server.chat_body import ChatBody
 from headrace.server.errors import ApiError
 from headrace.server.protocol import CompletionBody, parse_body
+from headrace.server.replay import TokenTexts, replay
 from headrace.server.reuse import Ids, Nearest, Reuse, Seen, common_tokens, described
 from headrace.server.turns import rendered
 from headrace.types import CHUNK
@@ -60,7 +61,8 @@ def _prompt(tokenizer: Tokenizer, path: Path) -> tuple[Ids, list[dict[str, Any]]
     try:
         if "messages" in json.loads(raw):
             turn = parse_body(ChatBody, raw).turn()
-            return np.array(tokenizer.encode_chat(rendered(tokenizer, turn)), np.int32), turn.messages
+            read = rendered(tokenizer, turn)
+            return np.array(replay(TokenTexts(tokenizer), read.text, read.carried).ids, np.int32), turn.messages
         given = parse_body(CompletionBody, raw).prompts()
     except (ApiError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is no request to /v1/chat/completions or /v1/completions: {error}") from None

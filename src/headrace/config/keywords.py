@@ -214,6 +214,10 @@ class SettingKeywords(TypedDict, total=False):
     """On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, the
     date, git's status), so that prefixes are shared."""
 
+    replay_answers: bool
+    """Remember the tokens of answers and read them again by these in the conversation's next turn, so that its prefix
+    stays cached. A prompt's tokens then depend on what the server remembers (docs/server.md)."""
+
     tool_call_parser: str
     """How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or none
     (calls stay text). auto: as its chat template says."""

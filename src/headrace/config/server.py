@@ -122,6 +122,11 @@ class ServerSettings(SettingsRecord):
         "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "
         "the date, git's status), so that prefixes are shared.",
     )
+    replay_answers: bool = setting(
+        False,
+        "Remember the tokens of answers and read them again by these in the conversation's next turn, so that its "
+        "prefix stays cached. A prompt's tokens then depend on what the server remembers (docs/server.md).",
+    )
     tool_call_parser: str = setting(
         "auto",
         "How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or "

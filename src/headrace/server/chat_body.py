@@ -68,6 +68,7 @@ class Message(Strict):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, fail_fast=True)
     parsed: Any = None
     # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
     refusal: None = None
@@ -84,6 +85,8 @@ class Message(Strict):
         """Fields that are right alone and wrong together."""
         if self.tool_calls and self.role != "assistant":
             raise invalid(f"{where}: only the assistant has tool_calls", f"{where}.tool_calls")
+        if self.token_ids and self.role != "assistant":
+            raise invalid(f"{where}: only the assistant has token_ids", f"{where}.token_ids")
         if self.tool_call_id is not None and self.role != "tool":
             raise invalid(f"{where}: only a tool has tool_call_id", f"{where}.tool_call_id")
         if self.role == "tool" and self.tool_call_id is None:
@@ -101,6 +104,7 @@ class Message(Strict):
             "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content,
+            "token_ids": self.token_ids or None,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -204,6 +208,7 @@ class ChatBody(SampledBody):
             self._reasoning(),
             tuple(self.documents or ()),
             self._template(),
+            given_tokens=True,
         )
 
     def _choice(self, names: list[str]) -> ToolChoice:

@@ -33,8 +33,13 @@ TYPES = {
 }
 
 
+RETRY_S = 5
+"""Seconds, where the time is not known: a model loads, or something outside starts a server again."""
+
+
 class ApiError(Exception):
-    """An answer other than 2xx. `param` names the field at fault (None: the whole request)."""
+    """An answer other than 2xx. `param` names the field at fault (None: the whole request). One that may be asked again
+    (429, 503) says when: where `headers` have no Retry-After, after RETRY_S."""
 
     def __init__(
         self,
@@ -45,6 +50,8 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
+        if status in (429, 503):
+            headers = {"Retry-After": str(RETRY_S), **(headers or {})}
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     def body(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Guard:
         if tenant is None:
             raise ApiError(401, "missing or wrong API key", None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
         if self.state.phase == "loading":
-            raise ApiError(503, "the model is still loading", None, "loading", {"Retry-After": "5"})
+            raise ApiError(503, "the model is still loading", None, "loading")
         if self.state.phase in ("restarting", "failed") and scope["path"] != "/metrics":
             raise self._away()
         if scope["path"] == "/metrics" and tenant.name and not tenant.rules.metrics:

@@ -9,9 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace.server.answer_memory import Owner
 from headrace.server.engine import ServedEngine
 from headrace.server.errors import broken_off
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
+from headrace.server.replay import Replay
 from headrace.server.reuse import Nearest, Reuse, Seen
 from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
@@ -26,7 +28,8 @@ class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
     `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
     sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
-    embedding is wanted, and no answer. `messages`: of a conversation."""
+    embedding is wanted, and no answer. `messages`: of a conversation, and `replay`: how its earlier answers were read;
+    `asked`: whose it is, and its text, where its answer is to be remembered (server.answer_memory)."""
 
     ids: Sequence[int]
     params: SamplingParams
@@ -36,6 +39,8 @@ class Prompt:
     shared: int = 0
     embed: bool = False
     messages: Sequence[Mapping[str, Any]] = ()
+    replay: Replay | None = None
+    asked: tuple[Owner, str] | None = None
 
 
 @dataclass(slots=True)
@@ -164,7 +169,9 @@ class Job:
         """Why so much of the prompt came from the cache; None where that is not known."""
         if self.seen is None or not self.metrics:
             return None
-        return Reuse(self.prompt_tokens, self.cached_tokens, self.nearest)
+        read = self.prompts[0].replay
+        counts = (read.replayed, read.rewritten) if read is not None else ()
+        return Reuse(self.prompt_tokens, self.cached_tokens, self.nearest, *counts)
 
     @property
     def done(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +63,8 @@ class Shown:
     usage: bool = False
     """Usage is asked for in a chunk of its own behind the others."""
     fingerprint: str = ""
+    carry: Callable[[ReplyChoice], list[int] | None] | None = None
+    """The tokens that an answer's message has with it, for the next turn's prompt."""
 
 
 class Replies(Protocol):
@@ -223,6 +226,17 @@ def token_logprob(
     return {**told(token, row[token]), "top_logprobs": [told(t, info) for t, info in best]}
 
 
+def chat_message(choice: ReplyChoice) -> dict[str, Any]:
+    answer = choice.answer
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [_called(call) for call in answer.calls]
+    return message
+
+
 class ChatReplies(OpenAIReplies):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -239,13 +253,9 @@ class ChatReplies(OpenAIReplies):
         return out
 
     def _body(self, choice: ReplyChoice) -> dict[str, Any]:
-        answer = choice.answer
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        if answer.calls:
-            message["content"] = answer.text or None
-            message["tool_calls"] = [_called(call) for call in answer.calls]
+        message = chat_message(choice)
+        if self.shown.carry is not None and (tokens := self.shown.carry(choice)) is not None:
+            message["token_ids"] = tokens
         return {"message": message, "logprobs": self._logprobs(choice, choice.token_ids, choice.logprobs)}
 
     def _deltas(self, event: Event) -> list[dict[str, Any]]:

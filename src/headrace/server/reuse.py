@@ -20,7 +20,13 @@ Ids = NDArray[np.int32]
 MOST_CALLERS, MOST_REQUESTS, MOST_TOKENS = 256, 16, 4 << 20
 """Callers that are remembered, requests of each, and tokens of all together (4 bytes each)."""
 
-Cause = Literal["first", "continued", "text", "salt", "computing", "evicted"]
+Cause = Literal["first", "continued", "text", "tokens", "salt", "computing", "evicted"]
+
+ALIKE = 16
+"""Tokens that are looked at to see whether two prompts go on with the same text."""
+
+SEND_BACK = "send an answer's token_ids back with its message, or serve with --replay-answers"
+REWRITTEN = "; the chat template writes an earlier answer in other words than the model"
 
 MISSING: dict[Cause, str] = {
     "salt": "lies under another cache_salt",
@@ -42,7 +48,7 @@ class Seen:
 class Nearest(NamedTuple):
     """Of the caller's recent requests the one that begins like a prompt for longest: for `common` tokens. missing: why
     these would not be in the cache. text, other_text: of the tokens behind them, empty for none. message: in which of
-    the prompt's messages that is, from 0."""
+    the prompt's messages that is, from 0. same_text: both go on with the same text, in other tokens."""
 
     seen: Seen
     common: int
@@ -50,15 +56,18 @@ class Nearest(NamedTuple):
     text: str = ""
     other_text: str = ""
     message: int | None = None
+    same_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """cached: tokens of the prompt that came from the cache; of `tokens` in all."""
+    """cached: tokens of the prompt that came from the cache; of `tokens` in all. replayed, rewritten: see Replay."""
 
     tokens: int
     cached: int
     nearest: Nearest | None
+    replayed: int = 0
+    rewritten: int = 0
 
     @property
     def cause(self) -> Cause:
@@ -69,7 +78,9 @@ class Reuse:
         # The last token is always computed, and chunks are whole.
         due = min(near.common, self.tokens - 1, len(near.seen.ids) - 1) // CHUNK * CHUNK
         if self.cached >= due:
-            return "continued" if near.common == min(self.tokens, len(near.seen.ids)) else "text"
+            if near.common == min(self.tokens, len(near.seen.ids)):
+                return "continued"
+            return "tokens" if near.same_text else "text"
         return near.missing
 
     @property
@@ -87,21 +98,26 @@ class Reuse:
             return f"begins like {name}, all of the shorter one's {common} tokens"
         if cause == "text":
             where = "" if near.message is None else f" in message {near.message}"
-            return f"differs from {name} at token {common}{where}: {near.text!r} here, {near.other_text!r} there"
+            wrote = REWRITTEN if self.rewritten else ""
+            return f"differs from {name} at token {common}{where}: {near.text!r} here, {near.other_text!r} there{wrote}"
+        if cause == "tokens":
+            return f"says the same as {name} in other tokens from token {common} on: {SEND_BACK}"
         return f"begins like {name} for {common} tokens, but what lies behind {self.cached:,} {MISSING[cause]}"
 
     def asdict(self) -> dict[str, Any]:
         """As replies tell it."""
         near = self.nearest
         known = near is not None and self.cause != "first"
+        differs = near is not None and self.cause in ("text", "tokens")
         return {
             "cause": self.cause,
             "told": self.told,
             "request_id": near.seen.request_id if near is not None and known else None,
             "common_tokens": near.common if near is not None and known else 0,
-            "text": near.text if near is not None and self.cause == "text" else None,
-            "other_text": near.other_text if near is not None and self.cause == "text" else None,
-            "message": near.message if near is not None and self.cause == "text" else None,
+            "text": near.text if near is not None and differs else None,
+            "other_text": near.other_text if near is not None and differs else None,
+            "message": near.message if near is not None and differs else None,
+            "replayed": self.replayed,
         }
 
 
@@ -181,4 +197,7 @@ def described(near: Nearest, ids: Ids, messages: Sequence[Mapping[str, Any]], de
         return near
     message = message_at(messages, decode(ids[:at].tolist())) if messages else None
     text, other_text = (decode(tokens[at : at + 1].tolist()) for tokens in (ids, other))
-    return near._replace(text=text, other_text=other_text, message=message)
+    here, there = (decode(tokens[at : at + ALIKE].tolist()) for tokens in (ids, other))
+    length = min(len(here), len(there))
+    same = length >= max(len(text), len(other_text)) and here[:length] == there[:length]
+    return near._replace(text=text, other_text=other_text, message=message, same_text=same)

@@ -15,7 +15,7 @@ from headrace.server.errors import ApiError, JsonReply
 from headrace.server.model_cards import list_models, tell_model
 from headrace.server.openapi import document
 from headrace.server.rerank import Rerank
-from headrace.server.responses.api import install_responses
+from headrace.server.responses.api import install_responses, tenant_of
 from headrace.server.scoring import Scoring
 from headrace.server.state import ServerState
 from headrace.server.tokenizing import detokenize, tokenize, tokenizer_info
@@ -40,7 +40,7 @@ def _install_answers(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(state, request, Chat())
+        return await answer(state, request, Chat(tenant_of(request)))
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request) -> Response:
@@ -66,7 +66,7 @@ def _install_messages(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/v1/messages")
     async def message(request: Request) -> Response:
-        return await answer(state, request, messages)
+        return await answer(state, request, messages.of(tenant_of(request)))
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
@@ -121,7 +121,9 @@ def _health(state: ServerState) -> Response:
         told = "the engine has failed" if state.keys.guarded else str(state.reason)
         if state.phase == "restarting":
             told += f"; it is being started again{_how_far(state)}"
-    return JsonReply({"status": state.phase, **ApiError(503, told, None, state.phase).body()}, status_code=503)
+    again = {"Retry-After": str(state.retry_after_s)} if state.phase == "restarting" else None
+    error = ApiError(503, told, None, state.phase, again)
+    return JsonReply({"status": state.phase, **error.body()}, status_code=503, headers=error.headers)
 
 
 def _how_far(state: ServerState) -> str:

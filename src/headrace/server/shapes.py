@@ -25,13 +25,14 @@ PROMPT: dict[str, Any] = {
 class ReuseFigures(TypedDict):
     """Why no more of the prompt came from the cache (server.reuse)."""
 
-    cause: Literal["first", "continued", "text", "salt", "computing", "evicted"]
+    cause: Literal["first", "continued", "text", "tokens", "salt", "computing", "evicted"]
     told: str
     request_id: str | None
     common_tokens: int
     text: str | None
     other_text: str | None
     message: int | None
+    replayed: int
 
 
 class Figures(TypedDict):
@@ -88,6 +89,7 @@ class ChatMessage(TypedDict):
     refusal: None
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[ChatCall]]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatChoice(Choice):

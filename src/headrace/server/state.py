@@ -15,6 +15,7 @@ from headrace.config import EngineConfig
 from headrace.server.abandoned import CLIENT_GONE as CLIENT_GONE
 from headrace.server.abandoned import AbandonedPrefills
 from headrace.server.admission import settle
+from headrace.server.answer_memory import AnswerMemory
 from headrace.server.engine import ServedCapacity, ServedEngine, ServedTokenizer
 from headrace.server.history import rewrites_history
 from headrace.server.job import Job, cancel
@@ -69,12 +70,16 @@ class ServerState:
         self.keys = Keyring(config.server)
         self.abandoned = AbandonedPrefills(config)
         self.recent = RecentRequests()
+        self.answers = answers = AnswerMemory() if config.server.replay_answers else None
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.metrics.register(ServerCounts(self.keys, self.abandoned))
         self.on_failure: Callable[[], None] = lambda: None
         self.responses = ResponseStore(config.server.response_store_mb << 20)
         self.metrics.watch("responses_kept", "Responses kept for the next turn.", lambda: len(self.responses))
         self.metrics.watch("responses_kept_bytes", "Memory that they take.", lambda: self.responses.used)
+        if answers is not None:
+            self.metrics.watch("answers_remembered", "Conversations whose answers are.", lambda: len(answers))
+            self.metrics.watch("answers_remembered_tokens", "Tokens of these answers.", lambda: answers.tokens)
         self.admitting = 0
         self.listens = False
         self._was_ready = False
@@ -230,6 +235,8 @@ class ServerState:
         settle(job, refused=outcome == REFUSED)
         if job.seen is not None:
             self.recent.answered(job.caller, job.seen, job.choices[0].token_ids if len(job.choices) == 1 else [])
+        if outcome == "done" and self.answers is not None:
+            _remember(job, self.answers)
         if outcome == REFUSED:
             return  # and told as such
         if outcome == "done":
@@ -239,6 +246,13 @@ class ServerState:
             self.metrics.gone.inc()
         if self.config.server.log_requests != "off":
             _tell(job_line(job, outcome, self.config.server.log_requests == "text"))
+
+
+def _remember(job: Job, answers: AnswerMemory) -> None:
+    """Its answers, for the next turn of the conversation."""
+    for choice in job.choices:
+        if choice.prompt.asked is not None:
+            answers.add(*choice.prompt.asked, choice.token_ids)
 
 
 def _formats(tokenizer: ServedTokenizer | None, config: EngineConfig) -> Formats:

@@ -52,7 +52,8 @@ class TokenizeBody(Body):
         for name in ("add_generation_prompt", "continue_final_message"):
             if getattr(self, name) is not None:
                 template[name] = getattr(self, name)
-        return Turn([message.for_template() for message in messages], tools_of(self.tools), template=template)
+        told = [message.for_template() for message in messages]
+        return Turn(told, tools_of(self.tools), template=template, given_tokens=True)
 
 
 class DetokenizeBody(Body):

@@ -47,7 +47,8 @@ class Reasoning:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """messages: in the form of chat templates (role, content as text, tool_calls with arguments as objects,
-    tool_call_id, reasoning_content). template: further variables of the template."""
+    tool_call_id, reasoning_content, and token_ids: by which tokens an earlier answer is to be read). template: further
+    variables of the template. given_tokens: token_ids are the client's, and to be checked."""
 
     messages: list[dict[str, Any]]
     tools: tuple[Tool, ...] = ()
@@ -55,3 +56,4 @@ class Turn:
     reasoning: Reasoning = Reasoning()
     documents: tuple[dict[str, Any], ...] = ()
     template: dict[str, Any] = field(default_factory=dict)
+    given_tokens: bool = False

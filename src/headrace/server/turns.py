@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
-from headrace.server.encoding import COUNTED, encoded
+from headrace.server.answer_memory import Owner
+from headrace.server.answer_places import TOKENS, carried, leads, without_tokens
+from headrace.server.encoding import COUNTED, check_length, encoded
 from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
+from headrace.server.own_tokens import check_tokens
 from headrace.server.parsers.constraint import constraint
 from headrace.server.parsers.registry import make_parser
+from headrace.server.replay import Known, Replay, TokenTexts, replay
 from headrace.server.state import ServerState
 from headrace.server.tool_prompt import knows_tools, told_in_text
 from headrace.server.turn import Turn
@@ -25,16 +29,20 @@ MANY = 500
 THINKING = "message.thinking"
 """Of a chat template that shows earlier reasoning under this name."""
 
+ENDS = ("add_generation_prompt", "continue_final_message")
+"""Variables that say how a conversation ends."""
+
 SEEN = 200
 """Characters at the end of a prompt that tell whether the template has begun the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What a request shares of the cache: see Request."""
+    """What a request shares of the cache: see Request. tenant: whose answers it may replay, with its cache_salt."""
 
     cache_salt: str | None = None
     public_prefix_tokens: int = 0
+    tenant: str = ""
 
 
 @contextmanager
@@ -55,15 +63,17 @@ async def job_of(
     state: ServerState, turn: Turn, params: SamplingParams, prefix: str, arrival_s: float, sharing: Sharing
 ) -> Job:
     """The job of a turn; its id begins with `prefix`. Raises InvalidRequest."""
-    prompts = [await prompt_of(state, turn, params)]
+    prompts = [await prompt_of(state, turn, params, (sharing.tenant, sharing.cache_salt))]
     return Job(f"{prefix}{uuid4().hex}", prompts, arrival_s, sharing.cache_salt, sharing.public_prefix_tokens)
 
 
-async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> Prompt:
-    """The conversation as the model reads it, and the parser of what it answers. Raises InvalidRequest, and ApiError
-    for variables that are none."""
-    text = await _render(state, turn)
-    ids = await _encode(state, text)
+async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams, owner: Owner) -> Prompt:
+    """The conversation as the model reads it, and the parser of what it answers. owner: whose answers may be replayed.
+    Raises InvalidRequest, and ApiError for variables that are none and for token_ids that are not the message's."""
+    read = await _render(state, turn)
+    remembered = state.answers.find(owner, read.text) if state.answers is not None else []
+    replay = await _encode(state, turn, read, remembered)
+    text, ids = read.text, replay.ids
     formats, end = state.formats, text[-SEEN:]
     shape = params.structured
     if shape is not None or turn.choice.mode == "required" or turn.reasoning.budget is not None:
@@ -74,30 +84,47 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams) -> P
     await state.engine.check_shape(params)
     return Prompt(
         ids, state.engine.check(ids, params), parser=lambda: make_parser(formats, turn.tools, turn.choice, end),
-        messages=turn.messages,
+        messages=turn.messages, replay=replay, asked=(owner, text) if state.answers is not None else None,
     )  # fmt: skip
 
 
 async def tokens_of(state: ServerState, turn: Turn) -> list[int]:
     """The tokens of a conversation, also of one that is too long. Raises as prompt_of does."""
-    return await _encode(state, await _render(state, turn), COUNTED)
+    return (await _encode(state, turn, await _render(state, turn), contexts=COUNTED)).ids
 
 
-async def _render(state: ServerState, turn: Turn) -> str:
-    tokenizer = tokenizer_of(state, "messages")
-    return await state.in_renderer(rendered, tokenizer, turn)
+class Rendered(NamedTuple):
+    """A conversation as the model reads it. carried: earlier answers whose messages hold their tokens, by their places;
+    lost: how many more of these there are, whose places are not seen."""
+
+    text: str
+    carried: Sequence[Known] = ()
+    lost: int = 0
 
 
-def rendered(tokenizer: Any, turn: Turn) -> str:
-    """The conversation as the model reads it. Raises InvalidRequest, and ApiError for variables that are none."""
+async def _render(state: ServerState, turn: Turn) -> Rendered:
+    return await state.in_renderer(rendered, tokenizer_of(state, "messages"), turn)
+
+
+def rendered(tokenizer: Any, turn: Turn) -> Rendered:
+    """Raises InvalidRequest, and ApiError for variables that are none."""
     messages, variables = turn.messages, _variables(turn)
     if THINKING in tokenizer.chat_template:
         messages = [with_thinking(message) for message in messages]
     if not knows_tools(tokenizer.chat_template):
         messages = told_in_text(messages, turn.tools)
         variables.pop("tools", None)
+    text = _written(tokenizer, messages, variables)
+    if not any(message.get(TOKENS) for message in messages):
+        return Rendered(text)
+    begins = {name: value for name, value in variables.items() if name not in ENDS}
+    lead_of = leads(messages, lambda beginning: _written(tokenizer, beginning, begins))
+    return Rendered(text, *carried(text, messages, lead_of))
+
+
+def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     try:
-        return str(tokenizer.render_chat(messages, **variables))
+        return str(tokenizer.render_chat(without_tokens(messages), **variables))
     except TypeError as error:
         raise invalid(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
 
@@ -113,8 +140,24 @@ def with_thinking(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name != "content"} | {"thinking": f"{thought}\n\n{text}"}
 
 
-async def _encode(state: ServerState, text: str, contexts: int = 1) -> list[int]:
-    return await encoded(state, tokenizer_of(state, "messages").encode_chat, text, "messages", contexts)
+async def _encode(
+    state: ServerState, turn: Turn, read: Rendered, remembered: Sequence[Known] = (), contexts: int = 1
+) -> Replay:
+    """The prompt's tokens, with those of earlier answers in their places. Tokens that a request brings go before
+    remembered ones."""
+    tokenizer, capacity = tokenizer_of(state, "messages"), state.engine.capacity
+    if not (read.carried or read.lost or remembered):
+        return Replay(await encoded(state, tokenizer.encode_chat, read.text, "messages", contexts))
+
+    def work() -> Replay:
+        check_length(tokenizer.encode_chat, read.text, contexts * capacity.max_model_len, "messages")
+        texts = TokenTexts(tokenizer)
+        if turn.given_tokens:
+            check_tokens(texts, state.formats, turn, capacity.vocab_size)
+        found = replay(texts, read.text, (*read.carried, *remembered))
+        return found._replace(rewritten=found.rewritten + read.lost)
+
+    return await state.in_tokenizer(work)
 
 
 def _variables(turn: Turn) -> dict[str, Any]:

@@ -34,19 +34,31 @@ NAMES: dict[str | None, str] = {
 """The engine's names of fields -> the client's."""
 
 
+BILLING = (
+    "system texts begin with a billing header that is another in each request, so that no prefix is shared; "
+    "--stable-system-prompt keeps it out"
+)
+
+
 class Messages:
-    """An Api (server.answering). One for all requests: what hinders caching is warned of once."""
+    """An Api (server.answering). One for all requests, and one `of` each tenant: what hinders caching is warned of
+    once."""
 
     body = MessagesBody
 
-    def __init__(self) -> None:
-        self._warned = False
+    def __init__(self, tenant: str = "", warned: list[str] | None = None) -> None:
+        self.tenant = tenant
+        self._warned: list[str] = [] if warned is None else warned
+
+    def of(self, tenant: str) -> Messages:
+        """For a request of this tenant."""
+        return Messages(tenant, self._warned)
 
     async def job(self, state: ServerState, body: MessagesBody, arrival_s: float) -> Job:
         """max_tokens may exceed what the context allows, as Anthropic's may: the answer then ends with the context."""
         with naming(NAMES if body.format is not None else {**NAMES, "structured": "tools"}):
             params = body.to_params()
-            sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
+            sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0, self.tenant)
             turn = await self._turn(state, body)
             job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing)
         job.names = NAMES
@@ -72,11 +84,8 @@ class Messages:
     async def _turn(self, state: ServerState, body: CountBody) -> Turn:
         stable = state.config.server.stable_system_prompt
         if body.has_billing and not stable and not self._warned:
-            self._warned = True
-            log.warning(
-                "system texts begin with a billing header that is another in each request, so that no prefix is "
-                "shared; --stable-system-prompt keeps it out"
-            )
+            self._warned.append(BILLING)
+            log.warning("%s", BILLING)
         return await made(partial(body.turn, stable), len(body.messages))
 
 

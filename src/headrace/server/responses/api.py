@@ -48,7 +48,7 @@ class Responses:
         with naming(NAMES):
             params = body.to_params()
             turn = self.turn(state, body)
-            sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0)
+            sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0, self.tenant)
             job = await job_of(state, turn, params, "resp_", arrival_s, sharing)
         job.names = NAMES
         return job

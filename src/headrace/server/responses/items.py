@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, field_validator, model_validator
 
+from headrace.server.answer_places import TOKENS
 from headrace.server.chat_body import arguments_object
 from headrace.server.errors import ApiError, invalid
 from headrace.server.protocol import Strict, explain
@@ -278,7 +279,7 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item) -> None:
     turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     spoken = turn is not None and bool(turn["content"]) and "tool_calls" not in turn
     if turn is None or (spoken and item["type"] != "function_call"):
-        turn = {"role": "assistant", "content": ""}
+        turn = {"role": "assistant", "content": "", **({TOKENS: item[TOKENS]} if TOKENS in item else {})}
         messages.append(turn)
     if item["type"] == "function_call":
         name = flat_name(item.get("namespace"), item["name"])

@@ -27,10 +27,10 @@ class Kept:
         self.store, self.owner, self.given = store, owner, given
         self.wanted = wanted and store.limit > 0
 
-    def keep(self, response: dict[str, Any]) -> None:
-        """Says in the response whether it is kept."""
+    def keep(self, response: dict[str, Any], answer: Sequence[int]) -> None:
+        """Says in the response whether it is kept. answer: its tokens."""
         if self.wanted:
-            response["store"] = self.store.put(self.owner, response, self.given)
+            response["store"] = self.store.put(self.owner, response, self.given, answer)
 
 
 class ResponseReplies:
@@ -103,7 +103,7 @@ class ResponseReplies:
         if self._status == "failed":
             return self.response("failed", {"code": "server_error", "message": ABORTED})
         response = self.response(self._status)
-        self.kept.keep(response)
+        self.kept.keep(response, self.job.choices[0].token_ids)
         return response
 
     def _framed(self, events: list[OutputEvent]) -> list[bytes]:

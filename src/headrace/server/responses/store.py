@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from headrace.server.answer_memory import Owner
+from headrace.server.answer_places import TOKENS
 from headrace.server.responses.items import Item
 
 MOST = 10_000
@@ -23,21 +26,19 @@ ITEM_BYTES = 500
 LISTED_BYTES = 16
 """What a response, an item and an item's place in a list cost beside their JSON."""
 
-Owner = tuple[str, str | None]
-"""The tenant, and the cache_salt of its requests."""
-
 
 @dataclass(slots=True)
 class _Kept:
-    """holders: responses that list the item."""
+    """holders: responses that list the item. tokens: of the answer that begins with it, int32."""
 
     owner: Owner
     raw: bytes
+    tokens: bytes = b""
     holders: int = 0
 
     @property
     def size(self) -> int:
-        return len(self.raw) + ITEM_BYTES
+        return len(self.raw) + len(self.tokens) + ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +74,24 @@ class ResponseStore:
     def __contains__(self, response_id: str) -> bool:
         return response_id in self._entries
 
-    def put(self, owner: Owner, response: dict[str, Any], given: Sequence[Item]) -> bool:
-        """Keeps a response that has ended, with the items that it was given; False for one that is too large."""
+    def put(self, owner: Owner, response: dict[str, Any], given: Sequence[Item], answer: Sequence[int] = ()) -> bool:
+        """Keeps a response that has ended, with the items that it was given and the tokens of its answer; False for one
+        that is too large."""
         output: list[Item] = response["output"]
-        raws = {item["id"]: msgspec.json.encode(item) for item in (*given, *output)}
+        items = [*given, *[{**item, TOKENS: answer} for item in output[:1]], *output[1:]]
+        kept = {item["id"]: _kept(owner, item) for item in items}
         entry = _Entry(
             owner,
             msgspec.json.encode(response),
             tuple(item["id"] for item in given),
             tuple(item["id"] for item in output),
         )
-        if entry.size + sum(len(raw) + ITEM_BYTES for raw in raws.values()) > self.limit or not self.most:
+        if entry.size + sum(each.size for each in kept.values()) > self.limit or not self.most:
             return False
         self._entries[response["id"]] = entry
         self.used += entry.size
         for item_id in entry.ids:
-            self._hold(item_id, owner, raws[item_id])
+            self._hold(item_id, kept[item_id])
         while self.used > self.limit or len(self._entries) > self.most:
             self._drop(next(iter(self._entries)))
         return True
@@ -104,13 +107,15 @@ class ResponseStore:
         return None if entry is None else [self._item(item_id) for item_id in entry.input_ids]
 
     def conversation(self, owner: Owner, response_id: str) -> list[Item] | None:
-        """The items of its input and of its output; None if it is not kept for this owner."""
+        """The items of its input and of its output; None if it is not kept for this owner. Those that begin an answer
+        have its tokens (`token_ids`)."""
         entry = self._find(owner, response_id)
-        return None if entry is None else [self._item(item_id) for item_id in entry.ids]
+        return None if entry is None else [self._with_tokens(item_id) for item_id in entry.ids]
 
     def item(self, owner: Owner, item_id: str) -> Item | None:
+        """With the tokens of the answer that it begins; None if it is not kept for this owner."""
         kept = self._items.get(item_id)
-        return None if kept is None or kept.owner != owner else self._item(item_id)
+        return None if kept is None or kept.owner != owner else self._with_tokens(item_id)
 
     def delete(self, owner: Owner, response_id: str) -> bool:
         """False if it is not kept for this owner. Items that other responses hold stay."""
@@ -142,10 +147,14 @@ class ResponseStore:
         item: Item = msgspec.json.decode(self._items[item_id].raw)
         return item
 
-    def _hold(self, item_id: str, owner: Owner, raw: bytes) -> None:
+    def _with_tokens(self, item_id: str) -> Item:
+        tokens = np.frombuffer(self._items[item_id].tokens, np.int32)
+        return {**self._item(item_id), TOKENS: tokens.tolist()} if len(tokens) else self._item(item_id)
+
+    def _hold(self, item_id: str, new: _Kept) -> None:
         kept = self._items.get(item_id)
         if kept is None:
-            kept = self._items[item_id] = _Kept(owner, raw)
+            kept = self._items[item_id] = new
             self.used += kept.size
         kept.holders += 1
 
@@ -158,3 +167,8 @@ class ResponseStore:
             if not kept.holders:
                 del self._items[item_id]
                 self.used -= kept.size
+
+
+def _kept(owner: Owner, item: Item) -> _Kept:
+    shown = {name: value for name, value in item.items() if name != TOKENS}
+    return _Kept(owner, msgspec.json.encode(shown), np.array(item.get(TOKENS, ()), np.int32).tobytes())
