@@ -68,6 +68,7 @@ def test_logits_are_those_without(case: str, given: list[list[int]], truth: Trut
     assert 40 < stats.speculation.accepted < stats.speculation.drafted
     assert (stats.tokens.cached > 0) == ("private" not in case)
     assert (streamer.transfers.totals.projected > 0) == ("x" in case)
+    assert (streamer.transfers.staging.capacity < 40) == (case == "pieces")
     llm.close()
 
 
