@@ -307,9 +307,13 @@ def test_a_draft_takes_a_state_that_no_sequence_needs() -> None:
     assert most == [0, 5, 15]
 
 
-def test_an_answer_of_drafts_keeps_its_latest_state() -> None:
+@pytest.mark.parametrize("right", [False, True], ids=["some-wrong", "all-right"])
+def test_an_answer_of_drafts_keeps_its_latest_state(right: bool) -> None:
     """A draft ends with its chunk, so the state behind the chunk is there."""
     steps = Steps(40, 1000, 8, drafts=True)
+    if right:
+        steps.random.choice = lambda seen: 40  # type: ignore[method-assign, assignment]
+        steps.random.random = lambda: 1.0  # type: ignore[method-assign]
     steps.add(blocks(1), 300)
     steps.finish()
     assert steps.settled > 100
