@@ -11,6 +11,7 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.device import current
 from headrace.kernels.chunk_formats import gather
+from tests.support.drafting import answered, drafts_from
 from tests.support.offloading import MIXES, answer, flush, forced, prompts_of, watched
 from tests.support.traces import Trace, run, same
 
@@ -72,6 +73,15 @@ def test_streamed_is_the_same_as_resident(form: str, share: float | None, truth:
     prompts = prompts_of(llm)
     same(run(llm, prompts, PARAMS), truth)
     same(run(llm, prompts[::-1], PARAMS), truth[::-1])  # on cached prefixes
+    llm.close()
+
+
+def test_streamed_drafts(truth: list[Trace]) -> None:
+    llm = engine(kv_offloading_size=0.05, speculative="ngram", **STREAMED["row"])
+    prompts = prompts_of(llm)
+    drafts_from(llm, [answered(prompt, trace) for prompt, trace in zip(prompts, truth, strict=True)])
+    same(run(llm, prompts, PARAMS), truth)
+    assert llm.engine.stats().speculation.accepted > 0
     llm.close()
 
 

@@ -149,3 +149,17 @@ def test_a_row_costs_what_is_usual_as_long_as_nothing_is_known() -> None:
     cost = StepCost()
     cost.note(3, 5, 0.1)
     assert cost.row == USUAL_ROW
+
+
+@given(st.floats(0, 1), st.integers(0, 8), st.floats(0.001, 1.0))
+def test_rows_that_are_computed_again_are_counted_in(share: float, most: int, row: float) -> None:
+    """As many are drafted as make most tokens of a second, if a step costs what its draft leaves to be done, too."""
+
+    def rate(count: int) -> float:
+        again = sum(a * share**a * (1 - share) for a in range(count))
+        return sum(share**j for j in range(count + 1)) / (1 + row * (count + again))
+
+    (taken,) = allot(1, [share], [most], row, again=True)
+    assert taken <= allot(1, [share], [most], row)[0]
+    assert all(rate(count) <= rate(taken) * (1 + 1e-9) for count in range(taken))
+    assert taken == most or rate(taken + 1) <= rate(taken) * (1 + 1e-9)

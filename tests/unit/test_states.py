@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
+from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.cache import KVCache
 from headrace.kv.milestones import INTERVAL
 from headrace.kv.table_state import NONE
@@ -21,9 +23,15 @@ pytestmark = pytest.mark.unit
 
 
 class Steps:
-    """A scheduler over states that are the tokens they come from; answers go on with token 3."""
+    """A scheduler over states that are the tokens they come from; answers go on with token 3. drafts: sequences that
+    decode have drafts, of which some go wrong."""
 
-    def __init__(self, chunks: int, budget: int, states: int, shares: bool = True, interval: int = INTERVAL) -> None:
+    def __init__(
+        self, chunks: int, budget: int, states: int, shares: bool = True, interval: int = INTERVAL,
+        drafts: bool = False,
+    ) -> None:  # fmt: skip
+        self.drafts, self.random = drafts, random.Random(1)
+        self.drafted = self.settled = 0
         self.cache = KVCache(chunks, states=states)
         self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens, shares=shares), budget, 8)
         self.memory: dict[int, list[int]] = {}
@@ -63,6 +71,9 @@ class Steps:
         return max((each.order for each in self.left), default=0) + 1
 
     def step(self) -> None:
+        for sequence in self.scheduler.running:
+            if self.drafts and sequence.n_output and (sequence.remaining == 1 or sequence.forced):
+                self._draft(sequence)
         slices = self.scheduler.schedule()
         for part in slices:
             self._compute(part)
@@ -72,22 +83,37 @@ class Steps:
                 self._draw(part.sequence)
         self.check()
 
+    def _draft(self, sequence: SequenceState) -> None:
+        """Up to 40 tokens, all right or with a wrong one."""
+        sequence.draft = [3] * self.random.choice([0, 1, 2, 5, 40])
+        if sequence.draft and self.random.random() < 0.5:
+            sequence.draft[self.random.randrange(len(sequence.draft))] = 4
+
     def _compute(self, part: Slice) -> None:
         table, tokens, at = part.sequence.table, part.sequence.tokens, part.start
         assert table is not None
+        known = tokens + part.sequence.draft
         for end, source, target in table.track.segments:
-            assert (self.memory[source] if source != NONE else []) == tokens[:at], "begins with another state"
-            self.memory[target], at = tokens[:end], end
+            assert (self.memory[source] if source != NONE else []) == known[:at], "begins with another state"
+            self.memory[target], at = known[:end], end
         assert at == part.end, "the segments are not the slice"
         self.prefilled += part.length
+        self.drafted += part.drafted
 
     def _draw(self, sequence: SequenceState) -> None:
-        self.left[sequence] -= 1
+        while True:
+            self.left[sequence] -= 1
+            sequence.tokens.append(3)
+            if self.left[sequence] <= 0 or not confirmed(sequence):
+                break
+        if sequence.draft:
+            self.settled += settle(sequence, self.cache)
+            if sequence.table is not None:
+                state = sequence.table.track.slot
+                assert self.memory[state] == sequence.tokens[: sequence.computed], "a wrong token is in a state"
         if self.left[sequence] <= 0:
             self.scheduler.remove(sequence)
             del self.left[sequence]
-        else:
-            sequence.tokens.append(3)
 
     def check(self) -> None:
         self.scheduler.check()
@@ -120,9 +146,10 @@ class StatesMachine(RuleBasedStateMachine):
         states=st.sampled_from([1, 2, 3, 5, 20]),
         shares=st.sampled_from([True, True, True, False]),
         interval=st.sampled_from([INTERVAL, CHUNK, 2 * CHUNK]),
+        drafts=st.booleans(),
     )
-    def start(self, chunks: int, budget: int, states: int, shares: bool, interval: int) -> None:
-        self.steps = Steps(chunks, budget, states, shares, interval)
+    def start(self, chunks: int, budget: int, states: int, shares: bool, interval: int, drafts: bool) -> None:
+        self.steps = Steps(chunks, budget, states, shares, interval, drafts)
 
     @rule(
         blocks=st.lists(st.integers(0, 1), max_size=5),
@@ -263,6 +290,42 @@ def test_a_borrowed_slot_is_none_that_the_step_names() -> None:
     borrowed = states.borrow()
     assert borrowed is not None and borrowed not in named and states.borrow() is None
     states.give_back(borrowed)
+
+
+def test_a_draft_takes_a_state_that_no_sequence_needs() -> None:
+    """Three of four are held, and one sequence at a time has a draft; of three, none."""
+    most = []
+    for states in (3, 4, 8):
+        steps = Steps(40, 1000, states, drafts=True)
+        steps.random.choice = lambda seen: 5  # type: ignore[method-assign, assignment]
+        for first in range(3):
+            steps.add(blocks(first), 60)
+        steps.step()
+        steps.step()
+        most.append(steps.drafted)
+        steps.finish()
+    assert most == [0, 5, 15]
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["some-wrong", "all-right"])
+def test_an_answer_of_drafts_keeps_its_latest_state(right: bool) -> None:
+    """A draft ends with its chunk, so the state behind the chunk is there."""
+    steps = Steps(40, 1000, 8, drafts=True)
+    if right:
+        steps.random.choice = lambda seen: 40  # type: ignore[method-assign, assignment]
+        steps.random.random = lambda: 1.0  # type: ignore[method-assign]
+    steps.add(blocks(1), 300)
+    steps.finish()
+    assert steps.settled > 100
+    assert sorted(len(steps.memory[slot]) for slot in steps.states.idle) == [64, 320]
+
+
+def test_a_slot_that_is_used_again_in_its_step_is_not_kept_for_what_it_was() -> None:
+    """Five slots: that of a state whose chunk has no name yet makes room for another such, of the same step."""
+    steps = Steps(9, 1000, 5)
+    for chunks in (*[0] * 8, *[1] * 4, 2):
+        steps.add([0] * CHUNK * chunks + [3], 1)
+    steps.finish()
 
 
 def halvings(number: int) -> int:

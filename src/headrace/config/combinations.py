@@ -112,7 +112,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
       for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)
       for tier in (*KINDS, "activations")),
-    *(Exclusion("speculation", way, "drafts are verified where KV lies in the pool") for way in STREAMED),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
     *(Exclusion("gpu", other, "it works on the CPU only") for other in
       ("context", "tensor", "weights")),

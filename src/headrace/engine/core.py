@@ -197,7 +197,7 @@ class EngineCore:
         seconds = time.perf_counter() - began
         self.below.observe(slices, seconds)
         if self.speculator is not None and all(part.decodes for part in slices):
-            self.speculator.cost.note(len(slices), sum(part.drafted for part in slices), seconds)
+            self.speculator.cost.note(len(slices), sum(part.length - 1 for part in slices), seconds)
         void = self.below.confirm(slices)
         if not void:
             return computed
@@ -438,4 +438,5 @@ def _device_sampler(loaded: Loaded) -> DeviceSampler | None:
 
 def _speculator(loaded: Loaded) -> Speculator | None:
     asked = loaded.config.speculation
-    return Speculator(asked.method, asked.tokens, loaded.capacity.max_model_len) if asked.on else None
+    again, longest = loaded.cache.states is not None, loaded.capacity.max_model_len
+    return Speculator(asked.method, asked.tokens, longest, again) if asked.on else None

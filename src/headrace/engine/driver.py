@@ -195,8 +195,9 @@ class Driver(Executor):
         room = GroupRoom(self.staged, self.cache.pool.per_rank)
         for part in slices:
             strategy, made = self._part(part)
-            # Single tokens are computed together, whole prompts of single ranks one after the other.
-            kind = (strategy, STRATEGIES[strategy].fused or (strategy == "single" and part.length == 1))
+            # What decodes is computed together, whole prompts of single ranks one after the other.
+            decodes = part.length == 1 or part.decodes
+            kind = (strategy, STRATEGIES[strategy].fused or (strategy == "single" and decodes))
             places.append([])
             for each in apart(made) if strategy == "single" else [made]:
                 if not (found and kinds[-1] == kind and kind[1] and room.takes(each, strategy)):

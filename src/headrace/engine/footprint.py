@@ -135,7 +135,8 @@ class Footprint:
         if spec is None or given is not None:
             return given if spec is not None else None
         fit = max(0, min(self.free // AUTO_SHARE, self.free - self.weights)) // STATES_SHARE // self._state_size()
-        return max(1, min(fit, STATES_EACH * self.config.scheduler.max_sequences))
+        least = 1 + self.config.speculation.on  # a draft takes a second one
+        return max(least, min(fit, STATES_EACH * self.config.scheduler.max_sequences))
 
     def _state_size(self) -> int:
         """On all ranks here: each has memory for all states."""

@@ -85,9 +85,11 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
     if asked is not None:
         told = "its states are whole, in memory and in tiers, on the CPU"
         raise ValueError(f"{asked}: {model.architecture} has recurrent layers, and {told}; leave it out")
-    if config.speculation.on:
-        told = "whose states do not go back to before a wrong draft"
-        raise ValueError(f"speculative: {model.architecture} has recurrent layers, {told}; leave it out")
+    if config.speculation.on and config.cache.states == 1:
+        raise ValueError(
+            f"recurrent_states 1: {model.architecture} has recurrent layers, and a draft takes a state beside that of "
+            f"its sequence; set recurrent_states to 2 at least, or leave out speculative"
+        )
 
 
 def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:

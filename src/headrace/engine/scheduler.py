@@ -12,9 +12,9 @@ With several ranks a slice of a prompt ends at a multiple of `align` tokens, or 
 
 so that every slice but a decoding one begins with a chunk. A prompt for which a step has less left waits.
 
-Tokens that a grammar forces (SequenceState.forced) are computed with the decoding sequences, as many at once as the
-budget leaves; with several ranks one at a time. Drafted tokens (SequenceState.draft) are too, behind those that are
-known; with several ranks as far as the chunk goes, whose owner computes them.
+Tokens that a grammar forces, or whose rows went with a wrong draft (SequenceState.forced), are computed with the
+decoding sequences, as many at once as the budget leaves. Drafted tokens (SequenceState.draft) are too, behind those
+that are known. With several ranks both go as far as the chunk does, whose owner computes them.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class Scheduler:
         """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
         self._slices = {}
         self._budget = self.max_batch_tokens
+        if self.cache.states is not None:
+            self.cache.states.tables = min(self.max_sequences, len(self.running) + len(self.waiting))
         decoding: list[SequenceState] = []
         several: list[SequenceState] = []
         prefilling: list[SequenceState] = []
@@ -139,7 +141,9 @@ class Scheduler:
             table = sequence.table
         if table is not None:
             if self.align > 1:
-                most = min(most, CHUNK - table.length % CHUNK if sequence.draft else 1)
+                most = min(most, CHUNK - table.length % CHUNK)
+            if self.cache.states is not None:
+                del sequence.draft[self.cache.states.draftable(table) :]
             count = max(1, min(most, sequence.remaining + len(sequence.draft), self.cache.room(table)))
             del sequence.draft[max(0, count - sequence.remaining) :]
             self._take(sequence, table, count)

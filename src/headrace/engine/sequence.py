@@ -17,8 +17,9 @@ class SequenceState:
     reports_from: while the prompt is computed, its rows from this one on are wanted; None: the last one alone. Of a
     prompt that is only scored the last token is left out of `tokens`, since its row predicts nothing.
 
-    held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: its
-    newest tokens were appended without sampling while it decoded; they are computed together. draft: tokens that may
+    held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: it
+    decodes, and several of its tokens are to be computed together: they were appended without sampling, or their rows
+    went with a wrong draft. draft: tokens that may
     follow the newest one, computed with it in the coming step and no longer. planned: strategies that belong to a
     restore under way.
 
@@ -113,6 +114,6 @@ class Slice(NamedTuple):
     @property
     def decodes(self) -> bool:
         """Whether the slice is one answer token met for the first time or again, and not part of a longer stretch; or
-        tokens forced while it decoded; or one with its draft."""
+        several while it decodes (`forced`); or one with its draft."""
         sequence = self.sequence
         return self.start >= sequence.prompt_len and (self.length == 1 or sequence.forced or bool(sequence.draft))

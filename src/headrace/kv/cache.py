@@ -175,7 +175,7 @@ class KVCache:
             if table.length % CHUNK == 0 and table.length <= end - drafted:
                 self._fill(table, chunk)
         if self.states is not None and end > start:
-            self.states.advance(table, start)
+            self.states.advance(table, start, drafted)
         return True
 
     def grow(self, table: ChunkTable) -> bool:
@@ -261,8 +261,10 @@ class KVCache:
 
     def keep(self, table: ChunkTable, start: int, length: int) -> None:
         """After the commit of a step from `start` on that computed drafted tokens: the table keeps `length` tokens,
-        all known now. Chunks of the others are given up. Nobody has seen them: what drafted tokens have filled gets its
-        name here, if they are kept."""
+        all known now, or as many of them as have a recurrent state. Chunks of the others are given up. Nobody has seen
+        them: what drafted tokens have filled gets its name here, if they are kept."""
+        if self.states is not None:
+            length = self.states.settle(table, length)
         self._drop_from(table, chunks_for(length))
         table.length = length
         for chunk in range(start // CHUNK, length // CHUNK):
@@ -270,6 +272,8 @@ class KVCache:
             if table.shares and node.digest is None and not node.complete:
                 self._filled.append((table, chunk))
         self._name_filled()
+        if self.states is not None:
+            self.states.keep_drafted(table)
 
     def _name_filled(self) -> None:
         for table, chunk in self._filled:

@@ -12,6 +12,10 @@ And where there is room, at milestones within long prompts (kv.milestones).
 A step writes states in the order in which its slices were taken (Segment). What may be read or overwritten at that
 moment may be so when the step is computed, in which nothing is out of that order; so a slot may be used again at once,
 and a sequence may begin with a state that another leaves in the same step.
+
+A state cannot be cut as a table can. So of a slice with drafted tokens two are left: behind its known tokens, and, in a
+slot of its own until the draft is settled, behind the drafted ones. Were all of them right, the sequence goes on from
+there; otherwise from its known tokens, and those of the draft that were right are computed again with its next slice.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.milestones import NO_MILESTONE, Milestones
-from headrace.kv.table_state import NONE, Segment, TableState
+from headrace.kv.table_state import NONE, Ahead, Segment, TableState
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK
 
@@ -29,8 +33,9 @@ from headrace.types import CHUNK
 class StateCache:
     """Slots 0 .. total-1: each is free, a table's own, or kept behind a chunk. As many tables may be open as there are
     slots: one that needs a slot always gets one, at the price of kept states: first those at milestones, then the least
-    recently used.
+    recently used. So does a draft, as long as it leaves a slot for each of `tables`.
 
+    tables: that may be open in the coming step; may be set, at most `total`.
     idle: kept slots that no table goes on from, in the order of their use. milestones: kept slots that are there for
     nothing else. leaving: may be set to be told of each chunk whose state is evicted, while the slot still has it.
     """
@@ -40,6 +45,7 @@ class StateCache:
             raise ValueError(f"a model with recurrent layers needs at least one state, got {total}")
         self.total = total
         self.tree = tree
+        self.tables = total
         self.evictions = 0
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.milestones = Milestones()
@@ -51,9 +57,12 @@ class StateCache:
         self._read: set[int] = set()
         self._written: set[int] = set()
         """Slots that segments of the step read, and write."""
+        self._drafting = 0
+        """Tables with a state ahead."""
         self._stepping: list[TableState] = []
         self._computing: dict[Node, tuple[ChunkTable, int]] = {}
-        self._waiting: list[tuple[ChunkTable, int, int]] = []
+        self._waiting: dict[int, tuple[ChunkTable, int]] = {}
+        """Slots that are kept for a chunk, of a table, that has no name yet."""
         tree.forget_state = self._forget
 
     @property
@@ -101,9 +110,10 @@ class StateCache:
 
     # -- a step
 
-    def advance(self, table: ChunkTable, start: int) -> None:
-        """Plans the states of a slice that begins at `start` and ends at the table's length."""
-        track, end = table.track, table.length
+    def advance(self, table: ChunkTable, start: int, drafted: int = 0) -> None:
+        """Plans the states of a slice that begins at `start` and ends at the table's length, with so many drafted
+        tokens: no more than `draftable`."""
+        track, end = table.track, table.length - drafted
         self._stepping.append(track)
         for chunk in range(start // CHUNK, end // CHUNK):
             self._computing[table.nodes[chunk]] = (table, chunk)
@@ -122,7 +132,10 @@ class StateCache:
                 self.milestones.add(track.slot, mark, table)
         track.marks -= marks
         if answered:
-            self._replace_answer(table, answer)
+            target = next(each.target for each in track.segments if each.end == answer)
+            self._replace_answer(table, answer, target)
+        if drafted:
+            self._go_ahead(track, end, end + drafted)
 
     def _add_segment(self, track: TableState, end: int) -> None:
         """The tokens up to `end`, into a slot of the table's own."""
@@ -132,13 +145,22 @@ class StateCache:
         self._read.add(source)
         self._written.add(track.slot)
 
-    def _replace_answer(self, table: ChunkTable, answer: int) -> None:
-        """Of an answer the latest state is kept alone."""
+    def _go_ahead(self, track: TableState, known: int, end: int) -> None:
+        """Drafted tokens behind `known` ones, into a slot that is nobody's until they are settled."""
+        if not self._free:
+            self._evict(self.milestones.first(self.idle)[0])
+        track.ahead = Ahead(self._free.pop(), known)
+        self._drafting += 1
+        track.segments.append(Segment(end, track.slot, track.ahead.slot))
+        self._read.add(track.slot)
+        self._written.add(track.ahead.slot)
+
+    def _replace_answer(self, table: ChunkTable, answer: int, target: int) -> None:
+        """Of an answer the latest state, in slot `target`, is kept alone."""
         track = table.track
         slot, chunk = track.answer
         if slot in self.idle and table.nodes[chunk].state == slot:
             self._drop(slot)
-        target = next(each.target for each in track.segments if each.end == answer)
         track.answer = (target if target in self._kept else NONE, answer // CHUNK - 1)
 
     def _has_room(self, table: ChunkTable, mark: int) -> bool:
@@ -165,7 +187,7 @@ class StateCache:
         track, node = table.track, table.nodes[chunk]
         if node.digest is None:
             self._kept[track.slot] = None
-            self._waiting.append((table, chunk, track.slot))
+            self._waiting[track.slot] = (table, chunk)
         elif node.state != NONE:
             self.milestones.discard(node.state)
             return
@@ -210,9 +232,7 @@ class StateCache:
 
     def commit(self) -> None:
         """After a step, when chunks have their names: states get theirs."""
-        for table, chunk, slot in self._waiting:
-            if slot not in self._kept or self._kept[slot] is not None:
-                continue  # taken for something else in the meantime
+        for slot, (table, chunk) in list(self._waiting.items()):
             node = table.nodes[chunk] if chunk < len(table.nodes) else None
             if node is not None and node.digest is not None and node.complete and node.state == NONE:
                 self._kept[slot], node.state = node, slot
@@ -227,6 +247,41 @@ class StateCache:
         self._computing.clear()
         self._read.clear()
         self._written.clear()
+
+    # -- drafts
+
+    def draftable(self, table: ChunkTable) -> int:
+        """Most tokens that may be drafted behind all that are known: as far as the chunk goes, so that a state can be
+        kept at its end; none where no slot is left."""
+        return CHUNK - len(table.tokens) % CHUNK if self.tables + self._drafting < self.total else 0
+
+    def settle(self, table: ChunkTable, length: int) -> int:
+        """Between two steps: `length` tokens of the table are right, and none before the drafted ones is wrong. So many
+        of them have a state, from which the table goes on."""
+        track, ahead = table.track, table.track.ahead
+        assert ahead is not None and length >= ahead.known, "a slice with a draft has a state behind its known tokens"
+        if length < table.length:
+            self._drop_ahead(track)
+            return ahead.known
+        track.ahead, self._drafting = None, self._drafting - 1
+        self._let_go(track)
+        track.slot, track.owns = ahead.slot, True
+        return length
+
+    def keep_drafted(self, table: ChunkTable) -> None:
+        """After `settle`, when chunks have their names: where a draft that was right ends with its chunk, the state is
+        kept as that of an answer is."""
+        track, chunk = table.track, table.length // CHUNK - 1
+        if table.length % CHUNK or not track.owns or table.nodes[chunk].digest is None:
+            return
+        slot = track.slot
+        self._keep(table, chunk)
+        self._replace_answer(table, table.length, slot)
+
+    def _drop_ahead(self, track: TableState) -> None:
+        if track.ahead is not None:
+            self._free.append(track.ahead.slot)
+            track.ahead, self._drafting = None, self._drafting - 1
 
     # -- slots
 
@@ -249,9 +304,7 @@ class StateCache:
         """A kept state that one table alone goes on from is its own again."""
         assert self._refs.pop(track.slot) == 1, "more tables than states"
         self.milestones.discard(track.slot)
-        node = self._kept.pop(track.slot)
-        if node is not None:
-            node.state = NONE
+        self._unkeep(track.slot)
         track.owns = True
 
     def _hold(self, slot: int) -> None:
@@ -292,6 +345,7 @@ class StateCache:
 
     def close(self, table: ChunkTable) -> None:
         """Before the table's chunks are let go of."""
+        self._drop_ahead(table.track)
         self._let_go(table.track)
 
     def _evict(self, slot: int) -> None:
@@ -309,10 +363,15 @@ class StateCache:
         """Frees a slot that no table goes on from."""
         del self.idle[slot]
         self.milestones.discard(slot)
+        self._unkeep(slot)
+        self._free.append(slot)
+
+    def _unkeep(self, slot: int) -> None:
+        """The slot is no chunk's any more, nor to become one's."""
         node = self._kept.pop(slot)
+        self._waiting.pop(slot, None)
         if node is not None:
             node.state = NONE
-        self._free.append(slot)
 
     def _forget(self, node: Node) -> None:
         """The node leaves the tree."""
@@ -324,6 +383,7 @@ class StateCache:
         tracks = [table.track for table in tables]
         own = [track.slot for track in tracks if track.owns]
         held = [track.slot for track in tracks if not track.owns and track.slot != NONE]
+        assert self._drafting == 0 and not any(track.ahead for track in tracks), "a draft was not settled"
         assert sorted([*self._free, *own, *self._kept]) == list(range(self.total)), "a state's slot is lost or doubled"
         assert {slot: held.count(slot) for slot in held} == self._refs, "states are held by others than is counted"
         assert set(self.idle) == set(self._kept) - set(self._refs), "idle means kept, and held by nobody"

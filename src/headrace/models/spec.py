@@ -253,6 +253,11 @@ class ModelConfig:
         recurrent = [layer in self.recurrent_layers for layer in range(self.layers)]
         return 1 + max(recurrent.index(kind) for kind in set(recurrent))
 
+    @property
+    def ends_in_attention(self) -> bool:
+        """Whether the last layer has attention."""
+        return self.layers - 1 not in self.recurrent_layers
+
     def place(self, layer: int) -> int:
         """Number of a layer among those of its kind, with attention or recurrent."""
         before = sum(each < layer for each in self.recurrent_layers)

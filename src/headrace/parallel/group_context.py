@@ -28,7 +28,8 @@ class TokenCounters:
 
 @dataclass(slots=True)
 class GroupContext:
-    """A rank, at one group. number counts the groups of all steps alike on every rank."""
+    """A rank, at one group. number counts the groups of all steps alike on every rank. cuts: whether of the last layer
+    with attention the wanted rows alone are computed, since it is the model's last."""
 
     group: StepGroup
     number: int
@@ -39,6 +40,7 @@ class GroupContext:
     slots_per_rank: int
     counters: TokenCounters
     coming: Coming
+    cuts: bool = True
 
     def wait_for_own(self, layer: int) -> None:
         """Until this layer of the group's chunks that this rank owns can be read from its pool."""

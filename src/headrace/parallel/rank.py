@@ -145,7 +145,7 @@ class Rank:
         group = place.group
         context = GroupContext(
             group, number, self.transport, place.storage, self.kernels, self.workspace, self.storage.slots,
-            self.counters, place.coming,
+            self.counters, place.coming, cuts=self.decoder.config.ends_in_attention,
         )  # fmt: skip
         recur = None if self.states is None else self.states.at(group, number)
         runs = group_layout.runs(group, self.transport.rank)

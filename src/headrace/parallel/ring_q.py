@@ -128,7 +128,8 @@ class RingQ(Attend):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         context = self.context
         stored = context.storage.pool(layer)
-        visits = self.visits[context.kernels.spec.windows[layer]] if layer + 1 < context.layers else self.last
+        last = context.cuts and layer + 1 == context.layers
+        visits = self.last if last else self.visits[context.kernels.spec.windows[layer]]
         q = q if rows is None else q[rows]
         coming = self._expect_keys(layer, k)
         guests = visits.expect(layer, q)

@@ -3,6 +3,9 @@
 Let a step of n sequences without drafts take 1, and each drafted row `row` more. A sequence whose drafts are right with
 probability p gains p^j tokens by its j-th drafted row. Rows are added, the most probable ones first, for as long as
 each adds more tokens to a second than the step has without it.
+
+Of a model with recurrent layers the rows that were right before a wrong one are computed again (kv.states): of a draft
+of k tokens that is sum over a < k of a p^a (1 - p) rows in the mean, and the j-th row adds (j - 1) p^(j-1) (1 - p).
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ class Acceptance:
 
 
 class StepCost:
-    """What a drafted row adds to a step, as a part of a step of as many sequences without drafts a short while ago:
-    machines are faster and slower at times, and steps on longer contexts take longer."""
+    """What a row beyond one for each sequence adds to a step, as a part of a step of as many sequences without such a
+    short while ago: machines are faster and slower at times, and steps on longer contexts take longer."""
 
     def __init__(self) -> None:
         self.row = USUAL_ROW
@@ -52,16 +55,17 @@ class StepCost:
         """Seconds of steps without drafts, by the number of their sequences."""
         self._since = 0
 
-    def note(self, sequences: int, drafted: int, seconds: float) -> None:
+    def note(self, sequences: int, more: int, seconds: float) -> None:
+        """A step with so many rows more than sequences."""
         plain = self._plain.get(sequences)
-        if not drafted:
+        if not more:
             self._since = 0
             self._plain[sequences] = seconds if plain is None else plain + NEWER_STEP * (seconds - plain)
             return
         self._since += 1
         if plain is not None:
-            more = min(1.0, (seconds / plain - 1) / drafted)
-            self.row = max(LEAST_ROW, self.row + NEWER_ROW * (more - self.row))
+            row = min(1.0, (seconds / plain - 1) / more)
+            self.row = max(LEAST_ROW, self.row + NEWER_ROW * (row - self.row))
 
     @property
     def stale(self) -> bool:
@@ -69,21 +73,23 @@ class StepCost:
         return self._since >= STALE
 
 
-def allot(decoding: int, shares: Sequence[float], drafts: Sequence[int], row: float) -> list[int]:
+def allot(decoding: int, shares: Sequence[float], drafts: Sequence[int], row: float, again: bool = False) -> list[int]:
     """Drafted rows for each of some sequences among `decoding`, whose drafts have so many tokens and are right with
-    these probabilities. row: as StepCost has it."""
+    these probabilities. row: as StepCost has it. again: the rows before a wrong one are computed again."""
     taken = [0] * len(drafts)
     tokens, seconds = float(decoding), 1.0
     best = [(-share, number) for number, share in enumerate(shares) if drafts[number]]
     heapq.heapify(best)
     while best:
         gain, number = best[0]
-        if -gain * seconds <= tokens * row:
+        before, share = taken[number], shares[number]
+        cost = row * (1 + again * before * share**before * (1 - share))
+        if -gain * seconds <= tokens * cost:
             break
-        tokens, seconds = tokens - gain, seconds + row
+        tokens, seconds = tokens - gain, seconds + cost
         taken[number] += 1
         if taken[number] < drafts[number]:
-            heapq.heapreplace(best, (gain * shares[number], number))
+            heapq.heapreplace(best, (gain * share, number))
         else:
             heapq.heappop(best)
     return taken

@@ -38,10 +38,11 @@ class Drafting:
 
 
 class Speculator:
-    """method: ngram or suffix. most: drafted tokens of a sequence in a step. longest: tokens of a sequence."""
+    """method: ngram or suffix. most: drafted tokens of a sequence in a step. longest: tokens of a sequence. again: see
+    `allot`."""
 
-    def __init__(self, method: str, most: int, longest: int) -> None:
-        self.method, self.most, self.longest = method, most, longest
+    def __init__(self, method: str, most: int, longest: int, again: bool = False) -> None:
+        self.method, self.most, self.longest, self.again = method, most, longest, again
         self.cost = StepCost()
         self.stats = SpeculationStats()
         self._of: dict[SequenceState, Drafting] = {}
@@ -49,13 +50,14 @@ class Speculator:
 
     def propose(self, running: Iterable[SequenceState]) -> None:
         """Gives the sequences that decode their drafts for the coming step."""
-        decoding = [sequence for sequence in running if sequence.remaining == 1 and not sequence.held]
+        decoding = [each for each in running if (each.remaining == 1 or each.forced) and not each.held]
         drafting = [(sequence, self._drafting(sequence)) for sequence in decoding if sequence.n_output]
         for sequence, mine in drafting:
             most = 0 if self.cost.stale else min(self.most, self._left(sequence))
             sequence.draft = mine.matcher.propose(sequence.tokens, most) if most > 0 else []
         shares = [mine.acceptance.share for _, mine in drafting]
-        counts = allot(len(decoding), shares, [len(sequence.draft) for sequence, _ in drafting], self.cost.row)
+        drafts = [len(sequence.draft) for sequence, _ in drafting]
+        counts = allot(len(decoding), shares, drafts, self.cost.row, self.again)
         for (sequence, mine), count in zip(drafting, counts, strict=True):
             del sequence.draft[count:]
             if not count:

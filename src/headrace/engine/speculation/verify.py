@@ -18,8 +18,8 @@ def confirmed(sequence: SequenceState) -> int:
 
 
 def settle(sequence: SequenceState, cache: KVCache) -> int:
-    """Ends a sequence's draft: the cache keeps the rows of what was drawn, and of nothing else. The drafted tokens that
-    were right."""
+    """Ends a sequence's draft: the cache keeps rows of what was drawn, and of nothing else. The drafted tokens that
+    were right. Of a model with recurrent layers their rows may have to be computed again (kv.states)."""
     draft, table = sequence.draft, sequence.table
     assert table is not None, "a step has computed its draft"
     known = table.length - len(draft)
@@ -27,4 +27,5 @@ def settle(sequence: SequenceState, cache: KVCache) -> int:
     right = next((i for i, token in enumerate(drawn) if [token] != draft[i : i + 1]), len(drawn))
     cache.keep(table, known - 1, min(known + right, len(sequence.tokens) - 1))
     sequence.draft = []
+    sequence.forced = sequence.forced or sequence.remaining > 1
     return right
