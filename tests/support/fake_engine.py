@@ -133,6 +133,7 @@ class FakeEngine:
         self.strategy = self.strategy_reason = self.restore_reason = ""
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
+        self.turns: list[tuple[str, float, int]] = []
         self.scripts: list[str] = []
         self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
@@ -162,6 +163,9 @@ class FakeEngine:
     async def check_shape(self, params: SamplingParams) -> None:
         if params.structured is not None and params.structured.regex == "refuse me":
             raise InvalidRequest("regex cannot be taken: refuse me", "structured")
+
+    def retry_after_s(self, tenant: str, weight: float) -> float:
+        return 7.0 if tenant else 2.5
 
     async def wait_dead(self) -> str:
         await self._dead.wait()
@@ -194,6 +198,9 @@ class FakeEngine:
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -201,6 +208,7 @@ class FakeEngine:
             raise Overloaded("the queue is full", 2.5)
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
+        self.turns.append((tenant, weight, priority))
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id, cache_salt)
         run.embed = embed

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.attention.plan import Planner, TableRows
+from headrace.engine.fairness import FairScheduler
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.speculation.verify import confirmed, settle
@@ -25,14 +26,16 @@ class Harness:
 
     def __init__(
         self, chunks: int, budget: int, sequences: int = 64, shares: bool = True, ranks: int = 1, align: int = 1,
-        forces: bool = False, drafts: bool = False,
+        forces: bool = False, drafts: bool = False, policy: type[Scheduler] = Scheduler,
     ) -> None:  # fmt: skip
         self.forces, self.drafts = forces, drafts
         self.random = random.Random(1)
         self.cache = KVCache(chunks, ranks=ranks)
-        self.scheduler = Scheduler(
+        self.scheduler = policy(
             self.cache,
-            lambda s: self.cache.open(s.tokens, salt=s.request.cache_salt, shares=shares),
+            lambda s: self.cache.open(
+                s.tokens, salt=s.request.cache_salt, public_tokens=s.request.public_prefix_tokens, shares=shares
+            ),
             budget,
             sequences,
             align,
@@ -44,8 +47,13 @@ class Harness:
         self.planner = Planner()
         self.before: list[tuple[object, ...]] = []
 
-    def add(self, prompt: list[int], answer: int, salt: str | None = None) -> SequenceState:
-        request = Request(str(self.order), prompt, SamplingParams(), cache_salt=salt)
+    def add(
+        self, prompt: list[int], answer: int, salt: str | None = None,
+        tenant: str = "", weight: float = 1.0, priority: int = 0, public: int = 0,
+    ) -> SequenceState:  # fmt: skip
+        request = Request(
+            str(self.order), prompt, SamplingParams(), salt, public, tenant=tenant, weight=weight, priority=priority
+        )
         sequence = SequenceState(request, 0, self.order)
         self.order += 1
         self.live[sequence] = answer
@@ -168,13 +176,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         align=st.sampled_from([1, CHUNK, CHUNK, 10, 2 * CHUNK, 5 * CHUNK]),
         forces=st.booleans(),
         drafts=st.booleans(),
+        policy=st.sampled_from([Scheduler, FairScheduler, FairScheduler]),
+        places=st.sampled_from([1, 2, 5, 64]),
     )
     def start(
-        self, per_rank: int, budget: int, shares: bool, ranks: int, align: int, forces: bool, drafts: bool
-    ) -> None:
+        self, per_rank: int, budget: int, shares: bool, ranks: int, align: int, forces: bool, drafts: bool,
+        policy: type[Scheduler], places: int,
+    ) -> None:  # fmt: skip
         chunks = max(8, per_rank // ranks * ranks)
-        self.harness = Harness(chunks, max(budget, align), shares=shares, ranks=ranks, align=align,
-                               forces=forces, drafts=drafts)  # fmt: skip
+        self.harness = Harness(chunks, max(budget, align), places, shares, ranks, align, forces, drafts, policy)
         self.harness.cache.block_chunks = 2
         self.capacity = chunks * CHUNK
 
@@ -184,12 +194,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         answer=st.integers(1, 150),
         salt=st.sampled_from([None, "a"]),
         n=st.sampled_from([1, 1, 3]),
+        tenant=st.sampled_from(["", "a", "b"]),
+        weight=st.sampled_from([1.0, 1.0, 0.001, 3.0]),
+        priority=st.sampled_from([0, 0, -1, 5]),
+        public=st.sampled_from([0, 2 * CHUNK]),
     )
-    def join(self, length: int, seed: int, answer: int, salt: str | None, n: int) -> None:
+    def join(
+        self, length: int, seed: int, answer: int, salt: str | None, n: int,
+        tenant: str, weight: float, priority: int, public: int,
+    ) -> None:  # fmt: skip
         """n > 1 forks: sequences with one prompt."""
         answer = min(answer, self.capacity - length)
         for _ in range(n):
-            self.harness.add(prompt(length, seed), answer, salt)
+            self.harness.add(prompt(length, seed), answer, salt, tenant, weight, priority, public)
 
     @precondition(lambda self: self.harness.live)
     @rule(steps=st.integers(1, 30))
@@ -223,7 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 

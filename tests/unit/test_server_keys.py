@@ -211,7 +211,7 @@ def test_a_tenant_leaves_half_of_the_queue_to_the_others(write: Write) -> None:
             until(lambda: waiting.waiting == 3)
             refused = http.post(TEXT, json=text(), headers={"x-api-key": ACME})
             check_refusal(refused, 429, None)
-            assert "weight" in refused.json()["error"]["message"] and refused.headers["retry-after"] == "2"
+            assert "weight" in refused.json()["error"]["message"] and refused.headers["retry-after"] == "7"
             socks.append(open_request(running.port, text(max_tokens=3000), key=FREE))
             until(lambda: waiting.waiting == 4)
         for sock in socks:
@@ -245,7 +245,7 @@ def test_log_and_metrics_tell_the_tenant_and_never_the_key(write: Write, caplog:
 def test_without_a_file_nothing_tells_of_tenants() -> None:
     with serving() as running:
         assert post(running, text(cache_salt="acme")).status_code == 200
-        assert running.engine.salts == [("acme", 0)] and "tenant_" not in running.http.get("/metrics").text
+        assert running.engine.salts == [("acme", 0)] and 'tenant="' not in running.http.get("/metrics").text
 
 
 def test_a_new_file_takes_effect_and_a_bad_one_none(write: Write, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,8 @@ class SequenceState:
     reports_from: while the prompt is computed, its rows from this one on are wanted; None: the last one alone. Of a
     prompt that is only scored the last token is left out of `tokens`, since its row predicts nothing.
 
+    yields: how often it was preempted for another tenant's sake (engine.fairness).
+
     held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: its
     newest tokens were appended without sampling while it decoded; they are computed together. draft: tokens that may
     follow the newest one, computed with it in the coming step and no longer. planned: strategies that belong to a
@@ -34,6 +36,7 @@ class SequenceState:
     table: ChunkTable | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    yields: int = 0
     reports_from: int | None = None
     restored_tokens: int = 0
     restore_reason: str = ""
