@@ -8,7 +8,7 @@ from headrace.engine.fairness import MOST_NAMED, MOST_YIELDS, OTHERS, PATIENCE, 
 from headrace.engine.sequence import SequenceState
 from headrace.stats import EngineStats
 from headrace.types import CHUNK
-from tests.unit.test_scheduler import Harness, prompt
+from tests.support.scheduler_harness import Harness, prompt
 
 
 def fair(chunks: int, budget: int, sequences: int = 64, **more: int) -> Harness:

@@ -375,3 +375,31 @@ def test_a_hangup_without_a_file_is_ignored(caplog: pytest.LogCaptureFixture) ->
         asyncio.run(hang_up())
     assert caplog.messages == ["SIGHUP: there is nothing to read again without --api-keys-file"]
     assert signal.getsignal(signal.SIGHUP) == before and not server.should_exit
+
+
+def test_tenant_and_weight_are_the_keys_and_priority_is_the_requests(write: Write) -> None:
+    """On every route that asks the engine; the operator's key has no tenant, and the usual weight."""
+    with serving(api_keys_file=write(limited("weight = 2.5")), api_key="operator") as running:
+        asked: list[tuple[str, dict[str, object]]] = [
+            (TEXT, text(priority=3)),
+            (CHAT, ask(priority=3)),
+            ("/v1/embeddings", {"input": "x", "priority": 3}),
+            ("/v1/score", {"text": "a", "options": ["b"], "priority": 3}),
+            ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "priority": 3}),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 1, "priority": 3}),
+        ]
+        for path, body in asked:
+            running.engine.turns.clear()
+            assert post(running, body, path=path).status_code == 200, path
+            assert set(running.engine.turns) == {("acme", 2.5, 3)}, path
+        post(running, text(), "operator")
+        assert running.engine.turns[-1] == ("", 1.0, 0)
+
+
+def test_a_full_queue_says_when_what_waits_of_the_tenant_is_done(write: Write) -> None:
+    """Also while bodies are being read, which nobody's tenant has caused."""
+    with serving(api_keys_file=write(limited("weight = 1"))) as running:
+        running.app.state.headrace.admitting = 1000
+        refused = post(running, text())
+        check_refusal(refused, 429, None)
+        assert refused.headers["retry-after"] == "3"

@@ -38,7 +38,7 @@ class Round:
 
 @dataclass
 class FairnessBench(Benchmark):
-    """How long a tenant's short prompts wait behind another's long ones.
+    """Short prompts behind another tenant's long ones.
 
     One tenant sends all its long prompts at once; from then on another sends a short one each interval. The goal is two
     full steps and the prompt's own time, and no less throughput than by --scheduling-policy fcfs, measured in turns.

@@ -49,6 +49,7 @@ class FairScheduler(Scheduler):
         self._beyond: frozenset[str] | None = None
         self._short: SequenceState | None = None
         self._passed = 0
+        self._weights = 0.0
 
     # -- who is here
 
@@ -92,6 +93,9 @@ class FairScheduler(Scheduler):
     # -- whose prompts are computed
 
     def _prompts(self, prefilling: list[SequenceState]) -> None:
+        if not prefilling and not self.waiting:
+            self.turns.pause()
+            return
         started: dict[str, list[SequenceState]] = {}
         for sequence in prefilling:
             if sequence.table is not None:  # else preempted in this very step
@@ -174,11 +178,17 @@ class FairScheduler(Scheduler):
     # -- who has places and chunks
 
     def _share(self, line: TenantLine, total: int) -> float:
-        return total * line.weight / sum(each.weight for each in self.lines.values())
+        if not self._weights:
+            self._weights = sum(each.weight for each in self.lines.values())
+        return total * line.weight / self._weights
 
     def _has_place(self, line: TenantLine) -> bool:
         """Whether one more sequence is within the tenant's share of the places."""
         return line.running + 1 <= max(1.0, self._share(line, self.max_sequences))
+
+    def _crowds(self, line: TenantLine) -> bool:
+        """Whether the tenant has more places than its share."""
+        return line.running > max(1.0, self._share(line, self.max_sequences))
 
     def _may_begin(self, name: str) -> bool:
         """Whether a tenant may begin a sequence, now that others wait for places or chunks."""
@@ -214,24 +224,19 @@ class FairScheduler(Scheduler):
 
     def _make_way(self) -> None:
         """For the tenant that has the fewest places for its weight, of those that wait."""
-        self._beyond = None
-        waiting = [(line.running / line.weight, name) for name, line in self.lines.items() if line.waiting]
-        if len(self.lines) < 2 or not waiting:
+        self._beyond, self._weights = None, 0.0
+        if not self.waiting or len(self.lines) < 2:
             return
-        name = min(waiting)[1]
+        name = min((line.running / line.weight, name) for name, line in self.lines.items() if line.waiting)[1]
         line = self.lines[name]
         first = line.first
         if first is None or not self._has_place(line):
             return
         if len(self.running) >= self.max_sequences:
-            many = [
-                each for each, its in self.lines.items() if its.running > max(1.0, self._share(its, self.max_sequences))
-            ]
-            for victim in self._juniors(many):
-                self._give_way(victim)
-                break
-            else:
+            victim = next(self._juniors([each for each, its in self.lines.items() if self._crowds(its)]), None)
+            if victim is None:
                 return
+            self._give_way(victim)
         self._clear_chunks(name, first)
 
     def _clear_chunks(self, name: str, first: SequenceState) -> None:
@@ -242,9 +247,9 @@ class FairScheduler(Scheduler):
         table = self.open_table(first)
         cost = self.cache.cost(table)
         self.cache.close(table)
-        if self._affordable(cost + promised) or self._held()[name] + cost > self._share(
-            self.lines[name], self.cache.pool.total
-        ):
+        if self._affordable(cost + promised):
+            return
+        if self._held()[name] + cost > self._share(self.lines[name], self.cache.pool.total):
             return
         missing, victims = cost + promised - self.cache.available + 1, []
         for victim in self._juniors(self.beyond_share):

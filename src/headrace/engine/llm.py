@@ -117,7 +117,7 @@ class LLM(metaclass=PublicNames):
             raise InvalidRequest(f"{len(texts)} prompts but {len(params)} sampling_params", "sampling_params")
         priorities: list[int] = list(priority) if isinstance(priority, list | tuple) else [priority] * len(texts)  # type: ignore[list-item]
         if len(priorities) != len(texts):
-            raise InvalidRequest(f"{len(texts)} prompts but {len(priorities)} priorities", "priority")
+            raise InvalidRequest(f"{len(texts)} prompts but {len(priorities)} numbers in priority", "priority")
         requests = []
         for prompt, p, place in zip(texts, params, priorities, strict=True):
             check_turn(tenant, weight, place)

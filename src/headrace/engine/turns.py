@@ -53,6 +53,11 @@ class Turns:
             self._served = {name: has for name, has in self._served.items() if name in weights or has > front}
         self._weights = weights
 
+    def pause(self) -> None:
+        """A step begins in which nobody has prompts."""
+        if self._weights:
+            self.begin({})
+
     def charge(self, name: str, tokens: int) -> None:
         """So many tokens of a tenant's prompts are computed in this step."""
         self._served[name] += tokens / self._weights[name]
