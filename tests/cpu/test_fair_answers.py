@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.bench.fairness import FairnessBench
 from headrace.engine.fairness import FairScheduler
 from headrace.outputs import RequestOutput
 from headrace.types import InvalidRequest, Request
@@ -88,3 +89,16 @@ def test_priorities_of_python_calls() -> None:
                 llm.generate(prompts, params, **wrong)  # type: ignore[arg-type]
             assert refused.value.param == param
         assert not llm.engine.has_work
+
+
+def test_the_benchmark_runs_whole() -> None:
+    """All prompts of both tenants are answered by both policies, and the goal is set where something is measured."""
+    bench = FairnessBench("tiny", quick=True)
+    found = {case["policy"]: case for case in bench.cases()}
+    assert set(found) == {"fair", "fcfs"} and bench.quick_lengths() == {4096: 512}
+    for case in found.values():
+        assert case["requests"] >= 1 and case["prompts"] == 4 and case["tokens_s"] > 0 and case["limit_ms"] is None
+        assert case["ttft_median_ms"] <= case["ttft_p95_ms"] <= case["ttft_max_ms"]
+    assert found["fcfs"]["ratio"] == 1.0
+    with pytest.raises(ValueError, match="do not hold a prompt of 4,096"):
+        FairnessBench("tiny", kv_tokens=4096)
