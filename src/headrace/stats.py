@@ -290,9 +290,19 @@ class TierStats(StatsRecord):
 
 
 @dataclass(slots=True)
+class TenantStats(StatsRecord):
+    """One tenant, where the scheduler shares between tenants (engine.fairness)."""
+
+    waiting: int = gauge("tenant_requests_waiting", "Sequences of a tenant that wait for their turn.")
+    waiting_tokens: int = gauge("tenant_waiting_tokens", "Tokens of these.")
+    prefilled: int = counter("tenant_prefilled_tokens", "Prompt tokens computed for a tenant.")
+    preemptions: int = counter("tenant_preemptions", "Sequences of a tenant that gave way to another tenant's.")
+
+
+@dataclass(slots=True)
 class EngineStats(StatsRecord):
     """All figures of the engine, taken between steps. `tiers`: of each tier by its kind (host, disk, remote); `stream`:
-    of each rank by its number, where KV is streamed."""
+    of each rank by its number, where KV is streamed; `tenants`: of each by its name, "" being whoever has none."""
 
     scheduler: SchedulerStats = field(default_factory=SchedulerStats)
     tokens: TokenStats = field(default_factory=TokenStats)
@@ -306,6 +316,7 @@ class EngineStats(StatsRecord):
     graphs: GraphStats = field(default_factory=GraphStats)
     tiers: dict[str, TierStats] = by("tier", TierStats)
     stream: dict[str, StreamStats] = by("rank", StreamStats)
+    tenants: dict[str, TenantStats] = by("tenant", TenantStats)
 
     def summary(self) -> Summary:
         """The figures that people ask for, by plain names."""

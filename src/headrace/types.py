@@ -98,6 +98,19 @@ def check_sharing(cache_salt: Any, public_prefix_tokens: Any) -> None:
     _number("public_prefix_tokens", public_prefix_tokens, 0, 2**31, integer=True)
 
 
+MAX_TENANT = 256
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+MAX_PRIORITY = 2**31 - 1
+
+
+def check_turn(tenant: Any, weight: Any, priority: Any) -> None:
+    """Raises InvalidRequest unless these can say when a request has its turn."""
+    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT:
+        raise InvalidRequest(f"tenant must be a string of at most {MAX_TENANT} characters", "tenant")
+    _number("weight", weight, MIN_WEIGHT, MAX_WEIGHT)
+    _number("priority", priority, -MAX_PRIORITY, MAX_PRIORITY, integer=True)
+
+
 def _option(
     default: Any, low: float | None = None, high: float | None = None, *, cli: str = "", body: bool = True
 ) -> Any:
@@ -325,6 +338,9 @@ class Request:
     `cache_salt` separates tenants: requests share cached chunks only with the same salt, except for the first
     `public_prefix_tokens` tokens (whole chunks of them), which all tenants share. `embed`: the prompt's embedding is
     wanted, and no answer.
+
+    `tenant`: whose turns it takes, and `weight` the tenant's share of them beside other tenants'. `priority`: within
+    the tenant, lower ones are computed first. None of the three changes what is answered (docs/fairness.md).
     """
 
     request_id: str
@@ -334,6 +350,9 @@ class Request:
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
     embed: bool = False
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
 
     def __repr__(self) -> str:
         """Without the tokens, and without the salt, which is as good as a tenant's name."""
@@ -341,6 +360,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_sharing(self.cache_salt, self.public_prefix_tokens)
+        check_turn(self.tenant, self.weight, self.priority)
 
 
 @dataclass(slots=True)

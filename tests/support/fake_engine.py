@@ -135,6 +135,7 @@ class FakeEngine:
         self.strategy = self.strategy_reason = self.restore_reason = ""
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
+        self.turns: list[tuple[str, float, int]] = []
         self.scripts: list[str] = []
         self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
@@ -169,6 +170,9 @@ class FakeEngine:
     async def call(self, call: EngineCall) -> Answer:
         return self.answers[type(call)](call)
 
+    def retry_after_s(self, tenant: str, weight: float) -> float:
+        return 7.0 if tenant else 2.5
+
     async def wait_dead(self) -> str:
         await self._dead.wait()
         return self.failure or ""
@@ -200,6 +204,9 @@ class FakeEngine:
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -207,6 +214,7 @@ class FakeEngine:
             raise Overloaded("the queue is full", 2.5)
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
+        self.turns.append((tenant, weight, priority))
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id, cache_salt)
         run.embed = embed

@@ -211,7 +211,7 @@ def test_a_tenant_leaves_half_of_the_queue_to_the_others(write: Write) -> None:
             until(lambda: waiting.waiting == 3)
             refused = http.post(TEXT, json=text(), headers={"x-api-key": ACME})
             check_refusal(refused, 429, None)
-            assert "weight" in refused.json()["error"]["message"] and refused.headers["retry-after"] == "2"
+            assert "weight" in refused.json()["error"]["message"] and refused.headers["retry-after"] == "7"
             socks.append(open_request(running.port, text(max_tokens=3000), key=FREE))
             until(lambda: waiting.waiting == 4)
         for sock in socks:
@@ -245,7 +245,7 @@ def test_log_and_metrics_tell_the_tenant_and_never_the_key(write: Write, caplog:
 def test_without_a_file_nothing_tells_of_tenants() -> None:
     with serving() as running:
         assert post(running, text(cache_salt="acme")).status_code == 200
-        assert running.engine.salts == [("acme", 0)] and "tenant_" not in running.http.get("/metrics").text
+        assert running.engine.salts == [("acme", 0)] and 'tenant="' not in running.http.get("/metrics").text
 
 
 def test_a_new_file_takes_effect_and_a_bad_one_none(write: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -375,3 +375,31 @@ def test_a_hangup_without_a_file_is_ignored(caplog: pytest.LogCaptureFixture) ->
         asyncio.run(hang_up())
     assert caplog.messages == ["SIGHUP: there is nothing to read again without --api-keys-file"]
     assert signal.getsignal(signal.SIGHUP) == before and not server.should_exit
+
+
+def test_tenant_and_weight_are_the_keys_and_priority_is_the_requests(write: Write) -> None:
+    """On every route that asks the engine; the operator's key has no tenant, and the usual weight."""
+    with serving(api_keys_file=write(limited("weight = 2.5")), api_key="operator") as running:
+        asked: list[tuple[str, dict[str, object]]] = [
+            (TEXT, text(priority=3)),
+            (CHAT, ask(priority=3)),
+            ("/v1/embeddings", {"input": "x", "priority": 3}),
+            ("/v1/score", {"text": "a", "options": ["b"], "priority": 3}),
+            ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "priority": 3}),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 1, "priority": 3}),
+        ]
+        for path, body in asked:
+            running.engine.turns.clear()
+            assert post(running, body, path=path).status_code == 200, path
+            assert set(running.engine.turns) == {("acme", 2.5, 3)}, path
+        post(running, text(), "operator")
+        assert running.engine.turns[-1] == ("", 1.0, 0)
+
+
+def test_a_full_queue_says_when_what_waits_of_the_tenant_is_done(write: Write) -> None:
+    """Also while bodies are being read, which nobody's tenant has caused."""
+    with serving(api_keys_file=write(limited("weight = 1"))) as running:
+        running.app.state.headrace.admitting = 1000
+        refused = post(running, text())
+        check_refusal(refused, 429, None)
+        assert refused.headers["retry-after"] == "3"

@@ -109,3 +109,54 @@ def test_a_crowd_is_told_to_wait_for_its_new_tokens() -> None:
     with pytest.raises(Overloaded) as told:
         llm._enqueue(last)
     assert told.value.retry_after_s == pytest.approx(4.36), "what is being read comes first, and counts once"
+
+
+# -- between tenants
+
+
+def of(tenant: str, name: int, length: int = 100, weight: float = 1.0) -> Request:
+    return request(f"{tenant}-{name}", [name] * length, tenant=tenant, weight=weight)
+
+
+def test_a_full_queue_of_one_tenant_locks_no_other_out() -> None:
+    """Alone a tenant may have the whole queue, beside others its share of it; the first request always has a place."""
+    queue = WaitingPrompts(0)
+    for number in range(8):
+        assert not queue.is_full(of("a", number), 8, 10**6)
+        queue.add(of("a", number))
+    assert queue.is_full(of("a", 8), 8, 10**6)
+    for number in range(4):
+        assert not queue.is_full(of("b", number), 8, 10**6)
+        queue.add(of("b", number))
+    assert queue.is_full(of("b", 4), 8, 10**6) and not queue.is_full(of("b", 4, weight=3.0), 8, 10**6)
+    assert not queue.is_full(of("c", 0, weight=0.001), 8, 10**6)
+    assert queue.of("b").tokens == 400 and queue.of("nobody").requests == 0
+    assert (
+        queue.told("b") == "4 requests of this tenant, 12 in all, with 400 prompt tokens are waiting, 400 of them new"
+    )
+    for number in range(8):
+        queue.leave(f"a-{number}")
+    assert queue.share("b", 1.0) == 1.0 and not queue.is_full(of("b", 5), 8, 10**6)
+
+
+def test_tokens_that_wait_are_shared_alike() -> None:
+    queue = WaitingPrompts(0)
+    queue.add(of("a", 0, 1000))
+    assert queue.is_full(of("a", 1, 1), 8, 1000)
+    assert not queue.is_full(of("b", 0, 900), 8, 1000)
+    queue.add(of("b", 0, 300))
+    assert not queue.is_full(of("b", 1, 200), 8, 1000) and queue.is_full(of("b", 1, 201), 8, 1000)
+
+
+@pytest.mark.parametrize(("policy", "light", "heavy"), [("fair", 15.0, 60.0), ("fcfs", 60.0, 60.0)])
+def test_retry_after_is_of_the_tenants_own_prompts(policy: str, light: float, heavy: float) -> None:
+    """Those at its share of the rate, where that is sooner than all of them."""
+    llm = AsyncLLM(EngineConfig(model="tiny", scheduling_policy=policy))
+    llm.stats = EngineStats(scheduler=SchedulerStats(step_s=1.0), tokens=TokenStats(prefilled=100))
+    for number in range(6):
+        llm._queued.add(of("heavy", number, 1000))
+    llm._queued.add(of("light", 0, 750))
+    assert (llm.retry_after_s("light", 1.0), llm.retry_after_s("heavy", 1.0)) == (light, heavy)
+    with pytest.raises(Overloaded, match="1 requests of this tenant, 7 in all"):
+        llm.config = llm.config.replace(max_queued_requests=1)
+        llm._enqueue(of("light", 1, 800))

@@ -8,6 +8,7 @@ from headrace.bench import (
     choice,
     connections,
     engine,
+    fairness,
     offload,
     prefill,
     restart,
@@ -31,4 +32,5 @@ BENCHMARKS: tuple[type[Benchmark], ...] = (
     score.ScoreBench,
     serve.ServeBench,
     structured.StructuredBench,
+    fairness.FairnessBench,
 )

@@ -49,6 +49,10 @@ class SettingKeywords(TypedDict, total=False):
     max_sequences: int
     """Most sequences running at once."""
 
+    scheduling_policy: Literal["fair", "fcfs"]
+    """Whose prompt is computed next: fair (tenants take turns by weight; within a tenant by priority, then the
+    shortest) or fcfs (as they came)."""
+
     seed: int
     """Seed of requests that bring none."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from headrace.config.fields import SettingsRecord, at_least, setting
+
+SchedulingPolicy = Literal["fair", "fcfs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,4 +24,10 @@ class SchedulerSettings(SettingsRecord):
         check=at_least(1),
     )
     max_sequences: int = setting(256, "Most sequences running at once.", "--max-num-seqs", check=at_least(1))
+    policy: SchedulingPolicy = setting(
+        "fair",
+        "Whose prompt is computed next: fair (tenants take turns by weight; within a tenant by priority, then the "
+        "shortest) or fcfs (as they came).",
+        name="scheduling_policy",
+    )
     seed: int = setting(0, "Seed of requests that bring none.")

@@ -271,10 +271,13 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
         one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
-        turn.
+        turn. tenant, weight, priority: see LLM.generate.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -284,7 +287,12 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         params = self.check(tokens, SamplingParams() if params is None else params, embed)
         await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
-        stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed))
+        stream = self._enqueue(
+            Request(
+                name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed,
+                tenant=tenant, weight=weight, priority=priority,
+            )
+        )  # fmt: skip
         unfinished = set(range(params.n))
         try:
             if queued is not None:
@@ -313,6 +321,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
         **template: Any,
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a conversation (messages with role and content), as generate does. Further keywords go
@@ -323,8 +334,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
         prompt = await asyncio.to_thread(self.tokenizer.apply_chat, list(messages), **template)
         sharing: dict[str, Any] = dict(
-            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens
-        )
+            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens,
+            tenant=tenant, weight=weight, priority=priority,
+        )  # fmt: skip
         async with aclosing(self.generate(prompt, params, **sharing)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -351,27 +363,26 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
     def _enqueue(self, request: Request) -> asyncio.Queue[Item]:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        tokens, queue, limits = len(request.prompt_token_ids), self._queued, self.config.server
-        full = len(queue) >= limits.max_queued_requests
-        if full or (len(queue) and queue.tokens + tokens > limits.max_queued_tokens):
-            wait_s = self._retry_after()
-            raise Overloaded(
-                f"the queue is full: {len(queue):,} requests with {queue.tokens:,} prompt tokens are waiting, "
-                f"{queue.new_tokens:,} of them new; try again in {wait_s:.0f} s",
-                wait_s,
-            )
+        queue, limits = self._queued, self.config.server
+        if queue.is_full(request, limits.max_queued_requests, limits.max_queued_tokens):
+            wait_s = self.retry_after_s(request.tenant, request.weight)
+            raise Overloaded(f"the queue is full: {queue.told(request.tenant)}; try again in {wait_s:.0f} s", wait_s)
         stream: asyncio.Queue[Item] = asyncio.Queue()
         self._streams[request.request_id] = stream
         queue.add(request)
         self._send(m.Add(request))
         return stream
 
-    def _retry_after(self) -> float:
-        """Seconds that the new tokens of the waiting prompts take at the rate so far, after what the step under way has
-        begun to read; between 1 and 60. Prompts that wait for chunks of another one have no part in the step."""
+    def retry_after_s(self, tenant: str = "", weight: float = 1.0) -> float:
+        """Seconds that the new tokens of a tenant's waiting prompts take with its share of the rate so far, and no more
+        than those of all prompts take, after what the step under way has begun to read; between 1 and 60. Prompts that
+        wait for chunks of another one have no part in the step."""
         begun = sum(each.total - each.done for each in self.prefills if each.step)
         rate = self.stats.tokens.prefilled / self.stats.scheduler.step_s if self.stats.scheduler.step_s else 1000.0
-        return min(60.0, max(1.0, (begun + self._queued.new_tokens) / max(rate, 1.0)))
+        before = float(self._queued.new_tokens)
+        if self.config.scheduler.policy == "fair":
+            before = min(before, self._queued.of(tenant).new_tokens / self._queued.share(tenant, weight))
+        return min(60.0, max(1.0, (begun + before) / max(rate, 1.0)))
 
     def _send(self, message: m.ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():

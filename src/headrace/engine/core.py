@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.executor import Computed
+from headrace.engine.fairness import SCHEDULERS
 from headrace.engine.loader import Loaded, device_of
 from headrace.engine.output import Active, Output, joined, prefills
 from headrace.engine.pooled import Pooled
@@ -26,7 +27,6 @@ from headrace.engine.sampler import (
     needs_history,
     sample,
 )
-from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.verify import confirmed, settle
@@ -58,7 +58,7 @@ class EngineCore:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.cache = loaded.cache
-        self.scheduler = Scheduler(
+        self.scheduler = SCHEDULERS[loaded.config.scheduler.policy](
             self.cache,
             self._open_table,
             loaded.config.scheduler.max_batch_tokens,
@@ -410,10 +410,10 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Counters and gauges as they stand; the same record each time."""
         stats = self._stats
-        stats.scheduler.running, stats.scheduler.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        self.scheduler.add_stats(stats)
         stats.kv.chunks_used, stats.kv.chunks_unshared = self.cache.used, self.cache.unshared
         stats.kv.chunks_cached = len(self.cache.tree.idle)
-        stats.scheduler.preemptions, stats.kv.evictions = self.scheduler.preemptions, self.cache.tree.evictions
+        stats.kv.evictions = self.cache.tree.evictions
         if self.cache.states is not None:
             stats.kv.states_kept, stats.kv.state_evictions = self.cache.states.kept, self.cache.states.evictions
         if self.loaded.decoder.outside is not None:

@@ -35,6 +35,7 @@ from headrace.types import (
     Request,
     SamplingParams,
     TokenLogprobs,
+    check_turn,
 )
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -93,11 +94,16 @@ class LLM(metaclass=PublicNames):
         *,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int | Sequence[int] = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers each prompt (a text, texts, or lists of token ids), in order, all computed together.
 
         cache_salt: requests share cached prefixes only with the same salt, but for the first public_prefix_tokens.
+        tenant, weight: whose turns these prompts take, and its share beside others'; priority: within the tenant, lower
+        ones are computed first; a list has one for each prompt (docs/fairness.md).
         progress: tell on stderr how far it is (prompts, tokens per second, cached share) and what it came to; default:
         for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
@@ -109,9 +115,14 @@ class LLM(metaclass=PublicNames):
             raise InvalidRequest(told, "sampling_params")
         if len(params) != len(texts):
             raise InvalidRequest(f"{len(texts)} prompts but {len(params)} sampling_params", "sampling_params")
-        requests = [
-            self._request(prompt, p, cache_salt, public_prefix_tokens) for prompt, p in zip(texts, params, strict=True)
-        ]
+        priorities: list[int] = list(priority) if isinstance(priority, list | tuple) else [priority] * len(texts)  # type: ignore[list-item]
+        if len(priorities) != len(texts):
+            raise InvalidRequest(f"{len(texts)} prompts but {len(priorities)} numbers in priority", "priority")
+        requests = []
+        for prompt, p, place in zip(texts, params, priorities, strict=True):
+            check_turn(tenant, weight, place)
+            requests.append(self._request(prompt, p, cache_salt, public_prefix_tokens))
+            requests[-1].tenant, requests[-1].weight, requests[-1].priority = tenant, weight, place
         outputs = self._run(requests, sys.stderr.isatty() and len(requests) > 1 if progress is None else progress)
         for output, prompt in zip(outputs, texts, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
@@ -124,6 +135,9 @@ class LLM(metaclass=PublicNames):
         *,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int | Sequence[int] = 0,
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -136,6 +150,7 @@ class LLM(metaclass=PublicNames):
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
         prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations(messages)]
         sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
+        sharing |= dict(tenant=tenant, weight=weight, priority=priority)
         return self.generate(prompts, sampling_params, **sharing, progress=progress)
 
     def score(

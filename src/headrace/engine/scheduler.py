@@ -19,13 +19,14 @@ that are known. With several ranks both go as far as the chunk does, whose owner
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.stats import EngineStats
 from headrace.types import CHUNK
 
 ChooseOwners = Callable[[SequenceState, int, int], Owners | None]
@@ -85,6 +86,8 @@ class Scheduler:
         self.preemptions = 0
         self._slices: dict[SequenceState, Slice] = {}
         self._budget = 0
+        self._kept = 0
+        self._promised = -1
 
     @property
     def has_work(self) -> bool:
@@ -96,7 +99,7 @@ class Scheduler:
     def remove(self, sequence: SequenceState) -> None:
         """Takes a sequence out, finished or aborted, at any moment between steps; its own chunks are free at once."""
         if sequence.table is None:
-            self.waiting.remove(sequence)
+            self._leave_queue(sequence)
             return
         self.running.remove(sequence)
         self._close(sequence, ended=True)
@@ -107,6 +110,8 @@ class Scheduler:
         self._budget = self.max_batch_tokens
         if self.cache.states is not None:
             self.cache.states.tables = min(self.max_sequences, len(self.running) + len(self.waiting))
+        self._promised = -1
+        self._make_way()
         decoding: list[SequenceState] = []
         several: list[SequenceState] = []
         prefilling: list[SequenceState] = []
@@ -121,9 +126,7 @@ class Scheduler:
         for behind, sequence in zip(reversed(range(len(several))), several, strict=True):
             kept = behind + (self.align if prefilling or self.waiting else 0)  # a token for each, and a prompt's least
             self._decode(sequence, self._budget - kept)
-        for sequence in prefilling:
-            self._prefill(sequence)
-        self._admit()
+        self._prompts(prefilling)
         return list(self._slices.values())
 
     def _decode(self, sequence: SequenceState, most: int = 1) -> None:
@@ -136,7 +139,7 @@ class Scheduler:
             self._budget -= 1
             return
         while table is not None and not self._room(table, 1):
-            if not self._preempt_after(sequence.order - 1):
+            if not self._preempt_for(sequence, itself=True):
                 return
             table = sequence.table
         if table is not None:
@@ -148,23 +151,39 @@ class Scheduler:
             del sequence.draft[max(0, count - sequence.remaining) :]
             self._take(sequence, table, count)
 
+    def _make_way(self) -> None:
+        """Before a step: preempts what holds places or chunks beyond its share."""
+
+    def _prompts(self, prefilling: list[SequenceState]) -> None:
+        """Prompts of a step, with what decoding sequences have left of the budget. prefilling: half computed ones, as
+        they came."""
+        for sequence in prefilling:
+            self._prefill(sequence)
+        while self.waiting and self._begin(self.waiting[0]):
+            pass
+
+    def _reuse(self, sequence: SequenceState, table: ChunkTable) -> bool:
+        """Takes what the tree has; whether the next chunk is being written for another sequence."""
+        gained, blocked = self.cache.reuse(table)
+        if not sequence.preemptions and not sequence.n_output:
+            sequence.cached_tokens += gained
+        return blocked
+
     def _prefill(self, sequence: SequenceState) -> None:
         table = sequence.table
         if table is None:
             return  # preempted in this very step
-        gained, blocked = self.cache.reuse(table)
-        if not sequence.preemptions and not sequence.n_output:
-            sequence.cached_tokens += gained
-        if blocked or self._budget < min(sequence.remaining, self.align):
+        budget = self._budget - self._kept
+        if self._reuse(sequence, table) or budget < min(sequence.remaining, self.align):
             return
         left = self._until(sequence) - table.length
         least = min(left, self.align - table.length % self.align)
-        if left <= 0 or self._budget < least:
+        if left <= 0 or budget < least:
             return
         while self._room(table, least) < least:
-            if not self._preempt_after(sequence.order):
+            if not self._preempt_for(sequence):
                 return
-        count = min(self._budget, left, self.cache.room(table))
+        count = min(budget, left, self.cache.room(table))
         if count < left:
             count -= (table.length + count) % self.align
         self._take(sequence, table, count)
@@ -189,21 +208,25 @@ class Scheduler:
         self._slices[sequence] = Slice(sequence, start, count)
         self._budget -= count
 
-    def _admit(self) -> None:
-        """Starts waiting sequences, in order, while budget, places and chunks last."""
-        promised = -1
-        while self.waiting and self._budget >= self.align and len(self.running) < self.max_sequences:
-            sequence = self.waiting[0]
-            table = self.open_table(sequence)
-            if promised < 0:
-                promised = sum(self.cache.cost(s.table) for s in self.running if s.table and s.remaining > 1)
-            if self.running and not self._affordable(self.cache.cost(table) + promised):
-                self.cache.close(table)
-                return
-            sequence.table = table
-            insort(self.running, self.waiting.pop(0), key=_by_order)
-            self._prefill(sequence)
-            promised += self.cache.cost(table)
+    def _begin(self, sequence: SequenceState) -> bool:
+        """Starts a waiting sequence if budget, places and chunks suffice; whether it has started."""
+        if self._budget - self._kept < self.align or len(self.running) >= self.max_sequences:
+            return False
+        table = self.open_table(sequence)
+        if self._promised < 0:
+            self._promised = sum(self.cache.cost(s.table) for s in self.running if s.table and s.remaining > 1)
+        if self.running and not self._affordable(self.cache.cost(table) + self._promised):
+            self.cache.close(table)
+            return False
+        self._leave_queue(sequence)
+        sequence.table = table
+        insort(self.running, sequence, key=_by_order)
+        self._prefill(sequence)
+        self._promised += self.cache.cost(table)
+        return True
+
+    def _leave_queue(self, sequence: SequenceState) -> None:
+        del self.waiting[bisect_left(self.waiting, sequence.order, key=_by_order)]
 
     def _affordable(self, chunks: int) -> bool:
         """Whether more than so many chunks can be had."""
@@ -211,13 +234,15 @@ class Scheduler:
             self.below.make_room()
         return chunks < self.cache.available
 
-    def _preempt_after(self, order: int) -> bool:
-        """Preempts the latest sequence that arrived after `order` and is not in this step; False if there is none."""
-        for sequence in reversed(self.running):
-            if sequence.order <= order:
+    def _preempt_for(self, sequence: SequenceState, itself: bool = False) -> bool:
+        """Preempts the latest sequence that arrived after this one, at last itself if that may be, and is not in this
+        step; False if there is none."""
+        order = sequence.order - itself
+        for other in reversed(self.running):
+            if other.order <= order:
                 return False
-            if sequence not in self._slices:
-                self._preempt(sequence)
+            if other not in self._slices:
+                self._preempt(other)
                 return True
         return False
 
@@ -234,6 +259,11 @@ class Scheduler:
         table, sequence.table = sequence.table, None
         assert table is not None
         self.below.leave(sequence, table, ended)
+
+    def add_stats(self, stats: EngineStats) -> None:
+        """Writes its figures into `stats`."""
+        told = stats.scheduler
+        told.running, told.waiting, told.preemptions = len(self.running), len(self.waiting), self.preemptions
 
     def check(self) -> None:
         """Raises AssertionError unless queues, tables and cache agree. For tests."""

@@ -19,9 +19,9 @@ class SequenceState:
 
     held: the grammar of its answer is still being compiled, so its last token must not be computed yet. forced: it
     decodes, and several of its tokens are to be computed together: they were appended without sampling, or their rows
-    went with a wrong draft. draft: tokens that may
-    follow the newest one, computed with it in the coming step and no longer. planned: strategies that belong to a
-    restore under way.
+    went with a wrong draft. draft: tokens that may follow the newest one, computed with it in the coming step and no
+    longer. planned: strategies that belong to a restore under way. yields: how often it was preempted for another
+    tenant's sake (engine.fairness).
 
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
@@ -35,6 +35,7 @@ class SequenceState:
     table: ChunkTable | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    yields: int = 0
     reports_from: int | None = None
     restored_tokens: int = 0
     restore_reason: str = ""

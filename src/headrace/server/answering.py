@@ -18,7 +18,7 @@ from headrace.server.errors import ApiError, JsonReply
 from headrace.server.guard import TENANT
 from headrace.server.job import Job
 from headrace.server.prompt_progress import PromptProgress
-from headrace.server.protocol import Body, StreamedBody, read_body
+from headrace.server.protocol import AskingBody, StreamedBody, read_body
 from headrace.server.replies import OpenAIReplies, Replies
 from headrace.server.reuse import Nearest, described
 from headrace.server.run import JobRun, outcome_of
@@ -27,15 +27,13 @@ from headrace.server.stream import EventStream, Note, unless_gone
 from headrace.server.turns import naming
 from headrace.types import Overloaded
 
-RETRY_S = 1.0
-
 READ_S = 60.0
 """A client that sends its body slower than this does not hold a place among the admitted any longer."""
 
 TOLD_TOKENS = 24
 """Tokens of a prompt's beginning, and of its end, that --log-requests text shows."""
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=AskingBody)
 
 
 def check_model(state: ServerState, name: str) -> None:
@@ -65,6 +63,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
         if body.model is not None:
             check_model(state, body.model)
         job = await unless_gone(request.receive, api.job(state, body, arrival_s))
+        job.priority = body.priority or 0
         with naming(job.names):
             admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
         job.nearest = await _nearest(state, job)
@@ -141,7 +140,7 @@ async def read(request: Request) -> bytes:
 def admission(state: ServerState) -> Iterator[None]:
     """Bounds what is read and tokenized at one time, before the engine's own queue bounds what waits."""
     if state.admitting >= state.config.server.max_queued_requests:
-        raise Overloaded(f"{state.admitting} requests are being read", RETRY_S)
+        raise Overloaded(f"{state.admitting} requests are being read", state.engine.retry_after_s("", 1.0))
     state.admitting += 1
     try:
         yield

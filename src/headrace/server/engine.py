@@ -120,8 +120,15 @@ class ServedEngine(Protocol):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        tenant: str = "",
+        weight: float = 1.0,
+        priority: int = 0,
     ) -> AsyncIterator[Delta]: ...
 
     async def call(self, call: EngineCall) -> Answer: ...
+
+    def retry_after_s(self, tenant: str, weight: float) -> float:
+        """Seconds until what waits of a tenant should be computed."""
+        ...
 
     async def wait_dead(self) -> str: ...

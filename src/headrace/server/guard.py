@@ -23,8 +23,6 @@ DISCARD_BYTES = 8 * MAX_BODY_BYTES
 TENANT = "headrace.tenant"
 """Where the scope of a request that has passed holds its Tenant."""
 
-BUSY_S = 2.0
-
 
 class Guard:
     """/health passes always. The rest needs a key, then a living engine (but /metrics also tells of a dead one), and
@@ -78,7 +76,7 @@ class Guard:
             tenant.counts["limited", "weight"] += 1
             who = f"tenant {tenant.name}" if tenant.name else "this key"
             raise Overloaded(f"{who} has its share of all requests under way (weight), and the queue is half full",
-                             BUSY_S)  # fmt: skip
+                             self.state.retry_after_of(tenant))  # fmt: skip
         return tenant.request()
 
     def _away(self) -> ApiError:

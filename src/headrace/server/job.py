@@ -94,6 +94,7 @@ class Job:
     tenant has been charged. queued: set once the engine has taken all prompts into its queue, or `at_once` of them.
     left: the client is gone, and each prompt ends with its first token. remark: for the log. names: the engine's names
     of fields, None for the prompt -> the client's.
+    priority: within the tenant, lower ones are computed first.
     seen: what is remembered of its prompt, if anything is; nearest: what it met (server.reuse).
     at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
     where they find the queue full.
@@ -120,6 +121,7 @@ class Job:
     at_once: int | None = None
     seen: Seen | None = None
     nearest: Nearest | None = None
+    priority: int = 0
     _queued: int = 0
 
     def __post_init__(self) -> None:
@@ -250,6 +252,9 @@ class Job:
             public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
             queued=self._note_queued,
             embed=prompt.embed,
+            tenant=self.tenant.name,
+            weight=self.tenant.rules.weight,
+            priority=self.priority,
         )
 
     def _note_queued(self) -> None:

@@ -13,7 +13,7 @@ from headrace.engine.scoring import at_once
 from headrace.server.encoding import encoded
 from headrace.server.errors import ApiError, invalid
 from headrace.server.job import Job, Prompt
-from headrace.server.protocol import Body, prompts_of
+from headrace.server.protocol import AskingBody, prompts_of
 from headrace.server.shapes import PROMPT
 from headrace.server.state import ServerState
 from headrace.server.turns import tokenizer_of
@@ -25,7 +25,7 @@ MOST_INPUTS = 2048
 WHOLE = "replies of this route are not streamed; leave it out"
 
 
-class PromptsBody(Body):
+class PromptsBody(AskingBody):
     refused: ClassVar[Mapping[str, str]] = {"stream": WHOLE, "stream_options": WHOLE}
     harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {"stream": (False,)}
 

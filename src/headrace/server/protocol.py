@@ -8,14 +8,14 @@ from dataclasses import fields
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, ValidationError, WithJsonSchema, create_model, field_validator
+from pydantic import AfterValidator, Field, ValidationError, WithJsonSchema, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from headrace.server.errors import ApiError, invalid
 from headrace.server.json_body import json_object
 from headrace.server.shape_fields import ShapedBody
 from headrace.server.strict import Strict as Strict
-from headrace.types import SamplingParams, check_sharing
+from headrace.types import MAX_PRIORITY, SamplingParams, check_sharing
 
 IGNORED = {
     "metadata",
@@ -98,7 +98,17 @@ class Body(Strict):
     model: str | None = None
 
 
-class StreamedBody(Body):
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+
+class AskingBody(Body):
+    """What every body has that asks the engine. `priority`: of the tenant's own requests lower ones are computed first;
+    None: 0."""
+
+    priority: Priority | None = None
+
+
+class StreamedBody(AskingBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -12,7 +12,7 @@ from headrace.engine.scoring import MOST_OPTIONS, ScoreAborted, ScorePlan, at_on
 from headrace.outputs import Score
 from headrace.server.errors import ApiError, invalid
 from headrace.server.job import Event, Job, Prompt
-from headrace.server.protocol import IGNORED, Body
+from headrace.server.protocol import IGNORED, AskingBody
 from headrace.server.replies import InOnePiece, figures, finite
 from headrace.server.state import ServerState
 from headrace.server.turns import naming
@@ -30,7 +30,7 @@ Options = Annotated[Any, WithJsonSchema({"type": "array", "items": TEXT, "minIte
 CROSS_ENCODER = "documents are ranked by POST /v1/rerank; here give a text, and options that may follow it"
 
 
-class ScoreBody(Body):
+class ScoreBody(AskingBody):
     """`text`, or `prompt`, and `options`: strings or token ids. normalize: what `best` compares."""
 
     ignored: ClassVar[Set[str]] = IGNORED

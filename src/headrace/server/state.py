@@ -30,6 +30,7 @@ from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
 from headrace.server.reuse import RecentRequests
 from headrace.server.start import Line, ready_again_line, ready_lines, start_lines
 from headrace.server.status import StatusLines, arrival_line, job_line
+from headrace.server.tenants import Tenant
 from headrace.stats import EngineStats
 from headrace.types import EngineDead
 
@@ -111,6 +112,10 @@ class ServerState:
         """Whether half of the places for waiting requests are taken."""
         waiting = 0 if self._engine is None else self._engine.stats.scheduler.waiting
         return 2 * waiting >= self.config.server.max_queued_requests
+
+    def retry_after_of(self, tenant: Tenant) -> float:
+        """Seconds until what waits of a tenant should be computed."""
+        return self.engine.retry_after_s(tenant.name, tenant.rules.weight)
 
     def stats(self) -> EngineStats:
         """Gauges of the engine that is ready, and counters of all engines since the start."""
