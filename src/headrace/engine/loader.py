@@ -23,6 +23,7 @@ from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
+from headrace.engine.sessions import Sessions
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
@@ -64,6 +65,7 @@ class Loaded:
     ranks: Ranks | None = None
     offload: StoredPrefixes | None = None
     structured: StructuredAnswers | None = None
+    sessions: Sessions | None = None
 
     @property
     def below(self) -> Below:
@@ -79,10 +81,19 @@ class Loaded:
             self.structured = StructuredAnswers(self.tokenizer, capacity.vocab_size, capacity.eos_token_ids)
         return self.structured
 
+    def saved_sessions(self) -> Sessions:
+        """Made for the first call about saved sessions. Raises InvalidRequest where there are none, ValueError."""
+        if self.sessions is None:
+            self.config.sessions.must_save(self.config.cache.prefix_caching)
+            self.sessions = Sessions(self)
+        return self.sessions
+
     def close(self) -> None:
         """Ends ranks and threads, and stores what is to be stored. May be called again."""
         if self.structured is not None:
             self.structured.close()
+        if self.sessions is not None:
+            self.sessions.close()
         if self.ranks is None:
             self.executor.close()
             self.below.close()
@@ -117,7 +128,7 @@ class Sized:
     def cache(self, tell: OnPhase) -> KVCache:
         config, capacity = self.config, self.capacity
         folder = model_folder(config.model.folder)
-        outlives = config.tiers is not None and config.tiers.outlive
+        outlives = (config.tiers is not None and config.tiers.outlive) or config.sessions.dir is not None
         if outlives:
             tell(LoadPhase("fingerprint of the model"))
         identity = tiers.identity(config, capacity) if outlives else _identity(folder, capacity)
