@@ -85,7 +85,9 @@ class Loaded:
         """Made for the first call about saved sessions. Raises InvalidRequest where there are none, ValueError."""
         if self.sessions is None:
             self.config.sessions.must_save(self.config.cache.prefix_caching)
-            self.sessions = Sessions(self)
+            namespace = self.decoder.config.rope_namespace
+            parts = self.config, self.capacity, self.cache, self.executor, self.offload
+            self.sessions = Sessions(*parts, namespace)
         return self.sessions
 
     def close(self) -> None:

@@ -16,13 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from headrace.config import EngineConfig
+from headrace.engine.below import Below
 from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, ReadSession, SaveSession
+from headrace.engine.capacity import Capacity
+from headrace.engine.executor import Executor
 from headrace.engine.runner import Runner
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels.backend import backend_of
+from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.table_state import NONE
 from headrace.offload.chunk_codec import ChunkCodec
@@ -42,11 +48,6 @@ from headrace.offload.state_codec import StateCodec
 from headrace.offload.tiers.base import BlobParts
 from headrace.types import CHUNK, InvalidRequest
 
-if TYPE_CHECKING:
-    from headrace.engine.core import EngineCore
-    from headrace.engine.loader import Loaded
-    from headrace.engine.stored_prefixes import StoredPrefixes
-
 PIECE = 8
 """Chunks that are loaded at a time."""
 
@@ -60,16 +61,38 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
-class Sessions:
-    """The saved sessions of one engine. Raises ValueError where its directory cannot be written to."""
+class Stepping(Protocol):
+    """What is known of the engine between two steps."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded, own = loaded, loaded.config.sessions
+    cache: KVCache
+    below: Below
+
+    @property
+    def has_work(self) -> bool: ...
+
+
+class Sessions:
+    """The saved sessions of one engine: of its cache, executor and tiers. namespace: ModelConfig.rope_namespace.
+
+    Raises ValueError where its directory cannot be written to.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        capacity: Capacity,
+        cache: KVCache,
+        executor: Executor,
+        tiers: StoredPrefixes | None,
+        namespace: Callable[[int], str],
+    ) -> None:
+        self._config, self._capacity, self._cache = config, capacity, cache
+        self._below, self._namespace, own = tiers, namespace, config.sessions
         assert own.path is not None
         self.folder = SessionFolder(own.path, own.most_bytes, own.most_tenant_bytes, own.per_tenant)
         self.folder.make()
         self._thread = ThreadPoolExecutor(1, "headrace-sessions")
-        self._codec, self._states = _codecs(loaded)
+        self._codec, self._states = _codecs(config, capacity, cache.identity, executor)
         self._closing = threading.Event()
 
     def close(self) -> None:
@@ -79,7 +102,7 @@ class Sessions:
 
     # -- calls
 
-    def save(self, core: EngineCore, call: SaveSession) -> Steps[dict[str, Any]]:
+    def save(self, core: Stepping, call: SaveSession) -> Steps[dict[str, Any]]:
         """Answer: see _told. Chunks that are not cached are not saved."""
         began = time.monotonic()
         check_name(call.name)
@@ -102,13 +125,13 @@ class Sessions:
             self._let_go(table)
         return _told(call.tokens, chunks, chunks, size, began)
 
-    def read(self, core: EngineCore, call: ReadSession) -> Steps[dict[str, Any]]:
+    def read(self, core: Stepping, call: ReadSession) -> Steps[dict[str, Any]]:
         """Answer: the tokens of a session, and where its chunks are."""
         with (yield from self._waited(core, self._opened, call)) as reader:
             self._check_tokens(reader.tokens, "name")
             return {"tokens": reader.tokens, "to": reader.metadata.place}
 
-    def load(self, core: EngineCore, call: LoadSession) -> Steps[dict[str, Any]]:
+    def load(self, core: Stepping, call: LoadSession) -> Steps[dict[str, Any]]:
         """Answer: see _told; `why` where not all came that was saved."""
         began = time.monotonic()
         with (yield from self._waited(core, self._opened, call)) as reader:
@@ -134,16 +157,16 @@ class Sessions:
                 self._let_go(table)
             return _told(reader.tokens, reader.sizes.chunks, chunks, reader.size, began, why)
 
-    def listed(self, core: EngineCore, call: ListSessions) -> Steps[list[dict[str, Any]]]:
+    def listed(self, core: Stepping, call: ListSessions) -> Steps[list[dict[str, Any]]]:
         found = yield from self._waited(core, self.folder.listed, call.tenant)
         return [{"name": each.name, "bytes": each.size, "saved": int(each.saved_s)} for each in found]
 
-    def delete(self, core: EngineCore, call: DeleteSession) -> Steps[None]:
+    def delete(self, core: Stepping, call: DeleteSession) -> Steps[None]:
         yield from self._waited(core, self.folder.delete, call.tenant, call.name)
 
     # -- on the engine's thread
 
-    def _waited(self, core: EngineCore, work: Callable[..., T], *args: Any) -> Steps[T]:
+    def _waited(self, core: Stepping, work: Callable[..., T], *args: Any) -> Steps[T]:
         """What the thread makes of it. Whoever gives up waiting does so when the thread is done."""
         future: Future[T] = self._thread.submit(work, *args)
         try:
@@ -163,15 +186,15 @@ class Sessions:
 
     def _open_table(self, tokens: list[int], salt: str | None, public_tokens: int) -> ChunkTable:
         """With one token more, so that the last whole chunk of the session may be taken as well."""
-        namespace = self._loaded.decoder.config.rope_namespace(len(tokens))
-        return self._loaded.cache.open([*tokens, 0], salt=salt, public_tokens=public_tokens, namespace=namespace)
+        namespace = self._namespace(len(tokens))
+        return self._cache.open([*tokens, 0], salt=salt, public_tokens=public_tokens, namespace=namespace)
 
     def _let_go(self, table: ChunkTable) -> None:
-        if table in self._loaded.cache.tables or table in self._loaded.cache.parked:
-            self._loaded.cache.close(table)
+        if table in self._cache.tables or table in self._cache.parked:
+            self._cache.close(table)
 
     def _check_tokens(self, tokens: list[int], param: str = "prompt") -> None:
-        capacity = self._loaded.capacity
+        capacity = self._capacity
         if not tokens or len(tokens) > capacity.max_model_len:
             told = (
                 f"a session has 1 to {capacity.max_model_len:,} tokens here (max_model_len), this one {len(tokens):,}"
@@ -183,20 +206,20 @@ class Sessions:
     def _tiers(self, call: SaveSession | LoadSession) -> StoredPrefixes | None:
         """What lies below the pool, if the session's chunks are kept there. Raises InvalidRequest for a place that this
         engine does not have."""
-        tiers = self._loaded.config.tiers
+        tiers = self._config.tiers
         if isinstance(call, SaveSession) and call.to == "file":
             _check_file(self._codec)
             return None
         if tiers is None or not tiers.outlive:
             told = "a session in the tiers needs one that outlives the engine: set kv_offload_path or kv_remote_url"
             raise InvalidRequest(told, "to")
-        return self._loaded.offload
+        return self._below
 
     def _mark(self, salt: str | None) -> str:
         """What tells a salt from others, and not which it is."""
         if salt is None:
             return ""
-        key = hashlib.sha256(self._loaded.cache.identity).digest()
+        key = hashlib.sha256(self._cache.identity).digest()
         return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, key=key).hexdigest()
 
     def _encoded_state(self, table: ChunkTable) -> BlobParts | None:
@@ -204,7 +227,7 @@ class Sessions:
             return None
         return self._states.encode(table.track.slot, table.digest(len(table.nodes) - 1))
 
-    def _fill(self, core: EngineCore, reader: SessionReader, table: ChunkTable) -> Steps[str]:
+    def _fill(self, core: Stepping, reader: SessionReader, table: ChunkTable) -> Steps[str]:
         """Puts the chunks of the file behind those of the table. Why it ended before the last; empty if it did not."""
         cache, total = core.cache, reader.sizes.chunks
         while (first := len(table.nodes)) < total:
@@ -228,7 +251,7 @@ class Sessions:
             cache.commit()
         return (yield from self._fill_state(core, reader, table))
 
-    def _fill_state(self, core: EngineCore, reader: SessionReader, table: ChunkTable) -> Steps[str]:
+    def _fill_state(self, core: Stepping, reader: SessionReader, table: ChunkTable) -> Steps[str]:
         states = core.cache.states
         if states is None or table.track.slot != NONE or not table.nodes:
             return ""
@@ -244,7 +267,7 @@ class Sessions:
         core.cache.commit()
         return ""
 
-    def _store(self, core: EngineCore, offload: StoredPrefixes, table: ChunkTable) -> Steps[int]:
+    def _store(self, core: Stepping, offload: StoredPrefixes, table: ChunkTable) -> Steps[int]:
         """Has the tiers given what they lack of the table's chunks; how many they have then, from the first on."""
         storer = offload.writeback.storer
         for batch in storer.batches([node for node in table.nodes if not node.stored]):
@@ -257,7 +280,7 @@ class Sessions:
             yield
         return (yield from self._found(core, offload, table))
 
-    def _found(self, core: EngineCore, offload: StoredPrefixes | None, table: ChunkTable) -> Steps[int]:
+    def _found(self, core: Stepping, offload: StoredPrefixes | None, table: ChunkTable) -> Steps[int]:
         """How many chunks from the first on the tiers have."""
         assert offload is not None
         count = (len(table.tokens) - 1) // CHUNK
@@ -272,7 +295,7 @@ class Sessions:
 
     def _opened(self, call: ReadSession | LoadSession) -> SessionReader:
         reader = self.folder.open(call.tenant, call.name)
-        if reader.metadata.identity != self._loaded.cache.identity.hex():
+        if reader.metadata.identity != self._cache.identity.hex():
             reader.close()
             raise BadSession("is of another model, version or setting that its bits depend on; save it again")
         if reader.metadata.place == "file" and self._codec is not None:
@@ -289,7 +312,7 @@ class Sessions:
         state_bytes = sum(len(part) for part in state or ())
         sizes = Sizes(len(chunks), each, state_bytes, len(call.tokens))
         place: Place = "tier" if call.to == "tier" else "file"
-        identity = self._loaded.cache.identity.hex()
+        identity = self._cache.identity.hex()
         header = sizes.header(Metadata(identity, self._mark(call.salt), place, sum_of(tokens)))
         with self.folder.writing(call.tenant, call.name, len(header) + sizes.end) as file:
             file.write(header)
@@ -351,15 +374,17 @@ def _check_file(codec: ChunkCodec | None) -> None:
         raise InvalidRequest(told, "to")
 
 
-def _codecs(loaded: Loaded) -> tuple[ChunkCodec | None, StateCodec | None]:
+def _codecs(
+    config: EngineConfig, capacity: Capacity, identity: bytes, executor: Executor
+) -> tuple[ChunkCodec | None, StateCodec | None]:
     """Of the pool, where one rank has all of it in this host's memory."""
-    runner = loaded.executor
-    if not isinstance(runner, Runner) or loaded.config.model.on_gpu:
+    if not isinstance(executor, Runner) or config.model.on_gpu:
         return None, None
-    spec, identity = runner.decoder.config.attention, loaded.cache.identity
-    layout = backend_of(loaded.capacity.backend).layout(runner.decoder.dtype, spec.shape(0)[1])
-    codec = ChunkCodec(runner.storage, spec, identity, runner.decoder.dtype, layout)
-    return codec, None if runner.states is None else StateCodec(runner.states, identity)
+    decoder = executor.decoder
+    spec = decoder.config.attention
+    layout = backend_of(capacity.backend).layout(decoder.dtype, spec.shape(0)[1])
+    codec = ChunkCodec(executor.storage, spec, identity, decoder.dtype, layout)
+    return codec, None if executor.states is None else StateCodec(executor.states, identity)
 
 
 def _told(tokens: list[int], saved: int, there: int, size: int, began: float, why: str = "") -> dict[str, Any]:
