@@ -19,6 +19,7 @@ from headrace import LLM, SamplingParams
 from headrace.engine import sessions
 from headrace.engine.call_handlers import CallHandlers
 from headrace.engine.calls import DeleteSession, EngineCall, ListSessions, LoadSession, ReadSession, SaveSession
+from headrace.engine.session_calls import sessions_of
 from headrace.offload.sessions.names import DAMAGED, FULL, NO_STORAGE, NOT_FOUND
 from headrace.types import CHUNK, InvalidRequest, Request
 from tests.support.hybrid_checkpoints import make_checkpoint
@@ -142,12 +143,12 @@ def test_tenants_and_salts_are_apart(tmp_path: Path) -> None:
     assert b"ours" not in content and "acme" not in str(file_of(tmp_path))
 
     # Another tenant's file, put among this one's: its chunks have other names.
-    stolen = llm.engine.loaded.saved_sessions().folder.path("thief", "a")
+    stolen = sessions_of(llm.engine).folder.path("thief", "a")
     stolen.parent.mkdir(mode=0o700)
     stolen.write_bytes(content)
     llm.engine.cache.tree.clear()
     assert refusal(llm, LoadSession("a", "thief", "thieves")).code == NOT_FOUND
-    own = llm.engine.loaded.saved_sessions()
+    own = sessions_of(llm.engine)
     theirs, ours = own._mark("ours"), own._mark("thieves")
     stolen.write_bytes(content.replace(theirs.encode(), ours.encode()))
     assert "digest" in str(refusal(llm, LoadSession("a", "thief", "thieves")))
@@ -244,7 +245,7 @@ def test_an_engine_that_ends_leaves_no_half_of_a_session(tmp_path: Path, monkeyp
     session = words(llm, 8 * CHUNK, seed=1)
     computed(llm, session)
     ask(llm, SaveSession("a", "", session))
-    own, before = llm.engine.loaded.saved_sessions(), file_of(tmp_path).read_bytes()
+    own, before = sessions_of(llm.engine), file_of(tmp_path).read_bytes()
     assert own._codec is not None
     encode = own._codec.encode
 
@@ -267,7 +268,7 @@ def test_a_load_given_up_in_the_middle(tmp_path: Path, monkeypatch: pytest.Monke
     computed(llm, session)
     ask(llm, SaveSession("a", "", session))
     llm.engine.cache.tree.clear()
-    pieces = llm.engine.loaded.saved_sessions().load(llm.engine, LoadSession("a", ""))
+    pieces = sessions_of(llm.engine).load(llm.engine, LoadSession("a", ""))
     while len(llm.engine.cache.tree.nodes) < 4:
         next(pieces)
     while not llm.engine.cache.loose:
@@ -368,6 +369,12 @@ def test_where_nothing_is_saved(settings_: dict[str, Any], tmp_path: Path) -> No
     for work in (lambda: llm.save_session("a", "text"), lambda: llm.load_session("a")):
         with pytest.raises(InvalidRequest, match=r"sessions_dir|enable_prefix_caching"):
             work()
+
+
+def test_a_directory_that_cannot_be_is_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"sessions_dir .*name another directory"):
+        engine(tmp_path / "file")
 
 
 def test_in_the_tiers(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
-from headrace.engine.sessions import Sessions
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
@@ -38,6 +37,7 @@ from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
 from headrace.offload.identity import fingerprint
 from headrace.offload.ranked.peers import TierPeers
+from headrace.offload.sessions.session_folder import make_folder
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.weights.read_rate import read_rate
@@ -46,6 +46,7 @@ from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, Pooling, chunks_for
 
 if TYPE_CHECKING:
+    from headrace.engine.sessions import Sessions
     from headrace.engine.structured.answers import StructuredAnswers
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Loaded:
     """All that a running engine consists of. ranks: of several, the group; offload: what is below the pool, if tiers
-    are; structured: see structured_answers."""
+    are; structured: see structured_answers; sessions: once there is a call about them (engine.session_calls)."""
 
     config: EngineConfig
     capacity: Capacity
@@ -80,15 +81,6 @@ class Loaded:
             capacity = self.capacity
             self.structured = StructuredAnswers(self.tokenizer, capacity.vocab_size, capacity.eos_token_ids)
         return self.structured
-
-    def saved_sessions(self) -> Sessions:
-        """Made for the first call about saved sessions. Raises InvalidRequest where there are none, ValueError."""
-        if self.sessions is None:
-            self.config.sessions.must_save(self.config.cache.prefix_caching)
-            namespace = self.decoder.config.rope_namespace
-            parts = self.config, self.capacity, self.cache, self.executor, self.offload
-            self.sessions = Sessions(*parts, namespace)
-        return self.sessions
 
     def close(self) -> None:
         """Ends ranks and threads, and stores what is to be stored. May be called again."""
@@ -153,6 +145,7 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
     RankLost where a rank ends. Under torchrun it returns on rank 0 alone: the others serve as workers and exit.
     """
     streaming.check(config)
+    make_folder(config.sessions.path)
     if ranks.count(config) > 1:
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)

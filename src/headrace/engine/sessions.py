@@ -72,10 +72,7 @@ class Stepping(Protocol):
 
 
 class Sessions:
-    """The saved sessions of one engine: of its cache, executor and tiers. namespace: ModelConfig.rope_namespace.
-
-    Raises ValueError where its directory cannot be written to.
-    """
+    """The saved sessions of one engine: of its cache, executor and tiers. namespace: ModelConfig.rope_namespace."""
 
     def __init__(
         self,
@@ -90,7 +87,6 @@ class Sessions:
         self._below, self._namespace, own = tiers, namespace, config.sessions
         assert own.path is not None
         self.folder = SessionFolder(own.path, own.most_bytes, own.most_tenant_bytes, own.per_tenant)
-        self.folder.make()
         self._thread = ThreadPoolExecutor(1, "headrace-sessions")
         self._codec, self._states = _codecs(config, capacity, cache.identity, executor)
         self._closing = threading.Event()

@@ -49,15 +49,6 @@ class SessionFolder:
     most_tenant_bytes: int
     most_sessions: int
 
-    def make(self) -> None:
-        """Makes the directory. Raises ValueError where nothing can be written there."""
-        try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not os.access(self.root, os.W_OK | os.X_OK):
-                raise PermissionError(13, "nothing may be written there")
-        except OSError as error:
-            raise ValueError(f"sessions_dir {str(self.root)!r}: {error.strerror}; name another directory") from None
-
     def of(self, tenant: str) -> Path:
         """The tenant's folder, be it there or not."""
         return self.root / hashlib.sha256(f"headrace tenant {tenant}".encode()).hexdigest()[:32]
@@ -126,6 +117,18 @@ class SessionFolder:
         if others + used + size > self.most_bytes:
             told = f"no room for {size:,} bytes among the sessions of all (sessions_size); delete one"
             raise InvalidRequest(told, None, FULL)
+
+
+def make_folder(root: Path | None) -> None:
+    """Makes the directory of all sessions, if one is asked for. Raises ValueError where it cannot be written to."""
+    if root is None:
+        return
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(13, "nothing may be written there")
+    except OSError as error:
+        raise ValueError(f"sessions_dir {str(root)!r}: {error.strerror}; name another directory") from None
 
 
 def _sessions(folder: Path) -> list[StoredSession]:
