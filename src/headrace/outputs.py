@@ -87,3 +87,20 @@ class Score:
     def mean_logprob(self) -> float:
         """Of a token: compares options of different lengths."""
         return self.logprob / len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """What saving or loading a session came to.
+
+    tokens: of the session. saved_tokens: of those, whose keys and values were saved, in whole chunks. restored_tokens:
+    whose keys and values a prompt that begins with them now finds. bytes: of the file. why: where not all that was
+    saved came back.
+    """
+
+    tokens: int
+    saved_tokens: int
+    restored_tokens: int
+    bytes: int
+    seconds: float
+    why: str = ""

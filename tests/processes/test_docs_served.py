@@ -23,7 +23,8 @@ URL = "http://127.0.0.1:8000"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with process(tmp_path_factory.mktemp("served")) as started:
+    folder = tmp_path_factory.mktemp("served")
+    with process(folder, "--sessions-dir", str(folder / "sessions")) as started:
         started.wait_ready()
         yield started
 

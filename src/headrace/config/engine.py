@@ -15,6 +15,7 @@ from headrace.config.ranks import RankSettings
 from headrace.config.scheduler import SchedulerSettings
 from headrace.config.served import ServedNames
 from headrace.config.server import ServerSettings
+from headrace.config.sessions import SessionSettings
 from headrace.config.speculation import SpeculationSettings
 from headrace.config.streaming import KVStreaming
 from headrace.config.tiers import NO_DISK
@@ -39,6 +40,7 @@ class EngineConfig:
     experts: ExpertSettings
     expert_folder: str | None
     ranks: RankSettings
+    sessions: SessionSettings
     server: ServerSettings
     flat: dict[str, Any] = field(repr=False)
 
@@ -55,7 +57,8 @@ class EngineConfig:
         found = dict(
             model=made.of(ModelSettings), cache=made.of(CacheSettings), scheduler=made.of(SchedulerSettings),
             speculation=made.of(SpeculationSettings), outside=made.outside(), experts=made.of(ExpertSettings),
-            expert_folder=made.expert_folder, ranks=made.of(RankSettings), server=made.of(ServerSettings), flat=values,
+            expert_folder=made.expert_folder, ranks=made.of(RankSettings),
+            sessions=made.of(SessionSettings), server=made.of(ServerSettings), flat=values,
         )  # fmt: skip
         for item in fields(self):
             object.__setattr__(self, item.name, found[item.name])

@@ -160,6 +160,18 @@ class SettingKeywords(TypedDict, total=False):
     rank_timeout_s: float
     """Seconds of silence after which a rank counts as lost."""
 
+    sessions_dir: str | None
+    """Directory in which sessions are saved by name (docs/cache.md). Without it none are."""
+
+    sessions_size: str | float
+    """GiB that the saved sessions of all tenants take at most."""
+
+    sessions_tenant_share: float
+    """Part of sessions_size that the sessions of one tenant take at most."""
+
+    sessions_per_tenant: int
+    """Sessions that one tenant may have saved at a time."""
+
     host: str
     """Address the server binds."""
 

@@ -14,6 +14,7 @@ from headrace.config.offload import KVTiers, LinkSettings, OffloadSettings
 from headrace.config.ranks import RankSettings
 from headrace.config.scheduler import SchedulerSettings
 from headrace.config.server import ServerSettings
+from headrace.config.sessions import SessionSettings
 from headrace.config.speculation import SpeculationSettings
 from headrace.config.streaming import KVStreaming, StreamSettings
 from headrace.config.tiers import (
@@ -26,7 +27,7 @@ from headrace.config.tiers import (
 
 RECORDS: tuple[type[SettingsRecord], ...] = (
     ModelSettings, CacheSettings, SchedulerSettings, SpeculationSettings, *TIERS, OffloadSettings, LinkSettings,
-    StreamSettings, ExpertSettings, RankSettings, ServerSettings,
+    StreamSettings, ExpertSettings, RankSettings, SessionSettings, ServerSettings,
 )  # fmt: skip
 SETTINGS: Mapping[str, Setting] = {item.name: item for record in RECORDS for item in settings_of(record)}
 """Every setting by its flat name: a keyword of EngineConfig, a flag, and a variable of the environment."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from headrace.engine.calls import Answer, EngineCall, Refused, ResetPrefixCache
 from headrace.engine.core import EngineCore
+from headrace.engine.session_calls import SESSION_HANDLERS
 from headrace.types import InvalidRequest
 
 Pieces = Generator[None, None, Answer]
@@ -23,7 +24,7 @@ def reset_prefix_cache(core: EngineCore, call: ResetPrefixCache) -> Answer:
     return before - len(core.cache.tree.nodes)
 
 
-HANDLERS: dict[type, Handler] = {ResetPrefixCache: reset_prefix_cache}
+HANDLERS: dict[type, Handler] = {ResetPrefixCache: reset_prefix_cache, **SESSION_HANDLERS}
 
 
 class Answered(NamedTuple):

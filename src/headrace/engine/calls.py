@@ -5,7 +5,7 @@ A new call is a record here, a line in `EngineCall`, and a handler in engine.cal
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,7 +14,49 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
     """Forget the cached chunks that no sequence holds. Answer: how many they were."""
 
 
-EngineCall = ResetPrefixCache
+class SaveSession(msgspec.Struct, tag=True, frozen=True):
+    """Save what is cached of these tokens under a name; salt and public_tokens as those of a Request. Answer: as of
+    LoadSession."""
+
+    name: str
+    tenant: str
+    tokens: list[int]
+    salt: str | None = None
+    public_tokens: int = 0
+    to: Literal["file", "tier"] = "file"
+
+
+class ReadSession(msgspec.Struct, tag=True, frozen=True):
+    """Answer: {tokens: the session's, to: where its chunks are}."""
+
+    name: str
+    tenant: str
+
+
+class LoadSession(msgspec.Struct, tag=True, frozen=True):
+    """Bring the chunks of a session back into the pool; salt and public_tokens as for saving it. Answer: {tokens,
+    saved_tokens, restored_tokens, bytes, seconds, why}."""
+
+    name: str
+    tenant: str
+    salt: str | None = None
+    public_tokens: int = 0
+
+
+class ListSessions(msgspec.Struct, tag=True, frozen=True):
+    """Answer: [{name, bytes, saved: seconds since 1970}]."""
+
+    tenant: str
+
+
+class DeleteSession(msgspec.Struct, tag=True, frozen=True):
+    name: str
+    tenant: str
+
+
+SessionCall = SaveSession | ReadSession | LoadSession | ListSessions | DeleteSession
+
+EngineCall = ResetPrefixCache | SessionCall
 
 
 class Refused(msgspec.Struct, frozen=True):

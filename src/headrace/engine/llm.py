@@ -17,6 +17,8 @@ from headrace.config import EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import preflight
+from headrace.engine.call_handlers import CallHandlers
+from headrace.engine.calls import LoadSession, SaveSession
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_classifies, check_dimensions, listed, stacked
@@ -24,7 +26,7 @@ from headrace.engine.loader import Loaded, load
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
-from headrace.outputs import Completion, RequestOutput, Score
+from headrace.outputs import Completion, RequestOutput, Score, SessionReport
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import (
@@ -67,6 +69,7 @@ class LLM(metaclass=PublicNames):
         self._count = 0
         self._closed = False
         self._shapes = ShapeDoor()
+        self._calls = CallHandlers(self.engine)
 
     def __repr__(self) -> str:
         return f"LLM({self.capacity.told}{', closed' if self._closed else ''})"
@@ -210,6 +213,26 @@ class LLM(metaclass=PublicNames):
         for request in requests:
             self.engine.add(request)
         return stacked([answer.embedding for answer in self._answered(requests)], self.capacity.pooling, dimensions)
+
+    def save_session(
+        self, name: str, prompt: str | Sequence[int], *, cache_salt: str | None = None, public_prefix_tokens: int = 0
+    ) -> SessionReport:
+        """Saves a prompt (text or token ids) under a name, with its keys and values; what is not cached is computed.
+
+        Needs the setting sessions_dir, where servers without keys find it too. Raises InvalidRequest.
+        """
+        tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
+        self.config.sessions.must_save(self.config.cache.prefix_caching)
+        self._run([self._request(tokens, SamplingParams(max_tokens=1, temperature=0.0), *sharing)], progress=False)
+        return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing)))
+
+    def load_session(self, name: str, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> SessionReport:
+        """Brings a saved session back into the cache: a prompt that begins with its tokens goes on from there.
+
+        cache_salt, public_prefix_tokens: as it was saved with. Raises InvalidRequest, also for a damaged file.
+        """
+        self._must_be_open()
+        return SessionReport(**self._calls.ask(LoadSession(name, "", cache_salt, public_prefix_tokens)))
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""

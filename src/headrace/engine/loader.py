@@ -37,6 +37,7 @@ from headrace.models.shards import shard
 from headrace.models.sizes import compute_type, weight_bytes
 from headrace.offload.identity import fingerprint
 from headrace.offload.ranked.peers import TierPeers
+from headrace.offload.sessions.session_folder import make_folder
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.weights.read_rate import read_rate
@@ -45,6 +46,7 @@ from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, Pooling, chunks_for
 
 if TYPE_CHECKING:
+    from headrace.engine.sessions import Sessions
     from headrace.engine.structured.answers import StructuredAnswers
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Loaded:
     """All that a running engine consists of. ranks: of several, the group; offload: what is below the pool, if tiers
-    are; structured: see structured_answers."""
+    are; structured: see structured_answers; sessions: once there is a call about them (engine.session_calls)."""
 
     config: EngineConfig
     capacity: Capacity
@@ -64,6 +66,7 @@ class Loaded:
     ranks: Ranks | None = None
     offload: StoredPrefixes | None = None
     structured: StructuredAnswers | None = None
+    sessions: Sessions | None = None
 
     @property
     def below(self) -> Below:
@@ -83,6 +86,8 @@ class Loaded:
         """Ends ranks and threads, and stores what is to be stored. May be called again."""
         if self.structured is not None:
             self.structured.close()
+        if self.sessions is not None:
+            self.sessions.close()
         if self.ranks is None:
             self.executor.close()
             self.below.close()
@@ -117,7 +122,7 @@ class Sized:
     def cache(self, tell: OnPhase) -> KVCache:
         config, capacity = self.config, self.capacity
         folder = model_folder(config.model.folder)
-        outlives = config.tiers is not None and config.tiers.outlive
+        outlives = (config.tiers is not None and config.tiers.outlive) or config.sessions.dir is not None
         if outlives:
             tell(LoadPhase("fingerprint of the model"))
         identity = tiers.identity(config, capacity) if outlives else _identity(folder, capacity)
@@ -140,6 +145,7 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
     RankLost where a rank ends. Under torchrun it returns on rank 0 alone: the others serve as workers and exit.
     """
     streaming.check(config)
+    make_folder(config.sessions.path)
     if ranks.count(config) > 1:
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)

@@ -42,15 +42,15 @@ from headrace.version import __version__
 
 def identity(config: EngineConfig, capacity: Capacity) -> bytes:
     """What names the chunks that outlive this engine: the content of the model, not its place."""
-    assert config.tiers is not None
-    notes = next((Path(own.directory) for own in config.tiers.each if own.directory), None)
+    each = () if config.tiers is None else config.tiers.each
+    notes = next((Path(own.directory) for own in each if own.directory), config.sessions.path)
     return chunk_identity(
         model_identity(model_folder(config.model.folder), notes),
         dtype=capacity.dtype,
         kv_dtype=capacity.kv_cache_dtype,
         quantization=capacity.quantization,
         backend=capacity.backend,
-        formats=config.tiers.formats,
+        formats=("raw",) if config.tiers is None else config.tiers.formats,
     )
 
 

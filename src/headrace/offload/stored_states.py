@@ -60,6 +60,11 @@ class StoredStates:
         """The tier that has the state behind each chunk."""
         return self.tiers.find([name_of(digest, "s") for digest in digests])
 
+    def store(self, node: Node) -> None:
+        """Gives the state behind a chunk to the tiers, if it has one that was not given to them."""
+        if node.state != NONE:
+            self._store(node)
+
     def _leaving(self, node: Node) -> None:
         self._store(node, in_memory=self.only_idle)
 

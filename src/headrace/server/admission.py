@@ -39,11 +39,16 @@ def settle(job: Job, refused: bool = False) -> None:
     job.taken = 0
 
 
-def _check_sizes(job: Job, tenant: Tenant, context: int) -> None:
-    rules = tenant.rules
-    if job.public_prefix_tokens and tenant.name and not rules.public_prefix_tokens:
+def check_public(tokens: int, tenant: Tenant) -> None:
+    """Raises ApiError where a client says that tokens are public, and may not."""
+    if tokens and tenant.name and not tenant.rules.public_prefix_tokens:
         told = "public_prefix_tokens: this key may not make tokens public; leave it out"
         raise ApiError(400, told, "public_prefix_tokens", "unsupported_parameter")
+
+
+def _check_sizes(job: Job, tenant: Tenant, context: int) -> None:
+    rules = tenant.rules
+    check_public(job.public_prefix_tokens, tenant)
     if rules.max_prompt_tokens is not None and job.prompt_tokens > rules.max_prompt_tokens:
         told = f"the prompt has {job.prompt_tokens:,} tokens, and this key allows {rules.max_prompt_tokens:,}"
         raise InvalidRequest(told, None, "context_length_exceeded")

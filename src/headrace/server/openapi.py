@@ -25,6 +25,7 @@ from headrace.server.rerank import RerankBody
 from headrace.server.responses import shapes as responses
 from headrace.server.responses.body import ResponsesBody
 from headrace.server.scoring import ScoreBody
+from headrace.server.sessions import LoadSessionBody, SaveSessionBody
 from headrace.server.tokenizing import DetokenizeBody, TokenizeBody
 from headrace.types import MAX_LISTED, MAX_SALT, MAX_STOP_LENGTH, MAX_STOPS, RANGES
 from headrace.version import __version__
@@ -75,6 +76,7 @@ RESPONSES = "/v1/responses"
 ONE = RESPONSES + "/{response_id}"
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Jina's and vLLM's, Cohere's, and llama.cpp's."""
+SESSIONS = "/v1/cache/sessions"
 PAGED = ("cache_salt", "limit", "order", "after")
 
 ROUTES = (
@@ -94,6 +96,10 @@ ROUTES = (
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
     Route("GET", "/tokenizer_info", "Special tokens and chat template.", None, (shapes.TokenizerInfo,)),
+    Route("POST", SESSIONS, "Saves a session by name.", SaveSessionBody, (shapes.SavedSession,)),
+    Route("GET", SESSIONS, "The saved sessions.", None, (shapes.SessionList,)),
+    Route("POST", f"{SESSIONS}/{{name}}/load", "Loads one.", LoadSessionBody, (shapes.LoadedSession,)),
+    Route("DELETE", f"{SESSIONS}/{{name}}", "Deletes one.", None, (shapes.DeletedSession,)),
     Route("GET", MODELS, "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
     Route("GET", f"{MODELS}/{{name}}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
     Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
@@ -122,6 +128,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
     "logprob_token_ids": {"items": shapes.TOKEN_IDS["items"], "maxItems": MAX_LISTED},
     "tokens": {"items": shapes.TOKEN_IDS["items"]},
+    "prompt_token_ids": {"items": shapes.TOKEN_IDS["items"]},
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
@@ -194,7 +201,7 @@ def _responses(route: Route) -> dict[str, Any]:
     if "{response_id}" in route.path:
         told |= {"404": "It is not kept.", "400": "A parameter is wrong."}
     if "{name}" in route.path or route.body is not None:
-        told |= {"404": "Another model."}
+        told |= {"404": "It is not there, or another model."}
     if route.body is not None:
         told |= {"400": "A field is wrong.", "408": "The body is slow.", "413": "The body is too large.",
                  "429": "Too many requests wait, or a limit of the key is reached."}  # fmt: skip

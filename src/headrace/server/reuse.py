@@ -138,6 +138,10 @@ class RecentRequests:
                 best = Nearest(seen, common, missing)
         return best
 
+    def find(self, caller: Hashable, request_id: str) -> Seen | None:
+        """The caller's request of that id."""
+        return next((seen for seen in self._callers.get(caller, ()) if seen.request_id == request_id), None)
+
     def add(self, caller: Hashable, request_id: str, salt: str | None, ids: Ids) -> Seen:
         seen = Seen(request_id, salt, ids)
         own = self._callers.setdefault(caller, deque())

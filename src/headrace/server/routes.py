@@ -17,6 +17,7 @@ from headrace.server.openapi import document
 from headrace.server.rerank import Rerank
 from headrace.server.responses.api import install_responses, tenant_of
 from headrace.server.scoring import Scoring
+from headrace.server.sessions import install_sessions
 from headrace.server.state import ServerState
 from headrace.server.tokenizing import detokenize, tokenize, tokenizer_info
 
@@ -27,6 +28,7 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     _install_messages(router, state)
     _install_tokenizing(router, state)
     install_responses(router, state)
+    install_sessions(router, state)
     _install_models(router, state)
     _install_status(router, state)
     app.include_router(router)

@@ -323,3 +323,43 @@ class AnthropicError(TypedDict):
     type: Literal["error"]
     error: AnthropicFault
     request_id: str | None
+
+
+class SavedSession(TypedDict):
+    object: Literal["session"]
+    name: str
+    to: Literal["file", "tier"]
+    tokens: int
+    saved_tokens: int
+    cached_tokens: int
+    bytes: int
+    seconds: float
+
+
+class LoadedSession(TypedDict):
+    object: Literal["session"]
+    name: str
+    tokens: int
+    saved_tokens: int
+    restored_tokens: int
+    bytes: int
+    seconds: float
+    why: str
+
+
+class ListedSession(TypedDict):
+    object: Literal["session"]
+    name: str
+    bytes: int
+    saved: int
+
+
+class SessionList(TypedDict):
+    object: Literal["list"]
+    data: list[ListedSession]
+
+
+class DeletedSession(TypedDict):
+    object: Literal["session.deleted"]
+    name: str
+    deleted: bool
