@@ -1,14 +1,12 @@
 """A checkpoint whose greedy answers are known, and prompts that those answers repeat in part.
 
-The checkpoint has a shape's sizes, so a step costs what it costs with any other weights. Its residual stream is all but
-the embedding of the newest token, and the head's row of a token is the embedding of the one before it in a cycle through
-the vocabulary:
+The checkpoint has a shape's sizes, so a step costs what it costs with any other weights. Its residual stream is nearly
+the embedding of the newest token, and the head's row of a token is the embedding, of length 1, of the token before it
+in a cycle through the vocabulary. So the logit of the next token is about sqrt(hidden), of any other about normal: with
+1,024 hidden 32, against 6 at most.
 
-    head[next of t] = embedding[t] / SIZE, of length 1      the logit of the next of t is sqrt(hidden), of any other token
-                                                            about normal: 32 against at most 6 with 1,024 hidden
-
-So whatever the prompt, t is followed by the next of t, by a margin that no rounding bridges, and no answer repeats itself
-before the cycle ends. A document holds parts of the answer, word for word, between others.
+So whatever the prompt, a token is followed by the next one in the cycle, by a margin that no rounding bridges, and no
+answer repeats itself before the cycle ends. A document holds parts of the answer, word for word, between others.
 """
 
 from __future__ import annotations
@@ -74,8 +72,8 @@ def write_known(shape: CheckpointShape, folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Quoting:
-    """How an answer repeats its document: quotes of `quote` tokens in the mean, and between them stretches that are new,
-    whose share of the answer is `new`. Lengths of both are distributed exponentially."""
+    """How an answer repeats its document: quotes of `quote` tokens in the mean, and between them stretches that are
+    new, whose share of the answer is `new`. Lengths of both are distributed exponentially."""
 
     name: str
     quote: float
@@ -108,8 +106,13 @@ class Quoting:
         return sys.maxsize if math.isinf(mean) else 1 + int(rng.expovariate(1 / max(mean - 0.5, 1e-9)))
 
 
-CODE_EDITS = Quoting("code edits", 64, 0.05)
-QUOTES = Quoting("summaries with quotes", 32, 0.2)
-MISLEADING = Quoting("misleading", 4, 0.5)
-"""Ends of the answer stand in the document again and again, followed by something else."""
 RANDOM = Quoting("random", 1, 1.0)
+QUOTINGS = {
+    each.name: each
+    for each in (
+        Quoting("edits", 64, 0.05),  # code with edits
+        Quoting("quotes", 32, 0.2),  # summaries with quotes
+        Quoting("misleading", 4, 0.5),  # what the answer has said last stands in the document, before something else
+        RANDOM,
+    )
+}

@@ -14,6 +14,7 @@ from headrace.bench import (
     restore,
     score,
     serve,
+    speculation,
     structured,
 )
 from headrace.bench.benchmark import Benchmark
@@ -31,4 +32,5 @@ BENCHMARKS: tuple[type[Benchmark], ...] = (
     score.ScoreBench,
     serve.ServeBench,
     structured.StructuredBench,
+    speculation.SpeculationBench,
 )

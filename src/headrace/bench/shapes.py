@@ -96,7 +96,7 @@ def save_checkpoint(shape: CheckpointShape, weights: dict[str, torch.Tensor], fo
 
 
 def random_weights(shape: CheckpointShape, seed: int = 0) -> dict[str, torch.Tensor]:
-    """bf16 weights by their names in a checkpoint: normally distributed, of such a size that activations keep theirs."""
+    """bf16 weights by their names in a checkpoint: normally distributed, so that activations keep their size."""
     import torch
 
     g = torch.Generator().manual_seed(seed)
