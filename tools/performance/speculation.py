@@ -1,7 +1,7 @@
 """The tables and the plot of docs/speculation.md, from results of `headrace bench speculation`:
 
-    python tools/performance/speculation.py            # writes both
-    python tools/performance/speculation.py --check    # exit code 1 if the tables are not what the results say
+python tools/performance/speculation.py            # writes both
+python tools/performance/speculation.py --check    # exit code 1 if the tables are not what the results say
 """
 
 from __future__ import annotations

