@@ -97,11 +97,12 @@ def test_it_writes_the_fixed_format(tiny: Path) -> None:
     answer = CliRunner().invoke(app, ["bench", "speculation", *asked, "--engine", "vllm-cpu-ngram"])
     assert answer.exit_code == 0, answer.output
     result = json.loads(file.read_text())
-    assert result["quick_lengths"] == {"512": 64, "128": 16}
+    assert result["quick_lengths"] == {"512": 256, "128": 64}
     cases = {(case["text"], case["sequences"], case["method"]): case for case in result["cases"]}
     assert len(cases) == 2 * 2 * 4 + 2 * 2, "the last without drafts stands for the one of the same text"
     assert all(case["decode_tok_s"] > 0 for case in cases.values() if "error" not in case)
-    assert cases["random", 2, "suffix"]["per_step"] == cases["edits", 1, "without"]["per_step"] == 1
+    assert cases["random", 2, "suffix"]["accepted"] is cases["edits", 1, "without"]["accepted"] is None
+    assert cases["random", 1, "right 1"]["accepted"] == 1 and cases["random", 1, "right 1"]["per_draft"] >= 1
     assert cases["random", 1, "right 0"]["accepted"] in (0, None)
     assert "tools/bench_peers" in cases["edits", 1, "vllm-cpu-ngram"]["error"]
 

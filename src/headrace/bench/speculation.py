@@ -24,14 +24,19 @@ from headrace.bench.table import Column
 
 if TYPE_CHECKING:
     from headrace.bench.worker import Headrace
+    from headrace.engine.core import EngineCore
     from headrace.engine.sequence import SequenceState
     from headrace.engine.speculation.lengths import StepCost
+    from headrace.engine.speculation.speculator import Speculator
     from headrace.stats import SpeculationStats
+    from headrace.types import Delta
 
 WITHOUT, METHODS = "without", ("ngram", "suffix")
 QUESTION = 16
 """Random tokens behind a document: no run finds another's answer in the cache."""
-QUICK_SCALE = 8
+TURN_S = 0.15
+"""Of a group of sequences, before the next group has its turn."""
+QUICK_SCALE = 2
 REPEATING, OTHERS, PEER = 2.5, 0.98, 1.3
 """Goals of one sequence: text that repeats its prompt, and other text, beside no speculation; the first, beside vLLM's
 n-grams."""
@@ -124,7 +129,7 @@ class SpeculationBench(Benchmark):
             Column("decoding", "decode_tok_s", "tokens/s", ",.1f"),
             Column("of without", "times", "times", ".2f", limit=goal),
             Column("right", "accepted", "of drafted", ".2f", optional=True),
-            Column("a step", "per_step", "tokens", ".2f", optional=True),
+            Column("a draft", "per_draft", "right", ".2f", optional=True),
             *((Column("ngram ahead", "ahead", "times", ".2f", limit=lambda case: case.get("ahead_goal")),)
               if any(self.engines) else ()),
         )  # fmt: skip
@@ -152,8 +157,41 @@ class KnownDrafts:
         return [token if self._rng.random() < self.share else tokens[-1] for token in found]
 
 
+@dataclass
+class Group:
+    """Sequences that decode together, out of the scheduler's turns. known: what they have yet to say, by request."""
+
+    name: str
+    known: dict[str, list[int]] = field(default_factory=dict)
+    running: list[SequenceState] = field(default_factory=list)
+    speculator: Speculator | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def turn(self, core: EngineCore, count: int, seconds: float) -> None:
+        """Steps for so long, or until a sequence ends; the first, which plans anew, is not counted."""
+        self.check(core.step())
+        began = time.perf_counter()
+        while len(core.scheduler.running) == count:
+            self.tokens += self.check(core.step())
+            if time.perf_counter() - began >= seconds:
+                break
+        self.seconds += time.perf_counter() - began
+
+    def check(self, deltas: list[Delta]) -> int:
+        """How many tokens have come. Raises RuntimeError unless they are the known ones."""
+        for delta in deltas:
+            known, count = self.known[delta.request_id], len(delta.token_ids)
+            if known[:count] != delta.token_ids:
+                raise RuntimeError(f"{self.name}: an answer is not the one that is known")
+            del known[:count]
+        return sum(len(delta.token_ids) for delta in deltas)
+
+
 class Race:
-    """Our engine in this process, drafting in one way or another, and others in theirs, one run at a time."""
+    """Our engine in this process, drafting in one way and another by turns of a few steps, and others in theirs.
+
+    Machines are faster and slower within seconds: what is compared has to be measured closer together."""
 
     def __init__(self, bench: SpeculationBench, stack: ExitStack) -> None:
         from headrace.bench.worker import Headrace
@@ -164,7 +202,7 @@ class Race:
         self.errors: dict[str, str] = {}
         for name in filter(None, bench.engines):
             self._start(name, folder, stack)
-        self.ours: Headrace = Headrace(folder, OURS | {"speculative": "ngram", "max_sequences": max(bench.sequences)})
+        self.ours: Headrace = Headrace(folder, OURS | {"speculative": "ngram", "max_sequences": 64})
         stack.callback(self.ours.engine.loaded.executor.close)
         self._costs: dict[str, StepCost] = {}
 
@@ -204,22 +242,29 @@ class Race:
         """New texts, on which each has its turn."""
         rng, (document, answer) = random.Random(f"{text.name} {count} {number}"), self.bench.lengths()
         drawn = [text.draw(rng, self.cycle, document, answer) for _ in range(count)]
-        self._prime([one for one, _ in drawn], [name for name in turns if name not in stats])
-        for name in turns:
-            prompts = [one + rng.choices(self.cycle.order, k=QUESTION) + [asked] for one, asked in drawn]
+
+        def prompts() -> list[list[int]]:
+            return [one + rng.choices(self.cycle.order, k=QUESTION) + [asked] for one, asked in drawn]
+
+        engines = [name for name in turns if name not in stats]
+        self._prime([one for one, _ in drawn], engines)
+        for name in engines:
             time.sleep(SETTLE_S)
-            if name in stats:
-                rates[name].append(self._decode(name, prompts, answer, stats[name]))
-            else:
-                self._ask(name, prompts, answer, rates[name])
+            self._ask(name, prompts(), answer, rates[name])
+        time.sleep(SETTLE_S)
+        groups = [self._group(name, prompts(), answer, stats[name]) for name in turns if name in stats]
+        self.take_turns(groups)
+        if not all(group.tokens for group in groups):
+            raise ValueError(f"an answer of {answer} tokens ends before it is timed; take a longer one")
+        for group in groups:
+            rates[group.name].append(group.tokens / group.seconds)
 
     def _gain(self, name: str, text: Quoting, count: int, rates: Rates, stats: SpeculationStats) -> Case:
         """What a way to draft comes to beside none."""
-        tokens = len(rates[name]) * count * self.bench.lengths()[1]
         return {
             "times": _median([a / b for a, b in zip(rates[name], rates[WITHOUT], strict=True)]),
             "accepted": stats.accepted / stats.drafted if stats.drafted else None,
-            "per_step": tokens / (tokens - stats.accepted),
+            "per_draft": stats.accepted / stats.drafts if stats.drafts else None,
             "goal": None if name not in METHODS or count > 1 else REPEATING if _repeats(text) else OTHERS,
         }
 
@@ -248,23 +293,41 @@ class Race:
             self.errors[name] = str(error)
             del self.processes[name]
 
-    def _decode(self, name: str, prompts: list[list[int]], answer: int, stats: SpeculationStats) -> float:
-        """Tokens a second of a run of ours, whose answers must be the known ones."""
+    def _group(self, name: str, prompts: list[list[int]], answer: int, stats: SpeculationStats) -> Group:
+        """Requests whose prompts are computed, set aside."""
         from headrace.engine.speculation.speculator import Speculator
+        from headrace.types import Request, SamplingParams
 
-        core = self.ours.engine
+        core, group = self.ours.engine, Group(name)
         core.speculator = None
+        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            request = f"{name} {number}"
+            group.known[request] = self.cycle.answer(prompt[-1], answer)
+            core.add(Request(request, prompt, params, arrival_s=time.monotonic()))
+        while core.scheduler.waiting or any(each.remaining > 1 for each in core.scheduler.running):
+            group.check(core.step())
+        group.running, core.scheduler.running = core.scheduler.running, []
         if name != WITHOUT:
             method = name if name in METHODS else "ngram"
-            made = core.speculator = Speculator(method, self.bench.most, core.loaded.capacity.max_model_len)
+            made = group.speculator = Speculator(method, self.bench.most, core.loaded.capacity.max_model_len)
             made.stats, made.cost = stats, self._costs.setdefault(name, made.cost)
             if name not in METHODS:
-                share = float(name.split()[1])
-                made.matcher_of = partial(self._known, share)  # type: ignore[method-assign]
-        times = self.ours.run(prompts, [answer] * len(prompts))
-        if self.ours.answers != [self.cycle.answer(prompt[-1], answer) for prompt in prompts]:
-            raise RuntimeError(f"{name}: an answer is not the one that is known")
-        return _rate(times)
+                made.matcher_of = partial(self._known, float(name.split()[1]))  # type: ignore[method-assign]
+        return group
+
+    def take_turns(self, groups: list[Group]) -> None:
+        """Decodes by turns of a few steps, until the first sequence of any group has ended, and drops the others."""
+        core, count = self.ours.engine, len(groups[0].running)
+        while all(len(group.running) == count for group in groups):
+            for group in groups:
+                core.scheduler.running, core.speculator = group.running, group.speculator
+                group.turn(core, count, 0.0 if self.bench.quick else TURN_S)
+                group.running, core.scheduler.running = core.scheduler.running, []
+        core.scheduler.running = sorted((each for group in groups for each in group.running), key=lambda one: one.order)
+        for group in groups:
+            for request in group.known:
+                core.abort(request)
 
     def _known(self, share: float, sequence: SequenceState) -> KnownDrafts:
         return KnownDrafts(self.cycle, share, sequence.order)
