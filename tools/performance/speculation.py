@@ -25,9 +25,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    cases = [case for file in RESULTS for case in json.loads(file.read_text())["cases"]]
+    results: list[list[Case]] = [json.loads(file.read_text())["cases"] for file in RESULTS]
+    beside = [case for cases in results if any("ahead" in case for case in cases) for case in cases]
+    cases = [case for cases in results for case in cases if case not in beside]
     text = PAGE.read_text()
-    made = replaced(replaced(text, "gains", gains(cases)), "peers", peers(cases))
+    made = replaced(replaced(text, "gains", gains(cases)), "peers", peers(beside))
     if check:
         sys.exit(f"{PAGE.name} is not what the results say: run {sys.argv[0]}" if made != text else 0)
     PAGE.write_text(made)
