@@ -230,9 +230,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 # ---- what is made ----------------------------------------------------------------------------------------------------
 
 
-def test_figures_are_those_of_the_results() -> None:
-    """The tables of docs/performance.md and the picture in the README."""
-    check = [sys.executable, "tools/performance/summary.py", "--check"]
+@pytest.mark.parametrize("tool", ["summary", "speculation"])
+def test_figures_are_those_of_the_results(tool: str) -> None:
+    """The tables of docs/performance.md and docs/speculation.md, and the picture in the README."""
+    check = [sys.executable, f"tools/performance/{tool}.py", "--check"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

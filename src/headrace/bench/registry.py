@@ -15,6 +15,7 @@ from headrace.bench import (
     restore,
     score,
     serve,
+    speculation,
     structured,
 )
 from headrace.bench.benchmark import Benchmark
@@ -33,4 +34,5 @@ BENCHMARKS: tuple[type[Benchmark], ...] = (
     serve.ServeBench,
     structured.StructuredBench,
     fairness.FairnessBench,
+    speculation.SpeculationBench,
 )

@@ -8,9 +8,13 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.bench.caches import cache_folder, notice
 from headrace.console import err
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ def checkpoint(model: str) -> Path:
     if model not in SHAPES:
         raise ValueError(f"model must be one of {', '.join(SHAPES)}; got {model!r}")
     folder, shape = cache_folder() / "bench" / model, SHAPES[model]
-    if not _is_written(shape, folder):
+    if not is_written(shape, folder):
         err.print(notice(f"{model}, random weights", weight_bytes(shape), folder), style="dim", markup=False)
         write_checkpoint(shape, folder)
     return folder.resolve()
@@ -68,7 +72,7 @@ def weight_bytes(shape: CheckpointShape) -> int:
     return 2 * (2 * shape.vocab * shape.hidden + layers)
 
 
-def _is_written(shape: CheckpointShape, folder: Path) -> bool:
+def is_written(shape: CheckpointShape, folder: Path) -> bool:
     """config.json is written last, and says whether an earlier version made other sizes under this name."""
     try:
         return bool(json.loads((folder / "config.json").read_text()) == _config(shape))
@@ -78,8 +82,22 @@ def _is_written(shape: CheckpointShape, folder: Path) -> bool:
 
 def write_checkpoint(shape: CheckpointShape, folder: Path, seed: int = 0) -> Path:
     """Writes config.json and bf16 weights of the shape into `folder` (no tokenizer); returns the folder."""
-    import torch
+    return save_checkpoint(shape, random_weights(shape, seed), folder)
+
+
+def save_checkpoint(shape: CheckpointShape, weights: dict[str, torch.Tensor], folder: Path) -> Path:
+    """Writes these weights of the shape, and behind them config.json; returns the folder."""
     from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    return folder
+
+
+def random_weights(shape: CheckpointShape, seed: int = 0) -> dict[str, torch.Tensor]:
+    """bf16 weights by their names in a checkpoint: normally distributed, so that activations keep their size."""
+    import torch
 
     g = torch.Generator().manual_seed(seed)
 
@@ -103,10 +121,7 @@ def write_checkpoint(shape: CheckpointShape, folder: Path, seed: int = 0) -> Pat
         weights[delta + "A_log"] = torch.empty(heads).uniform_(0.1, 2.0, generator=g).log().bfloat16()
         weights[delta + "dt_bias"] = torch.ones(heads).bfloat16()
         weights[delta + "norm.weight"] = torch.ones(shape.delta_dim).bfloat16()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=1))
-    return folder
+    return weights
 
 
 def write_outline(shape: CheckpointShape, folder: Path) -> Path:

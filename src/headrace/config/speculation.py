@@ -22,7 +22,7 @@ class SpeculationSettings(SettingsRecord):
         name="speculative",
     )
     tokens: int = setting(
-        8,
+        12,
         "Most tokens drafted for a sequence in one step. How many pay is measured.",
         name="num_speculative_tokens",
         check=at_least(1),

@@ -38,13 +38,17 @@ class Computed(NamedTuple):
         """Logits [1, V] of a row, on the CPU, that outlast the step."""
         return self.logits[row : row + 1].to("cpu", copy=True)
 
-    def pick(self, rows: list[int]) -> tuple[Tensor, Greatest | None]:
-        """Logits and greatest ones of some of the rows, ascending, none twice."""
+    def pick(self, rows: list[int]) -> Tensor:
+        """Logits of some of the rows, ascending, none twice."""
         # To ask a tensor for its length takes 20 us between two steps (see engine.programs).
         count = len(self.greatest.values) if self.greatest else len(self.logits)
-        if len(rows) == count:
-            return self.logits, self.greatest
-        return self.logits[rows], self.greatest and self.greatest.of(rows)
+        return self.logits if len(rows) == count else self.logits[rows]
+
+    def greatest_of(self, rows: list[int]) -> Greatest | None:
+        """The greatest of some of the rows, where they were found."""
+        if self.greatest is None or len(rows) == len(self.greatest.values):
+            return self.greatest
+        return self.greatest.of(rows)
 
 
 class Executor(Protocol):
