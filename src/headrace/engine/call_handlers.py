@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-from headrace.engine.calls import Answer, EngineCall, Refused, ResetPrefixCache
+from headrace.engine.cache_tree import tree_page
+from headrace.engine.calls import Answer, EngineCall, Refused, ResetPrefixCache, TreePage
 from headrace.engine.core import EngineCore
 from headrace.types import InvalidRequest
 
@@ -23,7 +24,7 @@ def reset_prefix_cache(core: EngineCore, call: ResetPrefixCache) -> Answer:
     return before - len(core.cache.tree.nodes)
 
 
-HANDLERS: dict[type, Handler] = {ResetPrefixCache: reset_prefix_cache}
+HANDLERS: dict[type, Handler] = {ResetPrefixCache: reset_prefix_cache, TreePage: tree_page}
 
 
 class Answered(NamedTuple):

@@ -14,7 +14,19 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
     """Forget the cached chunks that no sequence holds. Answer: how many they were."""
 
 
-EngineCall = ResetPrefixCache
+class TreePage(msgspec.Struct, tag=True, frozen=True):
+    """Segments of the prefix tree (kv.segments), those under one salt; with `everything` those of all tenants, in sizes.
+
+    after: a cursor of an earlier answer. Answer: {"segments": a list of engine.cache_tree.told, "after": the cursor of
+    the next page, None behind the last}."""
+
+    salt: str | None = None
+    everything: bool = False
+    after: tuple[int, int, int, int] | None = None
+    limit: int = 100
+
+
+EngineCall = ResetPrefixCache | TreePage
 
 
 class Refused(msgspec.Struct, frozen=True):

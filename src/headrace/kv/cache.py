@@ -16,6 +16,7 @@ pass-Q goes from owner to owner (parallel.split_blocks).
 from __future__ import annotations
 
 import hashlib
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
 from headrace.kv.states import StateCache
-from headrace.kv.tree import Node, PrefixTree
+from headrace.kv.tree import Node, PrefixTree, tenant_mark
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 
@@ -82,14 +83,14 @@ class KVCache:
         reusable: tokens that may be taken from the tree (None: all); what is computed is shared all the same.
         """
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
-        mark = b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
-        table = ChunkTable(tokens, root, mark, salt_chunk, shares, self.pool.per_rank)
+        table = ChunkTable(tokens, root, tenant_mark(salt), salt_chunk, shares, self.pool.per_rank)
         table.reusable = reusable
         if self._latest is not None:
             table.borrow(self._latest)
         self._latest = table
         self.tables.add(table)
+        self.tree.now = time.monotonic()
         return table
 
     def reuse(self, table: ChunkTable) -> tuple[int, bool]:
@@ -295,6 +296,7 @@ class KVCache:
     def close(self, table: ChunkTable) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
         (self.parked if table in self.parked else self.tables).remove(table)
+        self.tree.now = time.monotonic()
         if table is self._latest:
             self._latest = None
         if self.states is not None:
