@@ -140,12 +140,17 @@ def tree_of(*paths: str) -> Grown:
     return grown
 
 
+def name_of(node: Node) -> str:
+    assert node.digest is not None
+    return node.digest.decode()
+
+
 def shown(found: list[Segment]) -> dict[str, tuple[int, str | None, int]]:
     """Name of the first chunk -> chunks, name of the parent, children."""
     return {
-        str(each.first.digest, "ascii"): (
+        name_of(each.first): (
             each.chunks,
-            None if each.parent is None else str(each.parent.digest, "ascii"),
+            None if each.parent is None else name_of(each.parent),
             each.children,
         )
         for each in found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Generator
 from typing import Any
 
 from headrace.engine.calls import Answer, TreePage
@@ -17,8 +18,9 @@ BLIND = secrets.token_bytes(16)
 """Keys the ids of segments where all tenants' are told: what is known of one's own chunks finds nobody else's."""
 
 
-def tree_page(core: EngineCore, call: TreePage) -> Answer:
-    """Takes a millisecond or two, however large the tree is."""
+def tree_page(core: EngineCore, call: TreePage) -> Generator[None, None, Answer]:
+    """One piece of a millisecond or two, however large the tree is: between two steps there is one page at most."""
+    yield
     segments, after = core.cache.tree.segments, None if call.after is None else Cursor(*call.after)
     if call.everything:
         found, cursor = segments.page_of_all(after, call.limit)

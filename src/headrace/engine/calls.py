@@ -15,10 +15,11 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
 
 
 class TreePage(msgspec.Struct, tag=True, frozen=True):
-    """Segments of the prefix tree (kv.segments), those under one salt; with `everything` those of all tenants, in sizes.
+    """Segments of the prefix tree (kv.segments): those under one salt, or with `everything` those of all tenants.
 
     after: a cursor of an earlier answer. Answer: {"segments": a list of engine.cache_tree.told, "after": the cursor of
-    the next page, None behind the last}."""
+    the next page, None behind the last}.
+    """
 
     salt: str | None = None
     everything: bool = False

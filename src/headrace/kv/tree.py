@@ -31,7 +31,7 @@ class Node:
     a named chunk (kv.states); -1 for none.
     number: of a named chunk, how many are before it in every sequence that has it. hits: how often a table has attached
     it; used: when it was last attached, let go of or named (PrefixTree.now).
-    alike: children of the same tenant; onward: the child that goes on with its segment; entered, begins: see kv.segments.
+    alike: children of the same tenant; onward: that which goes on with its segment; entered, begins: see kv.segments.
     """
 
     __slots__ = (

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from headrace.server import shapes
+from headrace.server import cache_shapes, shapes
 from headrace.server.anthropic.body import CountBody, MessagesBody
 from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
@@ -76,6 +76,7 @@ ONE = RESPONSES + "/{response_id}"
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Jina's and vLLM's, Cohere's, and llama.cpp's."""
 PAGED = ("cache_salt", "limit", "order", "after")
+TREE = ("cache_salt", "limit", "after", "all")
 
 ROUTES = (
     Route("POST", "/v1/completions", "The continuation of a text.", CompletionBody, (shapes.Completion,), True),
@@ -91,6 +92,8 @@ ROUTES = (
     Route("GET", ONE, "A kept response.", None, (responses.ModelResponse,), query=("cache_salt",)),
     Route("DELETE", ONE, "Forgets a kept response.", None, (responses.DeletedResponse,), query=("cache_salt",)),
     Route("GET", f"{ONE}/input_items", "What its model was given.", None, (responses.ItemList,), query=PAGED),
+    Route("GET", "/v1/cache/tree", "Cached chunks, who shares them.", None, (cache_shapes.SegmentPage,), query=TREE),
+    Route("POST", "/v1/cache/reset", "Forgets all that no request uses.", None, (cache_shapes.CacheReset,)),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
     Route("GET", "/tokenizer_info", "Special tokens and chat template.", None, (shapes.TokenizerInfo,)),

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from headrace.server.answering import answer
 from headrace.server.anthropic.messages import Messages
+from headrace.server.cache_api import install_cache
 from headrace.server.chat import Chat
 from headrace.server.classify import Classify
 from headrace.server.completions import Completions
@@ -27,6 +28,7 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     _install_messages(router, state)
     _install_tokenizing(router, state)
     install_responses(router, state)
+    install_cache(router, state)
     _install_models(router, state)
     _install_status(router, state)
     app.include_router(router)

@@ -1,0 +1,37 @@
+"""Replies of the cache's routes, for /openapi.json."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+
+class CacheSegment(TypedDict):
+    object: Literal["cache.segment"]
+    id: str
+    parent: str | None
+    owner: str | None
+    private: bool
+    start: int
+    tokens: int
+    chunks: int
+    bytes: int
+    children: int
+    sequences: int
+    hits: int
+    reused_tokens: int
+    stored_tokens: int
+    last_used: int
+
+
+class SegmentPage(TypedDict):
+    object: Literal["list"]
+    data: list[CacheSegment]
+    has_more: bool
+    next: str | None
+
+
+class CacheReset(TypedDict):
+    object: Literal["cache.reset"]
+    chunks: int
