@@ -325,6 +325,9 @@ class Request:
     `cache_salt` separates tenants: requests share cached chunks only with the same salt, except for the first
     `public_prefix_tokens` tokens (whole chunks of them), which all tenants share. `embed`: the prompt's embedding is
     wanted, and no answer.
+
+    `tenant`: whose its chunks are; `kv_share`: of the pool, that the tenant's chunks keep against all others;
+    `kv_limit`: of the pool, that they take at most (docs/cache.md).
     """
 
     request_id: str
@@ -334,6 +337,9 @@ class Request:
     public_prefix_tokens: int = 0
     arrival_s: float = 0.0
     embed: bool = False
+    tenant: str = ""
+    kv_share: float = 0.0
+    kv_limit: float = 1.0
 
     def __repr__(self) -> str:
         """Without the tokens, and without the salt, which is as good as a tenant's name."""

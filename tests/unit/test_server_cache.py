@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from headrace.engine.call_handlers import CallHandlers
 from headrace.engine.calls import ResetPrefixCache, TreePage
 from headrace.kv.cache import KVCache
+from headrace.kv.pins import Pins
 from headrace.server.openapi import document
 from headrace.server.tenants import salt_of
 from headrace.types import CHUNK
@@ -36,7 +37,8 @@ metrics = true
 @contextmanager
 def server_of(cache: KVCache, **options: Any) -> Iterator[Running]:
     """A server whose engine answers calls about this cache."""
-    core: Any = SimpleNamespace(cache=cache, loaded=SimpleNamespace(capacity=SimpleNamespace(kv_bytes_per_token=8)))
+    pins, capacity = Pins(cache, cache.pool.total // 2), SimpleNamespace(kv_bytes_per_token=8)
+    core: Any = SimpleNamespace(cache=cache, pins=pins, loaded=SimpleNamespace(capacity=capacity))
     calls = CallHandlers(core)
     with serving(**options) as running:
         running.engine.answers.update(dict.fromkeys((TreePage, ResetPrefixCache), calls.ask))
@@ -93,7 +95,7 @@ def test_what_is_told_of_a_segment() -> None:
         Draft202012Validator({**told, "components": schema["components"]}).validate(page(running).json())
     assert trunk["parent"] is None and first["parent"] == second["parent"] == trunk["id"]
     assert (trunk["start"], trunk["tokens"], trunk["chunks"], trunk["bytes"]) == (0, 192, 3, 192 * 8)
-    assert (trunk["children"], trunk["hits"], trunk["reused_tokens"], trunk["sequences"]) == (2, 2, 6 * 64, 0)
+    assert (trunk["children"], trunk["hits"], trunk["reused_tokens"], trunk["holders"]) == (2, 2, 6 * 64, 0)
     assert (first["start"], first["hits"], second["hits"], second["children"]) == (192, 0, 1, 0)
     assert not trunk["private"] and trunk["owner"] is None
 

@@ -43,6 +43,9 @@ class SettingKeywords(TypedDict, total=False):
     enable_prefix_caching: bool
     """Share and keep the KV of common prefixes."""
 
+    max_pinned_share: float
+    """Share of the KV cache that pinned prefixes may hold together."""
+
     max_batch_tokens: str | int
     """Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several ranks 16384."""
 

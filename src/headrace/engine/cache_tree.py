@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.engine.calls import Answer, TreePage
 from headrace.engine.core import EngineCore
+from headrace.kv.pins import Pins
 from headrace.kv.segments import Cursor, Segment
 from headrace.kv.tree import Node, tenant_mark
 from headrace.types import CHUNK
@@ -27,15 +28,16 @@ def tree_page(core: EngineCore, call: TreePage) -> Generator[None, None, Answer]
     else:
         found, cursor = segments.page(tenant_mark(call.salt), after, call.limit)
     chunk_bytes, now = core.loaded.capacity.kv_bytes_per_token * CHUNK, time.monotonic()
-    listed = [told(each, chunk_bytes, now, call.everything) for each in found]
+    listed = [told(each, core.pins, chunk_bytes, now, call.everything) for each in found]
     return {"segments": listed, "after": None if cursor is None else list(cursor)}
 
 
-def told(segment: Segment, chunk_bytes: int, now: float, blind: bool) -> dict[str, Any]:
+def told(segment: Segment, pins: Pins, chunk_bytes: int, now: float, blind: bool) -> dict[str, Any]:
     """tokens, of which the pool has `bytes`, behind the `start` first ones of a sequence. parent: id of the segment
-    that ends there, if it is told. sequences: that hold the segment's beginning. hits: how often that was attached;
-    reused_tokens: tokens attached, each time counted. idle_s: since its last use. stored_tokens: those which a tier
-    below has too. owner: the same for segments under the same salt, None for those that all share."""
+    that has those, if it is told. holders: running sequences and pins that hold the segment's beginning. hits: how
+    often that was attached; reused_tokens: tokens attached, each time counted. idle_s: since its last use.
+    stored_tokens: those which a tier below has too. owner: the same for segments under the same salt, None for those
+    that all share."""
     first = segment.first
     return {
         "id": _named(first, blind),
@@ -47,12 +49,22 @@ def told(segment: Segment, chunk_bytes: int, now: float, blind: bool) -> dict[st
         "chunks": segment.chunks,
         "bytes": segment.chunks * chunk_bytes,
         "children": segment.children,
-        "sequences": first.refs,
+        "holders": first.refs,
         "hits": first.hits,
         "reused_tokens": segment.hits * CHUNK,
+        "pinned_tokens": _pinned(segment, pins) * CHUNK,
         "stored_tokens": segment.stored * CHUNK,
         "idle_s": round(max(0.0, now - first.used), 3),
     }
+
+
+def _pinned(segment: Segment, pins: Pins) -> int:
+    """Chunks at its beginning that pins hold."""
+    node: Node | None = segment.first
+    count = 0
+    while count < segment.chunks and node is not None and pins.is_pinned(node):
+        count, node = count + 1, node.onward
+    return count
 
 
 def _named(first: Node, blind: bool) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
-    """Forget the cached chunks that no sequence holds. Answer: how many they were."""
+    """Forget the cached chunks that nobody holds: pinned ones stay. Answer: how many they were."""
 
 
 class TreePage(msgspec.Struct, tag=True, frozen=True):
@@ -27,7 +27,38 @@ class TreePage(msgspec.Struct, tag=True, frozen=True):
     limit: int = 100
 
 
-EngineCall = ResetPrefixCache | TreePage
+class PinPrefix(msgspec.Struct, tag=True, frozen=True):
+    """Hold the whole chunks of a prefix for `ttl_s` seconds, so that they cannot be evicted. Under an `id` that the
+    tenant has already it takes the place of that pin, whose time it so extends.
+
+    after: the id of the request that computes them, which must have been sent before: the answer comes when it has
+    ended. Such a request has `kv.pins.prompt_to_pin(tokens)` for its prompt and the same salt; empty: they are computed.
+    Refused if they are not, or with no room for them. Answer: a Pin as `kv.pins.told` has it.
+    """
+
+    id: str
+    tokens: list[int]
+    ttl_s: float
+    tenant: str = ""
+    salt: str | None = None
+    public_prefix_tokens: int = 0
+    after: str = ""
+
+
+class ReleasePrefix(msgspec.Struct, tag=True, frozen=True):
+    """End a pin of the tenant. Refused with the code not_found if it has none of that id. Answer: the Pin that it was."""
+
+    id: str
+    tenant: str = ""
+
+
+class ListPrefixes(msgspec.Struct, tag=True, frozen=True):
+    """Answer: a list of the tenant's Pins, oldest first."""
+
+    tenant: str = ""
+
+
+EngineCall = ResetPrefixCache | TreePage | PinPrefix | ReleasePrefix | ListPrefixes
 
 
 class Refused(msgspec.Struct, frozen=True):

@@ -33,7 +33,8 @@ class KVCache:
 
     total_chunks: of all ranks together, in equal parts; ValueError if that cannot be. states: how many recurrent states
     there are, with one rank, for a model that has them.
-    tables are those of sequences; parked ones have none any more, and are held until what they hold is stored below.
+    tables are those of sequences; parked ones have none any more, and are held until what they hold is stored below;
+    pinned ones never had one (kv.pins).
     loose: chunks that something is written into before a table has them.
 
     displaced: new chunks that lie elsewhere than asked, since every slot of the rank asked for was held. While it is
@@ -51,6 +52,7 @@ class KVCache:
         self.displaced = 0
         self.tables: set[ChunkTable] = set()
         self.parked: set[ChunkTable] = set()
+        self.pinned: set[ChunkTable] = set()
         self.loose: set[Node] = set()
         self._turn = 0
         self._latest: ChunkTable | None = None
@@ -295,7 +297,7 @@ class KVCache:
 
     def close(self, table: ChunkTable) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
-        (self.parked if table in self.parked else self.tables).remove(table)
+        next(tables for tables in (self.tables, self.parked, self.pinned) if table in tables).remove(table)
         self.tree.now = time.monotonic()
         if table is self._latest:
             self._latest = None
@@ -313,6 +315,11 @@ class KVCache:
         self.tables.remove(table)
         if table.nodes:
             self.parked.add(table)
+
+    def pin(self, table: ChunkTable) -> None:
+        """A table that has just been opened holds what `reuse` attaches to it, for no sequence's sake."""
+        self.tables.remove(table)
+        self.pinned.add(table)
 
     def _drop_from(self, table: ChunkTable, chunk: int) -> None:
         for node in reversed(table.cut(chunk)):
@@ -381,10 +388,10 @@ class KVCache:
         """Raises AssertionError unless pool, tree and tables agree in every count. For tests: costs a full walk."""
         self.tree.check()
         if self.states is not None:
-            self.states.check(self.tables)
+            self.states.check((*self.tables, *self.pinned))
         holders: dict[int, list[tuple[ChunkTable, int]]] = {}
         nodes: dict[int, Node] = {id(node): node for node in self.tree.nodes.values()}
-        for table in (*self.tables, *self.parked):
+        for table in (*self.tables, *self.parked, *self.pinned):
             assert len(table.nodes) == chunks_for(table.length), "a table holds more or fewer chunks than its length"
             assert table.slots.tolist() == [node.slot for node in table.nodes], "slots and nodes differ"
             for chunk, node in enumerate(table.nodes):

@@ -4,8 +4,8 @@
                        +-- 5
 
 A listing shows the tree as it was when its first page was made, less what has left since: each chunk in one segment,
-and none twice, however the tree grows or shrinks between two pages. For that each tenant has a clock that ticks with its
-chunks. A node notes when it entered, and the first node of a segment when it became that; a page looks at what was
+and none twice, however the tree grows or shrinks between two pages. For that each tenant has a clock that ticks with
+its chunks. A node notes when it entered, and the first node of a segment when it became that; a page looks at what was
 there at the listing's time. A segment never becomes part of another: two may stand in a row where a fork has gone.
 
 What is known of one tenant, its clock included, does not depend on any other's chunks.

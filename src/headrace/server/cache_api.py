@@ -61,7 +61,7 @@ def check_query(query: QueryParams, known: set[str]) -> None:
 
 
 class CacheTree:
-    """Pages of the tree. A tenant gets one at a time, so that many that are asked for together hold up nobody else's."""
+    """Pages of the tree. A tenant gets one at a time: many that are asked for together hold up nobody else's."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state

@@ -18,9 +18,10 @@ class CacheSegment(TypedDict):
     chunks: int
     bytes: int
     children: int
-    sequences: int
+    holders: int
     hits: int
     reused_tokens: int
+    pinned_tokens: int
     stored_tokens: int
     last_used: int
 
