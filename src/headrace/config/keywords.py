@@ -185,6 +185,9 @@ class SettingKeywords(TypedDict, total=False):
     max_queued_tokens: str | int
     """Prompt tokens that may wait; more are refused with 429."""
 
+    cache_control_pins: int
+    """Prefixes that one caller's cache_control breakpoints keep in the cache, the latest; 0: none."""
+
     response_store_mb: str | int
     """MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none."""
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
+from headrace.server.shapes import Figures, PromptUsage
+
 
 class CacheSegment(TypedDict):
     object: Literal["cache.segment"]
@@ -36,3 +38,31 @@ class SegmentPage(TypedDict):
 class CacheReset(TypedDict):
     object: Literal["cache.reset"]
     chunks: int
+
+
+class Prefix(TypedDict):
+    id: str
+    object: Literal["cache.prefix"]
+    kind: Literal["prefix", "cache_control"]
+    tokens: int
+    chunks: int
+    bytes: int
+    ttl_seconds: float
+    expires_at: int
+
+
+class NewPrefix(Prefix):
+    cached_tokens: int
+    usage: PromptUsage
+    headrace: Figures
+
+
+class PrefixList(TypedDict):
+    object: Literal["list"]
+    data: list[Prefix]
+
+
+class Released(TypedDict):
+    id: str
+    object: Literal["cache.prefix"]
+    deleted: Literal[True]

@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headrace.server.breakpoints import AskedPin
 from headrace.server.engine import ServedEngine
 from headrace.server.errors import broken_off
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
@@ -16,6 +17,9 @@ from headrace.server.reuse import Nearest, Reuse, Seen
 from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
 from headrace.types import Delta, Metrics, Overloaded, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from headrace.server.prompt_pins import Pinned
 
 FULL_S = 0.5
 """Seconds, at most, until a prompt of a job under way looks at a full queue again."""
@@ -26,7 +30,7 @@ class Prompt:
     """`text` is set where a reply repeats it (echo); `params` are resolved for this prompt by ServedEngine.check;
     `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
     sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
-    embedding is wanted, and no answer. `messages`: of a conversation."""
+    embedding is wanted, and no answer. `messages`: of a conversation. `pins`: what of it is to stay in the cache."""
 
     ids: Sequence[int]
     params: SamplingParams
@@ -36,6 +40,7 @@ class Prompt:
     shared: int = 0
     embed: bool = False
     messages: Sequence[Mapping[str, Any]] = ()
+    pins: Sequence[AskedPin] = ()
 
 
 @dataclass(slots=True)
@@ -90,6 +95,7 @@ class Job:
     left: the client is gone, and each prompt ends with its first token. remark: for the log. names: the engine's names
     of fields, None for the prompt -> the client's.
     seen: what is remembered of its prompt, if anything is; nearest: what it met (server.reuse).
+    pinned: what has become of its pins, once that is known (server.prompt_pins).
     at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
     where they find the queue full.
     """
@@ -115,6 +121,7 @@ class Job:
     at_once: int | None = None
     seen: Seen | None = None
     nearest: Nearest | None = None
+    pinned: Pinned | None = None
     _queued: int = 0
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
 from headrace.server.classify import ClassifyBody
 from headrace.server.embeddings import EmbeddingBody
+from headrace.server.prefix_api import PrefixBody
 from headrace.server.protocol import Body, CompletionBody
 from headrace.server.rerank import RerankBody
 from headrace.server.responses import shapes as responses
@@ -76,6 +77,7 @@ ONE = RESPONSES + "/{response_id}"
 RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Jina's and vLLM's, Cohere's, and llama.cpp's."""
 PAGED = ("cache_salt", "limit", "order", "after")
+PREFIXES = "/v1/cache/prefixes"
 TREE = ("cache_salt", "limit", "after", "all")
 
 ROUTES = (
@@ -93,6 +95,10 @@ ROUTES = (
     Route("DELETE", ONE, "Forgets a kept response.", None, (responses.DeletedResponse,), query=("cache_salt",)),
     Route("GET", f"{ONE}/input_items", "What its model was given.", None, (responses.ItemList,), query=PAGED),
     Route("GET", "/v1/cache/tree", "Cached chunks, who shares them.", None, (cache_shapes.SegmentPage,), query=TREE),
+    Route("POST", PREFIXES, "Computes and pins a prefix.", PrefixBody, (cache_shapes.NewPrefix,)),
+    Route("GET", PREFIXES, "Pinned prefixes.", None, (cache_shapes.PrefixList,), query=("cache_salt",)),
+    Route("GET", f"{PREFIXES}/{{prefix_id}}", "One of them.", None, (cache_shapes.Prefix,), query=("cache_salt",)),
+    Route("DELETE", f"{PREFIXES}/{{prefix_id}}", "Ends a pin.", None, (cache_shapes.Released,), query=("cache_salt",)),
     Route("POST", "/v1/cache/reset", "Forgets all that no request uses.", None, (cache_shapes.CacheReset,)),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
@@ -194,7 +200,7 @@ def _responses(route: Route) -> dict[str, Any]:
     if route.path == OPEN:
         return {**responses, "503": {"description": "Not ready.", "content": _json(shapes.NotHealthy)}}
     told = {"401": "The key is missing or wrong.", "503": "The model loads, or the engine has failed."}
-    if "{response_id}" in route.path:
+    if "{response_id}" in route.path or "{prefix_id}" in route.path:
         told |= {"404": "It is not kept.", "400": "A parameter is wrong."}
     if "{name}" in route.path or route.body is not None:
         told |= {"404": "Another model."}

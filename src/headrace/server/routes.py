@@ -15,6 +15,7 @@ from headrace.server.embeddings import Embeddings
 from headrace.server.errors import ApiError, JsonReply
 from headrace.server.model_cards import list_models, tell_model
 from headrace.server.openapi import document
+from headrace.server.prefix_api import install_prefixes
 from headrace.server.rerank import Rerank
 from headrace.server.responses.api import install_responses
 from headrace.server.scoring import Scoring
@@ -29,6 +30,7 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     _install_tokenizing(router, state)
     install_responses(router, state)
     install_cache(router, state)
+    install_prefixes(router, state)
     _install_models(router, state)
     _install_status(router, state)
     app.include_router(router)
