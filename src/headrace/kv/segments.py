@@ -17,15 +17,14 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from headrace.kv.tree import Node
+from headrace.kv.node import Node
 
 LONGEST = 1024
 """Chunks of a segment: longer runs are several, so that a page's work is bounded."""
 
-WORK = 6_000
+WORK = 4_000
 """Nodes that one page looks at, about: a millisecond or two. A page has one segment at least."""
 
 TELLING = 20

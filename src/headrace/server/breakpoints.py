@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from headrace.server.engine import ServedTokenizer
@@ -50,6 +51,19 @@ class AskedPin(NamedTuple):
     tokens: int
     ttl_s: float
     id: str = ""
+
+
+@dataclass(slots=True)
+class Pinned:
+    """What has become of a job's pins: tokens that stay, for how long, and why not more."""
+
+    tokens: int = 0
+    expires_in_s: float = 0.0
+    refused: str | None = None
+    prefix: dict[str, Any] | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "expires_in_s": round(self.expires_in_s, 3), "refused": self.refused}
 
 
 class Markable(Protocol):

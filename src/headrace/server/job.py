@@ -7,9 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.server.breakpoints import AskedPin
+from headrace.server.breakpoints import AskedPin, Pinned
 from headrace.server.engine import ServedEngine
 from headrace.server.errors import broken_off
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
@@ -17,9 +17,6 @@ from headrace.server.reuse import Nearest, Reuse, Seen
 from headrace.server.tenants import ANYBODY, Tenant
 from headrace.stats import EngineStats
 from headrace.types import Delta, Metrics, Overloaded, SamplingParams, TokenLogprobs
-
-if TYPE_CHECKING:
-    from headrace.server.prompt_pins import Pinned
 
 FULL_S = 0.5
 """Seconds, at most, until a prompt of a job under way looks at a full queue again."""

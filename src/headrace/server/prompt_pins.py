@@ -12,11 +12,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from headrace.engine.calls import PinPrefix, ReleasePrefix
-from headrace.server.breakpoints import AskedPin
+from headrace.server.breakpoints import AskedPin, Pinned
 from headrace.server.engine import ServedEngine
 from headrace.server.job import Job
 from headrace.server.tenants import Tenant
@@ -45,19 +44,6 @@ def made_id(begins: str, tokens: Sequence[int], salt: str | None) -> str:
     name = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=12, person=b"prefix")
     name.update((salt or "").encode("utf-8", "surrogatepass"))
     return begins + name.hexdigest()
-
-
-@dataclass(slots=True)
-class Pinned:
-    """What has become of a job's pins: tokens that stay, for how long, and why not more."""
-
-    tokens: int = 0
-    expires_in_s: float = 0.0
-    refused: str | None = None
-    prefix: dict[str, Any] | None = None
-
-    def asdict(self) -> dict[str, Any]:
-        return {"tokens": self.tokens, "expires_in_s": round(self.expires_in_s, 3), "refused": self.refused}
 
 
 class PromptPins:
