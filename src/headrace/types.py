@@ -341,6 +341,8 @@ class Request:
 
     `tenant`: whose turns it takes, and `weight` the tenant's share of them beside other tenants'. `priority`: within
     the tenant, lower ones are computed first. None of the three changes what is answered (docs/fairness.md).
+    `tenant`: whose its chunks are; `kv_share`: of the pool, that the tenant's chunks keep against all others;
+    `kv_limit`: of the pool, that they take at most (docs/cache.md).
     """
 
     request_id: str
@@ -353,6 +355,8 @@ class Request:
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    kv_share: float = 0.0
+    kv_limit: float = 1.0
 
     def __repr__(self) -> str:
         """Without the tokens, and without the salt, which is as good as a tenant's name."""

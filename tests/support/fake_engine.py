@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from headrace.config import EngineConfig
-from headrace.engine.calls import Answer, EngineCall
+from headrace.engine.calls import Answer, EngineCall, PinPrefix
 from headrace.progress import LoadPhase, OnPhase, Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import (
+    CHUNK,
     Delta,
     EngineDead,
     InvalidRequest,
@@ -100,6 +101,13 @@ class FakeCapacity:
     pooling: Pooling = Pooling()
 
 
+def pinned(call: PinPrefix) -> dict[str, Any]:
+    """The answer of an engine that pins whatever it is asked to."""
+    chunks = len(call.tokens) // CHUNK
+    told = {"id": call.id, "tokens": chunks * CHUNK, "chunks": chunks, "bytes": chunks * CHUNK * 1024}
+    return {**told, "ttl_s": call.ttl_s, "expires_in_s": call.ttl_s}
+
+
 Salted = tuple[str | None, tuple[int, ...]]
 """A salt, and tokens under it."""
 
@@ -140,7 +148,7 @@ class FakeEngine:
         self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
         self.prefill_rate = 0.0
-        self.answers: dict[type, Any] = {}
+        self.answers: dict[type, Any] = {PinPrefix: pinned}
         self._started = False
         self._dead = asyncio.Event()
         self._turn = asyncio.Semaphore(running_limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, setting
+from headrace.config.fields import SHARE, SettingsRecord, at_least, setting
 from headrace.types import CHUNK
 
 KVDType = Literal["auto", "int8", "bfloat16", "float32"]
@@ -39,3 +39,10 @@ class CacheSettings(SettingsRecord):
         name="recurrent_states",
     )
     prefix_caching: bool = setting(True, "Share and keep the KV of common prefixes.", name="enable_prefix_caching")
+    max_pinned_share: float = setting(
+        0.5,
+        "Share of the KV cache that pinned prefixes may hold together.",
+        name="max_pinned_share",
+        check=SHARE,
+        rare=True,
+    )

@@ -43,6 +43,9 @@ class SettingKeywords(TypedDict, total=False):
     enable_prefix_caching: bool
     """Share and keep the KV of common prefixes."""
 
+    max_pinned_share: float
+    """Share of the KV cache that pinned prefixes may hold together."""
+
     max_batch_tokens: str | int
     """Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several ranks 16384."""
 
@@ -197,6 +200,9 @@ class SettingKeywords(TypedDict, total=False):
 
     max_queued_tokens: str | int
     """Prompt tokens that may wait; more are refused with 429."""
+
+    cache_control_pins: int
+    """Prefixes that one caller's cache_control breakpoints keep in the cache, the latest; 0: none."""
 
     response_store_mb: str | int
     """MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none."""

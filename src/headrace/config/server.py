@@ -80,6 +80,12 @@ class ServerSettings(SettingsRecord):
     max_queued_tokens: int = setting(
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1), unit="tokens"
     )
+    cache_control_pins: int = setting(
+        8,
+        "Prefixes that one caller's cache_control breakpoints keep in the cache, the latest; 0: none.",
+        check=at_least(0),
+        rare=True,
+    )
     response_store_mb: int = setting(
         64,
         "MiB of memory for responses of /v1/responses that are kept for previous_response_id; 0: none.",

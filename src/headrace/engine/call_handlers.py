@@ -6,8 +6,19 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-from headrace.engine.calls import Answer, EngineCall, Refused, ResetPrefixCache
+from headrace.engine.cache_tree import tree_page
+from headrace.engine.calls import (
+    Answer,
+    EngineCall,
+    ListPrefixes,
+    PinPrefix,
+    Refused,
+    ReleasePrefix,
+    ResetPrefixCache,
+    TreePage,
+)
 from headrace.engine.core import EngineCore
+from headrace.engine.pin_handlers import list_prefixes, pin_prefix, release_prefix
 from headrace.engine.session_calls import SESSION_HANDLERS
 from headrace.types import InvalidRequest
 
@@ -24,7 +35,14 @@ def reset_prefix_cache(core: EngineCore, call: ResetPrefixCache) -> Answer:
     return before - len(core.cache.tree.nodes)
 
 
-HANDLERS: dict[type, Handler] = {ResetPrefixCache: reset_prefix_cache, **SESSION_HANDLERS}
+HANDLERS: dict[type, Handler] = {
+    ResetPrefixCache: reset_prefix_cache,
+    TreePage: tree_page,
+    PinPrefix: pin_prefix,
+    ReleasePrefix: release_prefix,
+    ListPrefixes: list_prefixes,
+    **SESSION_HANDLERS,
+}
 
 
 class Answered(NamedTuple):
@@ -36,7 +54,7 @@ class Answered(NamedTuple):
 
 
 class CallHandlers:
-    """The calls of one engine that are under way, in order; the oldest is worked on."""
+    """The calls of one engine that are under way; they take turns, since one may wait for a request to end."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -58,10 +76,10 @@ class CallHandlers:
         return []
 
     def advance(self) -> list[Answered]:
-        """Computes one piece of the oldest call; its answer, if that was the last one."""
+        """Computes one piece of the call whose turn it is; its answer, if that was the last one."""
         if not self._under_way:
             return []
-        number, pieces = self._under_way[0]
+        number, pieces = self._under_way.popleft()
         try:
             next(pieces)
         except StopIteration as end:
@@ -69,8 +87,8 @@ class CallHandlers:
         except InvalidRequest as error:
             answered = _refusal(number, error)
         else:
+            self._under_way.append((number, pieces))
             return []
-        self._under_way.popleft()
         return [answered]
 
     def ask(self, call: EngineCall) -> Answer:

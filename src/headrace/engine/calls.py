@@ -11,7 +11,51 @@ import msgspec
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
-    """Forget the cached chunks that no sequence holds. Answer: how many they were."""
+    """Forget the cached chunks that nobody holds: pinned ones stay. Answer: how many they were."""
+
+
+class TreePage(msgspec.Struct, tag=True, frozen=True):
+    """Segments of the prefix tree (kv.segments): those under one salt, or with `everything` those of all tenants.
+
+    after: a cursor of an earlier answer. Answer: {"segments": a list of engine.cache_tree.told, "after": the cursor of
+    the next page, None behind the last}.
+    """
+
+    salt: str | None = None
+    everything: bool = False
+    after: tuple[int, int, int, int] | None = None
+    limit: int = 100
+
+
+class PinPrefix(msgspec.Struct, tag=True, frozen=True):
+    """Hold the whole chunks of a prefix for `ttl_s` seconds, so that they cannot be evicted. Under an `id` that the
+    tenant has already it takes the place of that pin, whose time it so extends.
+
+    after: the id of the request that computes them, which must have been sent before: the answer comes when it has
+    ended. Such a request has `kv.pins.prompt_to_pin(tokens)` for its prompt and the same salt; empty: they are computed.
+    Refused if they are not, or with no room for them. Answer: a Pin as `kv.pins.told` has it.
+    """
+
+    id: str
+    tokens: list[int]
+    ttl_s: float
+    tenant: str = ""
+    salt: str | None = None
+    public_prefix_tokens: int = 0
+    after: str = ""
+
+
+class ReleasePrefix(msgspec.Struct, tag=True, frozen=True):
+    """End a pin of the tenant. Refused with the code not_found if it has none of that id. Answer: the Pin that it was."""
+
+    id: str
+    tenant: str = ""
+
+
+class ListPrefixes(msgspec.Struct, tag=True, frozen=True):
+    """Answer: a list of the tenant's Pins, oldest first."""
+
+    tenant: str = ""
 
 
 class SaveSession(msgspec.Struct, tag=True, frozen=True):
@@ -56,7 +100,7 @@ class DeleteSession(msgspec.Struct, tag=True, frozen=True):
 
 SessionCall = SaveSession | ReadSession | LoadSession | ListSessions | DeleteSession
 
-EngineCall = ResetPrefixCache | SessionCall
+EngineCall = ResetPrefixCache | TreePage | PinPrefix | ReleasePrefix | ListPrefixes | SessionCall
 
 
 class Refused(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.pins import Pins
 from headrace.logs import fields, short_id
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
@@ -71,6 +72,7 @@ class EngineCore:
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
         self.speculator = _speculator(loaded)
+        self.pins = _pins(loaded, self.scheduler.max_sequences)
         self._device_sampler = _device_sampler(loaded)
         self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, Active] = {}
@@ -89,6 +91,10 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether a request is under way."""
+        return request_id in self._active
 
     def add(self, request: Request, *, want_logits: bool = False) -> None:
         """Queues a checked request (see Loaded.check). want_logits computes the logits of every prompt token, for
@@ -156,6 +162,7 @@ class EngineCore:
         """Computes one step; what it added to each sequence."""
         began = time.monotonic()
         self.below.settle()
+        self.pins.expire()
         if self.loaded.structured is not None:
             self.structured.release()
         if self.speculator is not None:
@@ -440,3 +447,9 @@ def _speculator(loaded: Loaded) -> Speculator | None:
     asked = loaded.config.speculation
     again, longest = loaded.cache.states is not None, loaded.capacity.max_model_len
     return Speculator(asked.method, asked.tokens, longest, again) if asked.on else None
+
+
+def _pins(loaded: Loaded, max_sequences: int) -> Pins:
+    cache = loaded.cache
+    spare = 0 if cache.states is None else cache.states.total - max_sequences
+    return Pins(cache, int(loaded.config.cache.max_pinned_share * cache.pool.total), spare)

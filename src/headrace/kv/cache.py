@@ -16,6 +16,7 @@ pass-Q goes from owner to owner (parallel.split_blocks).
 from __future__ import annotations
 
 import hashlib
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
 from headrace.kv.states import StateCache
-from headrace.kv.tree import Node, PrefixTree
+from headrace.kv.tree import Node, PrefixTree, tenant_mark
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 
@@ -32,7 +33,8 @@ class KVCache:
 
     total_chunks: of all ranks together, in equal parts; ValueError if that cannot be. states: how many recurrent states
     there are, with one rank, for a model that has them.
-    tables are those of sequences; parked ones have none any more, and are held until what they hold is stored below.
+    tables are those of sequences; parked ones have none any more, and are held until what they hold is stored below;
+    pinned ones never had one (kv.pins).
     loose: chunks that something is written into before a table has them.
 
     displaced: new chunks that lie elsewhere than asked, since every slot of the rank asked for was held. While it is
@@ -50,6 +52,7 @@ class KVCache:
         self.displaced = 0
         self.tables: set[ChunkTable] = set()
         self.parked: set[ChunkTable] = set()
+        self.pinned: set[ChunkTable] = set()
         self.loose: set[Node] = set()
         self._turn = 0
         self._latest: ChunkTable | None = None
@@ -82,14 +85,14 @@ class KVCache:
         reusable: tokens that may be taken from the tree (None: all); what is computed is shared all the same.
         """
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
-        mark = b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
-        table = ChunkTable(tokens, root, mark, salt_chunk, shares, self.pool.per_rank)
+        table = ChunkTable(tokens, root, tenant_mark(salt), salt_chunk, shares, self.pool.per_rank)
         table.reusable = reusable
         if self._latest is not None:
             table.borrow(self._latest)
         self._latest = table
         self.tables.add(table)
+        self.tree.now = time.monotonic()
         return table
 
     def reuse(self, table: ChunkTable) -> tuple[int, bool]:
@@ -298,7 +301,8 @@ class KVCache:
 
     def close(self, table: ChunkTable) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
-        (self.parked if table in self.parked else self.tables).remove(table)
+        next(tables for tables in (self.tables, self.parked, self.pinned) if table in tables).remove(table)
+        self.tree.now = time.monotonic()
         if table is self._latest:
             self._latest = None
         if self.states is not None:
@@ -315,6 +319,11 @@ class KVCache:
         self.tables.remove(table)
         if table.nodes:
             self.parked.add(table)
+
+    def pin(self, table: ChunkTable) -> None:
+        """A table that has just been opened holds what `reuse` attaches to it, for no sequence's sake."""
+        self.tables.remove(table)
+        self.pinned.add(table)
 
     def _drop_from(self, table: ChunkTable, chunk: int) -> None:
         for node in reversed(table.cut(chunk)):
@@ -383,10 +392,10 @@ class KVCache:
         """Raises AssertionError unless pool, tree and tables agree in every count. For tests: costs a full walk."""
         self.tree.check()
         if self.states is not None:
-            self.states.check(self.tables)
+            self.states.check((*self.tables, *self.pinned))
         holders: dict[int, list[tuple[ChunkTable, int]]] = {}
         nodes: dict[int, Node] = {id(node): node for node in self.tree.nodes.values()}
-        for table in (*self.tables, *self.parked):
+        for table in (*self.tables, *self.parked, *self.pinned):
             assert len(table.nodes) == chunks_for(table.length), "a table holds more or fewer chunks than its length"
             assert table.slots.tolist() == [node.slot for node in table.nodes], "slots and nodes differ"
             for chunk, node in enumerate(table.nodes):

@@ -16,50 +16,21 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
+from headrace.kv.node import Node as Node
 from headrace.kv.pool import SlotPool
+from headrace.kv.segments import Segments
 from headrace.types import CHUNK
-
-
-class Node:
-    """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
-
-    tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
-    the slot has the inputs of its projections too, where the pool keeps them. state: slot of the recurrent state behind
-    a named chunk (kv.states); -1 for none.
-    """
-
-    __slots__ = ("activations", "children", "digest", "parent", "refs", "slot", "state", "stored", "tenant", "writer")
-
-    def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
-        self.slot = slot
-        self.digest = digest
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.refs = 1
-        self.writer = writer
-        self.tenant = b""
-        self.stored = False
-        self.activations = True
-        self.state = -1
-
-    @property
-    def complete(self) -> bool:
-        return self.writer is None
-
-    @property
-    def number(self) -> int:
-        """Of a named chunk: how many are before it in every sequence that has it."""
-        count, node = 0, self
-        while node.parent is not None:
-            count, node = count + 1, node.parent
-        return count
 
 
 def chain(parent: bytes, tokens: array[int], salt: bytes = b"") -> bytes:
     """Name of the chunk of 64 `tokens` (unsigned 32 bit) after the chunk named `parent`; `salt` separates tenants."""
     return hashlib.blake2b(tokens.tobytes(), digest_size=32, key=parent, salt=salt).digest()
+
+
+def tenant_mark(salt: str | None) -> bytes:
+    """Whose the chunks under a salt are (Node.tenant): 16 bytes; none without a salt."""
+    return b"" if salt is None else hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest()[:16]
 
 
 class PrefixTree:
@@ -68,6 +39,7 @@ class PrefixTree:
     idle: complete nodes that nobody holds, least recently used first. All descendants of an idle node are idle, and
     stand before it. leaving: may be set to be told of each node that is evicted, while its slot still has its content.
     forget_state: is told of each node with a recurrent state that leaves; set by whoever gives nodes states.
+    now: seconds of time.monotonic as a request last came or ended. segments: the tree as listings show it.
     With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
     """
 
@@ -77,6 +49,8 @@ class PrefixTree:
         self.idle: OrderedDict[bytes, Node] = OrderedDict()
         self._idle_of: list[OrderedDict[bytes, Node]] = [OrderedDict() for _ in range(pool.ranks) if pool.ranks > 1]
         self.evictions = 0
+        self.now = 0.0
+        self.segments = Segments()
         self.leaving: Callable[[Node], None] | None = None
         self.forget_state: Callable[[Node], None] | None = None
 
@@ -134,7 +108,10 @@ class PrefixTree:
         node.digest, node.parent = digest, parent
         if parent is not None:
             parent.children[digest] = node
+            node.number = parent.number + 1
         self.nodes[digest] = node
+        node.used = self.now
+        self.segments.enter(node)
 
     def hold(self, node: Node) -> None:
         """One more table uses a complete node."""
@@ -144,12 +121,15 @@ class PrefixTree:
             if self._idle_of:
                 del self._idle_of[self.pool.rank_of(node.slot)][node.digest]
         node.refs += 1
+        node.hits += 1
+        node.used = self.now
 
     def release(self, node: Node) -> None:
         """One table fewer uses the node. Tables release from their last chunk to their first."""
         node.refs -= 1
         if node.refs:
             return
+        node.used = self.now
         if node.digest is None or not node.complete:
             self._remove(node)
         else:
@@ -172,6 +152,7 @@ class PrefixTree:
                 self._idle_of[self.pool.rank_of(node.slot)].pop(node.digest, None)
             if node.parent is not None:
                 del node.parent.children[node.digest]
+            self.segments.leave(node)
         self.pool.give(node.slot)
 
     def check(self) -> None:
@@ -188,6 +169,7 @@ class PrefixTree:
                 children.setdefault(id(node.parent), {})[digest] = node
         for node in self.nodes.values():
             assert node.children == children.get(id(node), {}), "a node knows other children than it has"
+        self.segments.check(self.nodes)
         self._check_idle()
 
     def _check_idle(self) -> None:

@@ -180,6 +180,7 @@ async def _frames(run: JobRun, replies: Replies, ending: _Ending) -> AsyncIterat
         async for event in run.rest:
             for frame in replies.frames(event):
                 yield frame
+        await run.pinned()
         last = replies.ending()
         ending.outcome = "done"
         for frame in last:

@@ -31,7 +31,8 @@ class Chat:
         with naming(names):
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0, self.tenant)
             turn, params = await made(body.turn, len(body.messages)), body.to_params()
-            job = await job_of(state, turn, params, "chatcmpl-", arrival_s, sharing)
+            marks = await made(body.breakpoints, len(body.messages))
+            job = await job_of(state, turn, params, "chatcmpl-", arrival_s, sharing, marks)
         job.names = names
         return job
 

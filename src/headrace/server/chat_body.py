@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, StringConstraints, field_validator
 
+from headrace.server.breakpoints import MARK, Breakpoint, CacheControl, Part, breakpoints, parts_of
 from headrace.server.errors import invalid
 from headrace.server.protocol import SampledBody, Strict
 from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
@@ -29,6 +30,10 @@ ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
+
+    def marked(self) -> TextPart:
+        return self.model_copy(update={"text": self.text + MARK})
 
 
 class CalledFunction(Strict):
@@ -70,6 +75,7 @@ class Message(Strict):
     reasoning_content: str | None = None
     token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, fail_fast=True)
     parsed: Any = None
+    cache_control: CacheControl | None = None
     # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
     refusal: None = None
     audio: None = None
@@ -119,6 +125,7 @@ class FunctionBody(Strict):
 class ToolBody(Strict):
     type: Literal["function"]
     function: FunctionBody
+    cache_control: CacheControl | None = None
 
     def tool(self, number: int) -> Tool:
         given = self.function
@@ -131,6 +138,19 @@ class DescribedTool(Protocol):
     """Tools as a client describes them, of any route. number: its place in the list."""
 
     def tool(self, number: int) -> Tool: ...
+
+
+def marked_parts(tools: list[ToolBody] | None, messages: Sequence[Message]) -> Iterator[Part]:
+    """Those with a breakpoint, in the order of a prompt; that of a message lies behind its last part."""
+    yield from parts_of(tools, _another)
+    for message in messages:
+        yield from parts_of(message.content)
+        if message.cache_control is not None and message.content:
+            yield Part(message.content, len(message.content) - 1, message.cache_control)
+
+
+def _another(tool: ToolBody) -> ToolBody:
+    return tool.model_copy(update={"function": tool.function.model_copy(update={"name": MARK})})
 
 
 def tools_of(given: Sequence[DescribedTool] | None) -> tuple[Tool, ...]:
@@ -210,6 +230,10 @@ class ChatBody(SampledBody):
             self._template(),
             given_tokens=True,
         )
+
+    def breakpoints(self) -> list[Breakpoint]:
+        """Raises ApiError for too many."""
+        return breakpoints(marked_parts(self.tools, self.messages), self.turn)
 
     def _choice(self, names: list[str]) -> ToolChoice:
         given, parallel = self.tool_choice, self.parallel_tool_calls is not False

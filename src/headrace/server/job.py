@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.server.answer_memory import Owner
+from headrace.server.breakpoints import AskedPin, Pinned
 from headrace.server.engine import ServedEngine
 from headrace.server.errors import broken_off
 from headrace.server.parsers.parts import Answer, OutputParser, Part, PlainText
@@ -29,7 +30,8 @@ class Prompt:
     `public_tokens` at its beginning are the operator's (server.public). `parser` makes what takes the text of one
     sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
     embedding is wanted, and no answer. `messages`: of a conversation, and `replay`: how its earlier answers were read;
-    `asked`: whose it is, and its text, where its answer is to be remembered (server.answer_memory)."""
+    `asked`: whose it is, and its text, where its answer is to be remembered (server.answer_memory). `pins`: what of it
+    is to stay in the cache."""
 
     ids: Sequence[int]
     params: SamplingParams
@@ -41,6 +43,7 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] = ()
     replay: Replay | None = None
     asked: tuple[Owner, str] | None = None
+    pins: Sequence[AskedPin] = ()
 
 
 @dataclass(slots=True)
@@ -96,6 +99,7 @@ class Job:
     of fields, None for the prompt -> the client's.
     priority: within the tenant, lower ones are computed first.
     seen: what is remembered of its prompt, if anything is; nearest: what it met (server.reuse).
+    pinned: what has become of its pins, once that is known (server.prompt_pins).
     at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
     where they find the queue full.
     """
@@ -122,6 +126,7 @@ class Job:
     seen: Seen | None = None
     nearest: Nearest | None = None
     priority: int = 0
+    pinned: Pinned | None = None
     _queued: int = 0
 
     def __post_init__(self) -> None:

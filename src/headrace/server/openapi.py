@@ -14,12 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from headrace.server import shapes
+from headrace.server import cache_shapes, shapes
 from headrace.server.anthropic.body import CountBody, MessagesBody
 from headrace.server.anthropic.errors import MESSAGES, MODELS
 from headrace.server.chat_body import ChatBody
 from headrace.server.classify import ClassifyBody
 from headrace.server.embeddings import EmbeddingBody
+from headrace.server.prefix_api import PrefixBody
 from headrace.server.protocol import Body, CompletionBody
 from headrace.server.rerank import RerankBody
 from headrace.server.responses import shapes as responses
@@ -78,6 +79,8 @@ RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
 """Jina's and vLLM's, Cohere's, and llama.cpp's."""
 SESSIONS = "/v1/cache/sessions"
 PAGED = ("cache_salt", "limit", "order", "after")
+PREFIXES = "/v1/cache/prefixes"
+TREE = ("cache_salt", "limit", "after", "all")
 
 ROUTES = (
     Route("POST", "/v1/completions", "The continuation of a text.", CompletionBody, (shapes.Completion,), True),
@@ -93,6 +96,12 @@ ROUTES = (
     Route("GET", ONE, "A kept response.", None, (responses.ModelResponse,), query=("cache_salt",)),
     Route("DELETE", ONE, "Forgets a kept response.", None, (responses.DeletedResponse,), query=("cache_salt",)),
     Route("GET", f"{ONE}/input_items", "What its model was given.", None, (responses.ItemList,), query=PAGED),
+    Route("GET", "/v1/cache/tree", "Cached chunks, who shares them.", None, (cache_shapes.SegmentPage,), query=TREE),
+    Route("POST", PREFIXES, "Computes and pins a prefix.", PrefixBody, (cache_shapes.NewPrefix,)),
+    Route("GET", PREFIXES, "Pinned prefixes.", None, (cache_shapes.PrefixList,), query=("cache_salt",)),
+    Route("GET", f"{PREFIXES}/{{prefix_id}}", "One of them.", None, (cache_shapes.Prefix,), query=("cache_salt",)),
+    Route("DELETE", f"{PREFIXES}/{{prefix_id}}", "Ends a pin.", None, (cache_shapes.Released,), query=("cache_salt",)),
+    Route("POST", "/v1/cache/reset", "Forgets all that no request uses.", None, (cache_shapes.CacheReset,)),
     Route("POST", "/tokenize", "Token ids of a text or a chat.", TokenizeBody, (shapes.Tokenized,)),
     Route("POST", "/detokenize", "The text of token ids.", DetokenizeBody, (shapes.Detokenized,)),
     Route("GET", "/tokenizer_info", "Special tokens and chat template.", None, (shapes.TokenizerInfo,)),
@@ -198,7 +207,7 @@ def _responses(route: Route) -> dict[str, Any]:
     if route.path == OPEN:
         return {**responses, "503": {"description": "Not ready.", "content": _json(shapes.NotHealthy)}}
     told = {"401": "The key is missing or wrong.", "503": "The model loads, or the engine has failed."}
-    if "{response_id}" in route.path:
+    if "{response_id}" in route.path or "{prefix_id}" in route.path:
         told |= {"404": "It is not kept.", "400": "A parameter is wrong."}
     if "{name}" in route.path or route.body is not None:
         told |= {"404": "It is not there, or another model."}

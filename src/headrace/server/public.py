@@ -59,8 +59,8 @@ class PublicPrefixes:
         ]
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Tokens, or characters, with which both begin."""
     same, most = 0, min(len(one), len(other))
     while same < most:  # halves the piece that holds the first difference: comparing slices is fast
         half = (same + most + 1) // 2

@@ -46,6 +46,7 @@ def figures(job: Job) -> dict[str, Any]:
         "restored_tokens": job.restored_tokens,
         "restore_reason": job.restore_reason or None,
         "reuse": None if job.reuse is None else job.reuse.asdict(),
+        "pinned": None if job.pinned is None else job.pinned.asdict(),
     }
 
 

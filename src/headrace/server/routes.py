@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from headrace.server.answering import answer
 from headrace.server.anthropic.messages import Messages
+from headrace.server.cache_api import install_cache
 from headrace.server.chat import Chat
 from headrace.server.classify import Classify
 from headrace.server.completions import Completions
@@ -14,6 +15,7 @@ from headrace.server.embeddings import Embeddings
 from headrace.server.errors import ApiError, JsonReply
 from headrace.server.model_cards import list_models, tell_model
 from headrace.server.openapi import document
+from headrace.server.prefix_api import install_prefixes
 from headrace.server.rerank import Rerank
 from headrace.server.responses.api import install_responses, tenant_of
 from headrace.server.scoring import Scoring
@@ -28,6 +30,8 @@ def install_routes(app: FastAPI, state: ServerState) -> None:
     _install_messages(router, state)
     _install_tokenizing(router, state)
     install_responses(router, state)
+    install_cache(router, state)
+    install_prefixes(router, state)
     install_sessions(router, state)
     _install_models(router, state)
     _install_status(router, state)

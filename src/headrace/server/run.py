@@ -19,6 +19,7 @@ class JobRun:
         self._state = state
         self.rest = job.events(self.engine, state.metrics.note_peak)
         self._first = asyncio.ensure_future(_next(self.rest))
+        self._pinning: asyncio.Future[None] | None = None
         self._ended = False
 
     async def queued(self) -> None:
@@ -28,17 +29,36 @@ class JobRun:
         await cancel(waiting)
         if self._first.done():
             self._first.result()
+        if any(asked.id for asked in self.job.prompts[0].pins):  # its chunks are held as they are computed
+            self._pin()
 
     async def first(self) -> Event | None:
         """The first event; `rest` has the others. Giving up the wait leaves the engine at work until `end`."""
-        return await asyncio.shield(self._first)
+        event = await asyncio.shield(self._first)
+        if self.job.prompts[0].pins:  # which is in the cache now
+            self._pin()
+        return event
+
+    def _pin(self) -> None:
+        if self._pinning is None:
+            self._pinning = asyncio.ensure_future(self._state.prompt_pins.take(self.engine, self.job))
+
+    async def pinned(self) -> None:
+        """Waits for what the job asks to stay in the cache. Raises InvalidRequest where it must, and cannot."""
+        if self._pinning is not None:
+            await self._pinning
 
     async def drain(self, take: Callable[[Event], None]) -> None:
-        """Hands on all events, until the end of the job."""
+        """Hands on all events, until the end of the job. Raises InvalidRequest as `pinned` does, at once."""
+        if self._pinning is not None:
+            await asyncio.wait((self._first, self._pinning), return_when=asyncio.FIRST_COMPLETED)
+            if self._pinning.done():
+                self._pinning.result()
         if (first := await self.first()) is not None:
             take(first)
         async for event in self.rest:
             take(event)
+        await self.pinned()
 
     @property
     def reading(self) -> bool:
@@ -57,7 +77,7 @@ class JobRun:
 
     async def close(self, outcome: str) -> None:
         """`end` for good."""
-        await cancel(self._first)
+        await cancel(self._first, *([self._pinning] if self._pinning is not None else []))
         await aclose(self.rest)
         self._state.finish(self.job, outcome)
 

@@ -19,7 +19,7 @@ from headrace.server.encoding import encoded
 from headrace.server.errors import ApiError, JsonReply, invalid
 from headrace.server.guard import TENANT
 from headrace.server.job import Job, Prompt
-from headrace.server.protocol import Body, read_body
+from headrace.server.protocol import AskingBody, Body, read_body
 from headrace.server.state import ServerState
 from headrace.server.stream import unless_gone
 from headrace.server.tenants import Tenant
@@ -43,7 +43,7 @@ class LoadSessionBody(Body):
         check_sharing(self.cache_salt, self.public_prefix_tokens or 0)
 
 
-class SaveSessionBody(LoadSessionBody):
+class SaveSessionBody(LoadSessionBody, AskingBody):
     """A session: a text, token ids, a chat, or a recent request of this caller with its answer."""
 
     name: str
@@ -109,7 +109,7 @@ async def _save(state: ServerState, request: Request) -> Response:
             ids = await unless_gone(request.receive, _tokens(state, body, tenant))
             prompt = Prompt(ids, state.engine.check(ids, ONE_TOKEN))
         sharing = (body.cache_salt, body.public_prefix_tokens or 0)
-        job = Job(f"session-{uuid4().hex}", [prompt], arrival_s, *sharing, names=names)
+        job = Job(f"session-{uuid4().hex}", [prompt], arrival_s, *sharing, names=names, priority=body.priority or 0)
         with naming(names):
             admit(job, tenant, state.public, state.engine.capacity.max_model_len)
     run = await start(state, request, job)

@@ -35,6 +35,14 @@ class ReuseFigures(TypedDict):
     replayed: int
 
 
+class PinnedFigures(TypedDict):
+    """What of the prompt stays in the cache, whatever else is computed."""
+
+    tokens: int
+    expires_in_s: float
+    refused: str | None
+
+
 class Figures(TypedDict):
     """What the request cost."""
 
@@ -50,6 +58,7 @@ class Figures(TypedDict):
     restored_tokens: int
     restore_reason: str | None
     reuse: ReuseFigures | None
+    pinned: PinnedFigures | None
 
 
 class CachedTokens(TypedDict):

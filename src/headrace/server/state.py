@@ -23,6 +23,7 @@ from headrace.server.keyring import Keyring
 from headrace.server.loading import LoadLog
 from headrace.server.metrics import ServerCounts, ServerMetrics
 from headrace.server.parsers.registry import Formats, formats_of
+from headrace.server.prompt_pins import PromptPins
 from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
 from headrace.server.refusals import Refusals
 from headrace.server.responses.store import ResponseStore
@@ -72,6 +73,7 @@ class ServerState:
         self.abandoned = AbandonedPrefills(config)
         self.recent = RecentRequests()
         self.answers = answers = AnswerMemory() if config.server.replay_answers else None
+        self.prompt_pins = PromptPins(config.server.cache_control_pins)
         self.metrics = ServerMetrics(self.stats, self.capacity, self.model)
         self.metrics.register(ServerCounts(self.keys, self.abandoned))
         self.on_failure: Callable[[], None] = lambda: None

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from headrace.server.answer_memory import Owner
 from headrace.server.answer_places import TOKENS, carried, leads, without_tokens
+from headrace.server.breakpoints import AskedPin, Breakpoint, tokens_before
 from headrace.server.encoding import COUNTED, check_length, encoded
 from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
@@ -22,6 +23,8 @@ from headrace.server.state import ServerState
 from headrace.server.tool_prompt import knows_tools, told_in_text
 from headrace.server.turn import Turn
 from headrace.types import InvalidRequest, SamplingParams
+
+T = TypeVar("T")
 
 MANY = 500
 """Messages that are read on a thread."""
@@ -54,20 +57,23 @@ def naming(names: Mapping[str | None, str]) -> Iterator[None]:
         raise invalid(str(error), names.get(error.param, error.param), error.code) from None
 
 
-async def made(turn: Callable[[], Turn], messages: int) -> Turn:
+async def made(turn: Callable[[], T], messages: int) -> T:
     """What `turn` makes of a body, on a thread where it has many messages: other requests go on."""
     return turn() if messages < MANY else await asyncio.to_thread(turn)
 
 
 async def job_of(
-    state: ServerState, turn: Turn, params: SamplingParams, prefix: str, arrival_s: float, sharing: Sharing
-) -> Job:
+    state: ServerState, turn: Turn, params: SamplingParams, prefix: str, arrival_s: float, sharing: Sharing,
+    breakpoints: Sequence[Breakpoint] = (),
+) -> Job:  # fmt: skip
     """The job of a turn; its id begins with `prefix`. Raises InvalidRequest."""
-    prompts = [await prompt_of(state, turn, params, (sharing.tenant, sharing.cache_salt))]
+    prompts = [await prompt_of(state, turn, params, (sharing.tenant, sharing.cache_salt), breakpoints)]
     return Job(f"{prefix}{uuid4().hex}", prompts, arrival_s, sharing.cache_salt, sharing.public_prefix_tokens)
 
 
-async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams, owner: Owner) -> Prompt:
+async def prompt_of(
+    state: ServerState, turn: Turn, params: SamplingParams, owner: Owner, breakpoints: Sequence[Breakpoint] = ()
+) -> Prompt:
     """The conversation as the model reads it, and the parser of what it answers. owner: whose answers may be replayed.
     Raises InvalidRequest, and ApiError for variables that are none and for token_ids that are not the message's."""
     read = await _render(state, turn)
@@ -85,7 +91,20 @@ async def prompt_of(state: ServerState, turn: Turn, params: SamplingParams, owne
     return Prompt(
         ids, state.engine.check(ids, params), parser=lambda: make_parser(formats, turn.tools, turn.choice, end),
         messages=turn.messages, replay=replay, asked=(owner, text) if state.answers is not None else None,
+        pins=await _asked(state, breakpoints, text, ids),
     )  # fmt: skip
+
+
+async def _asked(state: ServerState, breakpoints: Sequence[Breakpoint], text: str, ids: list[int]) -> list[AskedPin]:
+    """What breakpoints keep of a prompt: whole chunks, where any are kept."""
+    if not state.prompt_pins.most or not state.config.cache.prefix_caching:
+        return []
+    tokenizer, asked = tokenizer_of(state, "messages"), []
+    for marked, ttl_s in breakpoints:
+        other = (await _render(state, marked)).text
+        tokens = await state.in_tokenizer(tokens_before, tokenizer, ids, text, other)
+        asked.append(AskedPin(tokens, ttl_s))
+    return asked
 
 
 async def tokens_of(state: ServerState, turn: Turn) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from headrace.server.breakpoints import MARK, CacheControl, Part, parts_of
 from headrace.server.errors import invalid
 from headrace.server.protocol import OnlyFalse, Strict
 
@@ -14,13 +16,6 @@ from headrace.server.protocol import OnlyFalse, Strict
 def as_blocks(value: Any) -> Any:
     """A text stands for one block of text."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class CacheControl(Strict):
-    """Accepted anywhere, without effect: prefixes are cached by themselves."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class _Block(Strict):
@@ -36,6 +31,9 @@ class TextBlock(_Block):
 
     def as_text(self) -> str:
         return self.text
+
+    def marked(self) -> TextBlock:
+        return self.model_copy(update={"text": self.text + MARK})
 
 
 class PlainSource(Strict):
@@ -68,6 +66,9 @@ class DocumentBlock(_Block):
         body = given if isinstance(given, str) else joined(given)
         return "\n".join(part for part in (self.title, self.context, body) if part)
 
+    def marked(self) -> TextBlock:
+        return TextBlock(type="text", text=self.as_text() + MARK)
+
 
 class DirectCaller(Strict):
     type: Literal["direct"]
@@ -84,6 +85,9 @@ class ToolUseBlock(_Block):
     def for_template(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
+    def marked(self) -> ToolUseBlock:
+        return self.model_copy(update={"input": {**self.input, MARK: MARK}})
+
 
 ResultBlock = Annotated[TextBlock | DocumentBlock, Field(discriminator="type")]
 
@@ -99,6 +103,10 @@ class ToolResultBlock(_Block):
         """Templates know no failed results, so that the text says it."""
         text = joined(self.content or [])
         return f"Error: {text}" if self.is_error else text
+
+    def marked(self) -> ToolResultBlock:
+        given = self.content or [TextBlock(type="text", text="")]
+        return self.model_copy(update={"content": [*given[:-1], given[-1].marked()]})
 
 
 class ThinkingBlock(Strict):
@@ -141,6 +149,15 @@ class SystemMessage(Strict):
 
 
 GivenMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+def marked_parts(blocks: list[Any]) -> Iterator[Part]:
+    """Blocks with a breakpoint, those within results of tools before these."""
+    for number, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock):
+            yield from parts_of(block.content)
+        if (control := getattr(block, "cache_control", None)) is not None:
+            yield Part(blocks, number, control)
 
 
 def joined(blocks: list[Any]) -> str:

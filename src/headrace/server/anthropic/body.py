@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from headrace.server.anthropic.blocks import (
-    CacheControl,
     Conversation,
     GivenMessage,
     TextBlock,
     as_blocks,
+    marked_parts,
 )
 from headrace.server.anthropic.system import has_billing, stable
+from headrace.server.breakpoints import MARK, Breakpoint, CacheControl, Part, breakpoints, parts_of
 from headrace.server.chat_body import MAX_BUDGET, MAX_MESSAGES, MAX_TOOLS, ToolName, tools_of
 from headrace.server.errors import invalid
 from headrace.server.protocol import Body, OnlyFalse, StreamedBody, Strict
@@ -176,6 +178,20 @@ class CountBody(Body):
         tools = tools_of(self.tools)
         template = _prefilled(talk)
         return Turn(talk.messages(), tools, self._choice(tools), self._reasoning(), template=template)
+
+    def breakpoints(self, stable_system: bool = False) -> list[Breakpoint]:
+        """Raises ApiError for too many."""
+        return breakpoints(self._parts(), partial(self.turn, stable_system))
+
+    def _parts(self) -> Iterator[Part]:
+        """Those with a breakpoint; that of the body itself lies behind the last message."""
+        yield from parts_of(self.tools, lambda tool: tool.model_copy(update={"name": MARK}))
+        yield from marked_parts(self.system or [])
+        for message in self.messages:
+            yield from marked_parts(message.content)
+        last = next((message.content for message in reversed(self.messages) if message.content), None)
+        if self.cache_control is not None and last and hasattr(last[-1], "marked"):
+            yield Part(last, len(last) - 1, self.cache_control)
 
     def _choice(self, tools: Sequence[Tool]) -> ToolChoice:
         given = self.tool_choice

@@ -60,7 +60,9 @@ class Messages:
             params = body.to_params()
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0, self.tenant)
             turn = await self._turn(state, body)
-            job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing)
+            points = partial(body.breakpoints, state.config.server.stable_system_prompt)
+            marks = await made(points, len(body.messages))
+            job = await job_of(state, turn, replace(params, max_tokens=None), "msg_", arrival_s, sharing, marks)
         job.names = NAMES
         prompt = job.prompts[0]
         prompt.params = replace(prompt.params, max_tokens=min(params.max_tokens or 1, prompt.params.max_tokens or 1))

@@ -1,0 +1,41 @@
+"""A chunk in the pool, and its place in the prefix tree (kv.tree)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Node:
+    """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
+
+    tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
+    the slot has the inputs of its projections too, where the pool keeps them. state: slot of the recurrent state behind
+    a named chunk (kv.states); -1 for none.
+    number: of a named chunk, how many are before it in every sequence that has it. hits: how often a table has attached
+    it; used: when it was last attached, let go of or named (PrefixTree.now).
+    alike: children of the same tenant; onward: that which goes on with its segment; entered, begins: see kv.segments.
+    """
+
+    __slots__ = (
+        "activations", "alike", "begins", "children", "digest", "entered", "hits", "number", "onward", "parent", "refs",
+        "slot", "state", "stored", "tenant", "used", "writer",
+    )  # fmt: skip
+
+    def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
+        self.slot = slot
+        self.digest = digest
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.refs = 1
+        self.writer = writer
+        self.tenant = b""
+        self.stored = False
+        self.activations = True
+        self.state = -1
+        self.number = self.alike = self.entered = self.begins = self.hits = 0
+        self.used = 0.0
+        self.onward: Node | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.writer is None
