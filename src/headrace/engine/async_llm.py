@@ -271,10 +271,13 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        tenant: str = "",
+        kv_share: float = 0.0,
+        kv_limit: float = 1.0,
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
         one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
-        turn.
+        turn. tenant, kv_share, kv_limit: whose its chunks are, and its share of the pool (docs/cache.md).
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -284,7 +287,12 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         params = self.check(tokens, SamplingParams() if params is None else params, embed)
         await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
-        stream = self._enqueue(Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed))
+        stream = self._enqueue(
+            Request(
+                name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed,
+                tenant=tenant, kv_share=kv_share, kv_limit=kv_limit,
+            )
+        )  # fmt: skip
         unfinished = set(range(params.n))
         try:
             if queued is not None:

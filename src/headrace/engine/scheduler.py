@@ -134,7 +134,7 @@ class Scheduler:
             self._budget -= 1
             return
         while table is not None and not self._room(table, 1):
-            if not self._preempt_after(sequence.order - 1):
+            if not self._preempt_after(sequence.order - 1, table):
                 return
             table = sequence.table
         if table is not None:
@@ -158,7 +158,7 @@ class Scheduler:
         if left <= 0 or self._budget < least:
             return
         while self._room(table, least) < least:
-            if not self._preempt_after(sequence.order):
+            if not self._preempt_after(sequence.order, table):
                 return
         count = min(self._budget, left, self.cache.room(table))
         if count < left:
@@ -193,7 +193,7 @@ class Scheduler:
             table = self.open_table(sequence)
             if promised < 0:
                 promised = sum(self.cache.cost(s.table) for s in self.running if s.table and s.remaining > 1)
-            if self.running and not self._affordable(self.cache.cost(table) + promised):
+            if self.running and not self._affordable(table, self.cache.cost(table) + promised):
                 self.cache.close(table)
                 return
             sequence.table = table
@@ -201,18 +201,19 @@ class Scheduler:
             self._prefill(sequence)
             promised += self.cache.cost(table)
 
-    def _affordable(self, chunks: int) -> bool:
-        """Whether more than so many chunks can be had."""
-        if chunks >= self.cache.available:
+    def _affordable(self, table: ChunkTable, chunks: int) -> bool:
+        """Whether more than so many chunks can be had for the table."""
+        if chunks >= self.cache.available_for(table.account):
             self.below.make_room()
-        return chunks < self.cache.available
+        return chunks < self.cache.available_for(table.account)
 
-    def _preempt_after(self, order: int) -> bool:
-        """Preempts the latest sequence that arrived after `order` and is not in this step; False if there is none."""
+    def _preempt_after(self, order: int, taker: ChunkTable) -> bool:
+        """Preempts the latest sequence that arrived after `order`, is not in this step and may leave something to
+        `taker`; False if there is none."""
         for sequence in reversed(self.running):
             if sequence.order <= order:
                 return False
-            if sequence not in self._slices:
+            if sequence not in self._slices and sequence.table and self.cache.yields(sequence.table, taker):
                 self._preempt(sequence)
                 return True
         return False

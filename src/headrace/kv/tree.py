@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from headrace.kv.accounts import Account, Accounts
 from headrace.kv.pool import SlotPool
 from headrace.types import CHUNK
 
@@ -28,9 +29,13 @@ class Node:
     tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
     the slot has the inputs of its projections too, where the pool keeps them. state: slot of the recurrent state behind
     a named chunk (kv.states); -1 for none.
+    account, guards, idle_since: see kv.accounts, which alone changes them.
     """
 
-    __slots__ = ("activations", "children", "digest", "parent", "refs", "slot", "state", "stored", "tenant", "writer")
+    __slots__ = (
+        "account", "activations", "children", "digest", "guards", "idle_since", "parent", "refs", "slot", "state",
+        "stored", "tenant", "writer",
+    )  # fmt: skip
 
     def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
         self.slot = slot
@@ -43,6 +48,9 @@ class Node:
         self.stored = False
         self.activations = True
         self.state = -1
+        self.account: Account | None = None
+        self.guards: dict[Account, int] | None = None
+        self.idle_since = 0
 
     @property
     def complete(self) -> bool:
@@ -68,6 +76,7 @@ class PrefixTree:
     idle: complete nodes that nobody holds, least recently used first. All descendants of an idle node are idle, and
     stand before it. leaving: may be set to be told of each node that is evicted, while its slot still has its content.
     forget_state: is told of each node with a recurrent state that leaves; set by whoever gives nodes states.
+    accounts: from the first tenant on that has a share or a limit.
     With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
     """
 
@@ -77,6 +86,7 @@ class PrefixTree:
         self.idle: OrderedDict[bytes, Node] = OrderedDict()
         self._idle_of: list[OrderedDict[bytes, Node]] = [OrderedDict() for _ in range(pool.ranks) if pool.ranks > 1]
         self.evictions = 0
+        self.accounts: Accounts | None = None
         self.leaving: Callable[[Node], None] | None = None
         self.forget_state: Callable[[Node], None] | None = None
 
@@ -85,9 +95,32 @@ class PrefixTree:
         """Slots that can be had now: free ones and those of idle nodes."""
         return self.pool.free + len(self.idle)
 
-    def available_on(self, rank: int) -> int:
-        """Slots of the rank that can be had now, all of them by `take_slot(rank)`."""
+    def available_on(self, rank: int, account: Account | None = None) -> int:
+        """Slots of the rank that can be had now, all of them by `take_slot(rank, account)`."""
+        if self.accounts is not None:
+            return self.accounts.available_on(rank, account)
         return self.pool.free_of(rank) + len(self._idle_on(rank))
+
+    def available_for(self, account: Account | None) -> int:
+        """Slots that can be had now by `take_slot(account=account)`."""
+        return self.available if self.accounts is None else self.accounts.available_for(account)
+
+    def open_account(self, name: str) -> Account:
+        """The account of that name, a new one if there is none."""
+        if self.accounts is None:
+            self.accounts = Accounts(self.pool, self.idle.values())
+        return self.accounts.open(name)
+
+    def charge(self, node: Node, account: Account | None) -> None:
+        """A held node without children is the account's from now on."""
+        if self.accounts is not None:
+            self.accounts.charge(node, account)
+
+    def _oldest(self, account: Account | None, rank: int | None = None) -> Node | None:
+        """The least recently used idle node that may be evicted for the account."""
+        if self.accounts is not None:
+            return self.accounts.oldest(account, rank)
+        return next(iter((self.idle if rank is None else self._idle_on(rank)).values()), None)
 
     def _idle_on(self, rank: int) -> OrderedDict[bytes, Node]:
         return self._idle_of[rank] if self._idle_of else self.idle
@@ -95,23 +128,27 @@ class PrefixTree:
     def find(self, digest: bytes) -> Node | None:
         return self.nodes.get(digest)
 
-    def take_slot(self, rank: int | None = None) -> int | None:
+    def take_slot(self, rank: int | None = None, account: Account | None = None) -> int | None:
         """A slot of the rank, at the price of its least recently used idle node if none is free; where the rank has
-        nothing left, or none is asked for, a slot of any. None if all are held.
+        nothing left, or none is asked for, a slot of any. None if all are held, or are kept from the account.
 
         Nodes leave the tree leaf by leaf. The oldest idle node of all is a leaf. The oldest of one rank may have idle
         descendants on other ranks, and these leave with it: they were let go before it, hence before every other idle
         node of the rank. (A younger leaf of the rank instead would go against the order of use, and keep what nobody
         asks for; a slot of another rank would cut a block in two.)
         """
+        if account is not None and account.owned >= account.limit:
+            if (own := account.idle.first()) is None:
+                return None
+            self._evict(own)
         slot = self.pool.take(rank)
         if slot is None and rank is not None:
-            if idle := self._idle_on(rank):
-                self._evict(next(iter(idle.values())))
+            if (oldest := self._oldest(account, rank)) is not None:
+                self._evict(oldest)
                 return self.pool.take(rank)
             slot = self.pool.take()
-        if slot is None and self.idle:
-            self._evict(next(iter(self.idle.values())))
+        if slot is None and (oldest := self._oldest(account)) is not None:
+            self._evict(oldest)
             slot = self.pool.take()
         return slot
 
@@ -135,6 +172,8 @@ class PrefixTree:
         if parent is not None:
             parent.children[digest] = node
         self.nodes[digest] = node
+        if self.accounts is not None:
+            self.accounts.enter(node)
 
     def hold(self, node: Node) -> None:
         """One more table uses a complete node."""
@@ -143,6 +182,8 @@ class PrefixTree:
             del self.idle[node.digest]
             if self._idle_of:
                 del self._idle_of[self.pool.rank_of(node.slot)][node.digest]
+            if self.accounts is not None:
+                self.accounts.wake(node)
         node.refs += 1
 
     def release(self, node: Node) -> None:
@@ -156,6 +197,8 @@ class PrefixTree:
             self.idle[node.digest] = node
             if self._idle_of:
                 self._idle_of[self.pool.rank_of(node.slot)][node.digest] = node
+            if self.accounts is not None:
+                self.accounts.rest(node)
 
     def clear(self) -> None:
         """Forgets all idle nodes."""
@@ -172,6 +215,8 @@ class PrefixTree:
                 self._idle_of[self.pool.rank_of(node.slot)].pop(node.digest, None)
             if node.parent is not None:
                 del node.parent.children[node.digest]
+        if self.accounts is not None:
+            self.accounts.leave(node)
         self.pool.give(node.slot)
 
     def check(self) -> None:

@@ -120,6 +120,9 @@ class ServedEngine(Protocol):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        tenant: str = "",
+        kv_share: float = 0.0,
+        kv_limit: float = 1.0,
     ) -> AsyncIterator[Delta]: ...
 
     async def call(self, call: EngineCall) -> Answer: ...

@@ -243,6 +243,9 @@ class Job:
             public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
             queued=self._note_queued,
             embed=prompt.embed,
+            tenant=self.tenant.name,
+            kv_share=self.tenant.rules.kv_share,
+            kv_limit=self.tenant.rules.kv_limit,
         )
 
     def _note_queued(self) -> None:
