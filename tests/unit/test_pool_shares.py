@@ -336,3 +336,17 @@ def test_a_pin_waits_for_requests_that_need_its_room() -> None:
     pool.pin("docs", prompt(5 * CHUNK, 3), 60.0)
     assert open_ended.request.params.max_tokens == 15 * CHUNK - 10, "an open answer gives way"
     pool.end()
+
+
+def test_a_pin_that_ends_leaves_what_another_holds() -> None:
+    pool = SharedPool(20)
+    for name, chunks in (("short", 3), ("long", 5)):
+        pool.pin(name, prompt(chunks * CHUNK, 3), 60.0)
+        while pool.live:
+            pool.step()
+    pool.pins.release("long", "")
+    pool.pins.check()
+    assert pool.pins.chunks == 3
+    flood(pool, "")
+    assert pool.resident(prompt(3 * CHUNK, 3), "") == 3
+    pool.end()
