@@ -350,3 +350,17 @@ def test_a_pin_that_ends_leaves_what_another_holds() -> None:
     flood(pool, "")
     assert pool.resident(prompt(3 * CHUNK, 3), "") == 3
     pool.end()
+
+
+def test_a_pin_may_end_under_a_request() -> None:
+    pool = SharedPool(20)
+    docs = prompt(5 * CHUNK, 3)
+    pool.pin("docs", docs, 60.0)
+    while pool.live:
+        pool.step()
+    pool.ask([*docs, 1], 20)
+    pool.step()
+    pool.now = 60.0
+    pool.step()
+    assert not pool.pins.chunks and pool.cache.used == 6, "the request has them still"
+    pool.end()
