@@ -165,6 +165,10 @@ class KVStats(StatsRecord):
     chunks_cached: int = gauge("kv_chunks_cached", "Chunks that nobody uses, kept for later requests.")
     chunks_unshared: int = gauge("kv_chunks_unshared", "Chunks that running requests would hold without sharing.")
     evictions: int = counter("evictions", "Cached chunks given up for new ones.")
+    chunks_pinned: int = gauge("kv_chunks_pinned", "Chunks that pinned prefixes hold, shared ones once.")
+    chunks_protected: int = gauge("kv_chunks_protected", "Chunks that tenants have within their shares of the pool.")
+    pins: int = gauge("kv_pins", "Pinned prefixes.")
+    pins_refused: int = counter("kv_pins_refused", "Pins that were refused for want of room, or for a wrong field.")
     states_kept: int = gauge("kv_states_kept", "Recurrent states kept behind chunks of the cache.")
     state_evictions: int = counter("kv_state_evictions", "Recurrent states given up for new ones.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.engine.call_handlers import CallHandlers
 from headrace.engine.calls import ListPrefixes, PinPrefix, ReleasePrefix, ResetPrefixCache
 from headrace.kv.pins import prompt_to_pin
 from headrace.types import CHUNK, Request
+from tests.support.hybrid_checkpoints import make_checkpoint
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -22,7 +24,7 @@ class Bench:
     """An engine whose pins have a clock that stands, its calls, and requests of tenants."""
 
     def __init__(self, **settings: Any) -> None:
-        self.llm = LLM("tiny", kv_cache_tokens=16 * CHUNK, max_model_len=16 * CHUNK, **settings)
+        self.llm = LLM(**{"model": "tiny", "kv_cache_tokens": 16 * CHUNK, "max_model_len": 16 * CHUNK, **settings})
         self.core = self.llm.engine
         self.calls = CallHandlers(self.core)
         self.now = 0.0
@@ -171,9 +173,58 @@ def test_more_than_the_share_of_pins_is_refused(bench: Bench) -> None:
     bench.pin("first", words(4 * CHUNK, 1))
     bench.pin("second", [*words(4 * CHUNK, 1), *words(2 * CHUNK, 2)])
     assert bench.core.pins.chunks == 6, "what two pins share counts once"
-    with pytest.raises(InvalidRequest, match=r"more than the 8 that may be \(max_pinned_share\): release a pin"):
+    with pytest.raises(InvalidRequest, match=r"and 8 may be pinned \(max_pinned_share\): release a pin"):
         bench.pin("third", words(3 * CHUNK, 3))
     assert bench.core.pins.refused == 1
+
+
+def test_the_share_of_a_tenant_survives_the_flood_of_another(bench: Bench) -> None:
+    prompt = words(4 * CHUNK + 1, 1)
+    acme = {"tenant": "acme", "cache_salt": "acme", "kv_share": 0.25}
+    assert bench.reused(prompt, **acme) == 0
+    bench.flood(tenant="guests", cache_salt="guests")
+    assert bench.reused(prompt, **acme) == 256
+    told = bench.core.stats().kv
+    assert told.chunks_protected == 4 and told.evictions
+
+
+@pytest.mark.parametrize("ranks", [{}, {"context_parallel_size": 2, "kv_cache_tokens": 8 * CHUNK}], ids=["one", "two"])
+def test_a_pin_takes_what_is_restored(ranks: dict[str, Any]) -> None:
+    """Part of the prefix is in the pool, part in a tier alone."""
+    bench = Bench(kv_offloading_size=0.01, **ranks)
+    prefix = words(4 * CHUNK, 1)
+    bench.reused([*prefix, 5])
+    while bench.core.settle():
+        pass
+    bench.flood()
+    bench.reused([*prefix[: 2 * CHUNK], 5])
+    bench.pin("docs", prefix)
+    bench.flood()
+    assert bench.reused([*prefix, 5]) == 256
+    bench.core.pins.check()
+    bench.core.cache.check()
+    bench.llm.close()
+
+
+def test_the_recurrent_state_behind_a_prefix_is_held_too(tmp_path: Path) -> None:
+    folder = make_checkpoint("3_5_ends_recurrent", tmp_path)
+    bench = Bench(model=str(folder), recurrent_states=4)
+    prefix = words(3 * CHUNK, 1)
+    bench.pin("docs", prefix)
+    bench.pin("more", words(CHUNK, 2))
+    assert bench.core.scheduler.max_sequences == 2
+    with pytest.raises(InvalidRequest, match="there are 4, half of them for pins: release a pin, or raise"):
+        bench.pin("most", words(CHUNK, 3))
+    for number in range(8):
+        bench.add(words(2 * CHUNK, 50 + number), SamplingParams(max_tokens=70, ignore_eos=True))
+    bench.run()
+    bench.flood()
+    assert bench.reused([*prefix, 5, 6]) == 192
+    bench.core.scheduler.check()
+    bench.calls.ask(ReleasePrefix("docs"))
+    bench.calls.ask(ReleasePrefix("more"))
+    assert bench.core.scheduler.max_sequences == 4
+    bench.core.cache.check()
 
 
 def test_without_prefix_caching_nothing_is_pinned() -> None:

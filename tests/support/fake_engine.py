@@ -144,6 +144,7 @@ class FakeEngine:
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
         self.turns: list[tuple[str, float, int]] = []
+        self.pool_shares: list[tuple[str, float, float]] = []
         self.scripts: list[str] = []
         self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
@@ -215,6 +216,8 @@ class FakeEngine:
         tenant: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        kv_share: float = 0.0,
+        kv_limit: float = 1.0,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -223,6 +226,7 @@ class FakeEngine:
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
         self.turns.append((tenant, weight, priority))
+        self.pool_shares.append((tenant, kv_share, kv_limit))
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id, cache_salt)
         run.embed = embed

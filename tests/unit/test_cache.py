@@ -304,7 +304,7 @@ def _evicted_with_children(tree: PrefixTree, node: Node) -> None:
     tree.evictions += 1
 
 
-def _rank_not_minded(tree: PrefixTree, rank: int | None = None) -> int | None:
+def _rank_not_minded(tree: PrefixTree, rank: int | None = None, account: Any = None) -> int | None:
     """Mutant of PrefixTree.take_slot: the rank asked for counts only while it has slots free."""
     slot = tree.pool.take(rank)
     if slot is None:

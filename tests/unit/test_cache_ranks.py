@@ -213,7 +213,7 @@ class PlainTree(PrefixTree):
         self.stack = list(range(pool.total - 1, -1, -1))
         self.idle: OrderedDict[bytes, Any] = OrderedDict()
 
-    def take_slot(self, rank: int | None = None) -> int | None:
+    def take_slot(self, rank: int | None = None, account: Any = None) -> int | None:
         if not self.stack and self.idle:
             parents = {id(node.parent) for node in self.nodes.values()}
             self._remove(next(node for node in self.idle.values() if id(node) not in parents))

@@ -274,10 +274,12 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         tenant: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        kv_share: float = 0.0,
+        kv_limit: float = 1.0,
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
         one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
-        turn. tenant, weight, priority: see LLM.generate.
+        turn. tenant, weight, priority: see LLM.generate; kv_share, kv_limit: of the pool for the tenant (docs/cache.md).
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -291,6 +293,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
             Request(
                 name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed,
                 tenant=tenant, weight=weight, priority=priority,
+                kv_share=kv_share, kv_limit=kv_limit,
             )
         )  # fmt: skip
         unfinished = set(range(params.n))

@@ -62,7 +62,7 @@ def _pinned(segment: Segment, pins: Pins) -> int:
     """Chunks at its beginning that pins hold."""
     node: Node | None = segment.first
     count = 0
-    while count < segment.chunks and node is not None and pins.is_pinned(node):
+    while count < segment.chunks and node is not None and pins.is_pinned(node.digest or b""):
         count, node = count + 1, node.onward
     return count
 

@@ -32,7 +32,7 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
     tenant has already it takes the place of that pin, whose time it so extends.
 
     after: the id of the request that computes them, which must have been sent before: the answer comes when it has
-    ended. Such a request has `kv.pins.prompt_to_pin(tokens)` for its prompt and the same salt; empty: they are computed.
+    ended. Such a request has `kv.pins.prompt_to_pin(tokens)` for its prompt and its salt; empty: they are computed.
     Refused if they are not, or with no room for them. Answer: a Pin as `kv.pins.told` has it.
     """
 
@@ -46,7 +46,7 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReleasePrefix(msgspec.Struct, tag=True, frozen=True):
-    """End a pin of the tenant. Refused with the code not_found if it has none of that id. Answer: the Pin that it was."""
+    """End a pin of the tenant. Refused with the code not_found if it has none of that id. Answer: the Pin as it was."""
 
     id: str
     tenant: str = ""

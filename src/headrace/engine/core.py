@@ -28,10 +28,10 @@ from headrace.engine.sampler import (
     sample,
 )
 from headrace.engine.sequence import SequenceState, Slice
+from headrace.engine.shares import Shares
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
-from headrace.kv.pins import Pins
 from headrace.logs import fields, short_id
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, KVStats
@@ -72,7 +72,8 @@ class EngineCore:
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
         self.speculator = _speculator(loaded)
-        self.pins = _pins(loaded, self.scheduler.max_sequences)
+        self.shares = Shares.of(loaded, self.scheduler, self._open_table)
+        self.pins = self.shares.pins
         self._device_sampler = _device_sampler(loaded)
         self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, Active] = {}
@@ -92,15 +93,12 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def is_active(self, request_id: str) -> bool:
-        """Whether a request is under way."""
-        return request_id in self._active
-
     def add(self, request: Request, *, want_logits: bool = False) -> None:
         """Queues a checked request (see Loaded.check). want_logits computes the logits of every prompt token, for
         `on_logits`. Raises InvalidRequest if the id is in use."""
         if request.request_id in self._active:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        request = self.shares.admit(request)
         seed = request.params.seed
         active = Active(request, self.loaded.config.scheduler.seed + (self._order << 20) if seed is None else seed)
         if request.embed:
@@ -138,6 +136,7 @@ class EngineCore:
             namespace=model.rope_namespace(sequence.prompt_len),
             shares=self.loaded.config.cache.prefix_caching,
             reusable=sequence.reusable,
+            account=self.shares.account(request),
         )
 
     def abort(self, request_id: str) -> bool:
@@ -421,6 +420,7 @@ class EngineCore:
         stats.kv.chunks_used, stats.kv.chunks_unshared = self.cache.used, self.cache.unshared
         stats.kv.chunks_cached = len(self.cache.tree.idle)
         stats.kv.evictions = self.cache.tree.evictions
+        self.shares.add_stats(stats.kv)
         if self.cache.states is not None:
             stats.kv.states_kept, stats.kv.state_evictions = self.cache.states.kept, self.cache.states.evictions
         if self.loaded.decoder.outside is not None:
@@ -447,9 +447,3 @@ def _speculator(loaded: Loaded) -> Speculator | None:
     asked = loaded.config.speculation
     again, longest = loaded.cache.states is not None, loaded.capacity.max_model_len
     return Speculator(asked.method, asked.tokens, longest, again) if asked.on else None
-
-
-def _pins(loaded: Loaded, max_sequences: int) -> Pins:
-    cache = loaded.cache
-    spare = 0 if cache.states is None else cache.states.total - max_sequences
-    return Pins(cache, int(loaded.config.cache.max_pinned_share * cache.pool.total), spare)

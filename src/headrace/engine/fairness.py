@@ -21,6 +21,7 @@ from typing import Any
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState
 from headrace.engine.turns import TenantLine, Turns
+from headrace.kv.chunk_table import ChunkTable
 from headrace.stats import EngineStats, TenantStats
 from headrace.types import chunks_for
 
@@ -242,17 +243,18 @@ class FairScheduler(Scheduler):
     def _clear_chunks(self, name: str, first: SequenceState) -> None:
         """Frees the chunks that a waiting sequence lacks, if those beyond their share can give so many."""
         promised = sum(self.cache.cost(s.table) for s in self.running if s.table and s.remaining > 1)
-        if not self.running or chunks_for(len(first.tokens)) + promised < self.cache.available:
+        most = promised + chunks_for(len(first.tokens))
+        if not self.running or (self.cache.tree.accounts is None and most < self.cache.available):
             return
         table = self.open_table(first)
         cost = self.cache.cost(table)
         self.cache.close(table)
-        if self._affordable(cost + promised):
+        if self._affordable(table, cost + promised):
             return
         if self._held()[name] + cost > self._share(self.lines[name], self.cache.pool.total):
             return
-        missing, victims = cost + promised - self.cache.available + 1, []
-        for victim in self._juniors(self.beyond_share):
+        missing, victims = cost + promised - self.cache.available_for(table.account) + 1, []
+        for victim in self._juniors(self.beyond_share, table):
             victims.append(victim)
             missing -= self._gain(victim)
             if missing <= 0:
@@ -270,9 +272,11 @@ class FairScheduler(Scheduler):
         own = sum(node.refs == 1 for node in table.nodes)
         return own + (self.cache.cost(table) if sequence.remaining > 1 else 0)
 
-    def _juniors(self, names: Iterable[str]) -> Iterator[SequenceState]:
-        """Sequences of these tenants that may give way, the latest first."""
+    def _juniors(self, names: Iterable[str], taker: ChunkTable | None = None) -> Iterator[SequenceState]:
+        """Sequences of these tenants that may give way, the latest first. taker: to which they may leave chunks."""
         for sequence in reversed(self.running):
+            if taker is not None and (sequence.table is None or not self.cache.yields(sequence.table, taker)):
+                continue
             if sequence.request.tenant in names and sequence.yields < MOST_YIELDS and sequence not in self._slices:
                 yield sequence
 
@@ -287,14 +291,14 @@ class FairScheduler(Scheduler):
             return super()._preempt_for(sequence, itself)
         own, beyond = sequence.request.tenant, self.beyond_share
         weak = own in beyond and sequence.yields < MOST_YIELDS
-        if not weak and (victim := next(self._juniors(beyond - {own}), None)) is not None:
+        if not weak and (victim := next(self._juniors(beyond - {own}, sequence.table), None)) is not None:
             self._give_way(victim)
             return True
         barred = False
         for other in reversed(self.running):
             if other.order <= sequence.order - itself:
                 break
-            if other in self._slices:
+            if not self._yields(other, sequence):
                 continue
             if weak and other.request.tenant not in (own, *beyond):
                 barred = True

@@ -21,7 +21,7 @@ def pin_prefix(core: EngineCore, call: PinPrefix) -> Generator[None, None, Answe
     settled = False
     try:
         while not pins.attach(pin):
-            if not core.is_active(call.after):
+            if not core.shares.is_live(call.after):
                 told = (
                     f"{len(pin.table.nodes)} of {pin.chunks} chunks are in the pool: compute the prefix, and ask again"
                 )

@@ -215,7 +215,7 @@ class Scheduler:
         table = self.open_table(sequence)
         if self._promised < 0:
             self._promised = sum(self.cache.cost(s.table) for s in self.running if s.table and s.remaining > 1)
-        if self.running and not self._affordable(self.cache.cost(table) + self._promised):
+        if self.running and not self._affordable(table, self.cache.cost(table) + self._promised):
             self.cache.close(table)
             return False
         self._leave_queue(sequence)
@@ -228,23 +228,29 @@ class Scheduler:
     def _leave_queue(self, sequence: SequenceState) -> None:
         del self.waiting[bisect_left(self.waiting, sequence.order, key=_by_order)]
 
-    def _affordable(self, chunks: int) -> bool:
-        """Whether more than so many chunks can be had."""
-        if chunks >= self.cache.available:
+    def _affordable(self, table: ChunkTable, chunks: int) -> bool:
+        """Whether more than so many chunks can be had for the table."""
+        if chunks >= self.cache.available_for(table.account):
             self.below.make_room()
-        return chunks < self.cache.available
+        return chunks < self.cache.available_for(table.account)
 
     def _preempt_for(self, sequence: SequenceState, itself: bool = False) -> bool:
-        """Preempts the latest sequence that arrived after this one, at last itself if that may be, and is not in this
-        step; False if there is none."""
+        """Preempts the latest sequence that arrived after this one, at last itself if that may be, and can leave it
+        something; False if there is none."""
         order = sequence.order - itself
         for other in reversed(self.running):
             if other.order <= order:
                 return False
-            if other not in self._slices:
+            if self._yields(other, sequence):
                 self._preempt(other)
                 return True
         return False
+
+    def _yields(self, other: SequenceState, taker: SequenceState) -> bool:
+        """Whether a sequence is not in this step, and may leave chunks to another one or to itself."""
+        if other in self._slices or other.table is None or taker.table is None:
+            return False
+        return self.cache.yields(other.table, taker.table)
 
     def _preempt(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)

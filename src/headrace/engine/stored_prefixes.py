@@ -181,9 +181,9 @@ class StoredPrefixes(Below):
         if not found or table.length % CHUNK:
             return SETTLED
         name = short_id(sequence.request.request_id)
-        if need > self.cache.available:
+        if need > self.cache.available_for(table.account):
             self.make_room()
-        if need > self.cache.available:
+        if need > self.cache.available_for(table.account):
             log.debug("%-8s  %d chunks are stored, but the pool is too full", name, len(found))
             return SETTLED
         ways = [way for each in self.source.ways(table, first, found) if (way := self._with_state(each))]
@@ -229,7 +229,7 @@ class StoredPrefixes(Below):
         self, sequence: SequenceState, table: ChunkTable, found: list[FoundChunk], split: Split,
         tiers: Sequence[str], expected: Prediction | None,
     ) -> State:  # fmt: skip
-        nodes = self.cache.take_loose([each.rank for each in found])
+        nodes = self.cache.take_loose([each.rank for each in found], table.account)
         assert nodes is not None, "available promised them"
         for i, node in enumerate(nodes):
             node.activations = i < split.x

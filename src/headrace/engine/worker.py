@@ -226,9 +226,11 @@ def _drain(core: EngineCore, inbox: Inbox, refused: dict[str, str], calls: CallH
     """Takes in what has arrived, waiting for something if there is nothing to do. False: the other side is gone.
 
     Where there are tiers, or other ranks stream, it waits for REPORT_S at most: their figures change beside the steps.
+    It wakes up for the end of a pin, which the next step sees to.
     """
     block = not core.has_work and not calls.pending
     idle_s = REPORT_S if core.offload is not None or core.loaded.executor.told_late else None
+    idle_s = min((each for each in (idle_s, core.pins.wait_s) if each is not None), default=None)
     while block or not inbox.empty():
         try:
             message = inbox.get(timeout=TICK_S if core.settle() else idle_s)

@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
+from headrace.kv.accounts import Account
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.pool import SlotPool
 from headrace.kv.states import StateCache
@@ -65,8 +66,12 @@ class KVCache:
         return self.tree.available
 
     def available_on(self, rank: int) -> int:
-        """Chunks of the rank that can be had without preempting anybody."""
+        """Chunks of the rank that anybody can have without preempting anybody."""
         return self.tree.available_on(rank)
+
+    def available_for(self, account: Account | None) -> int:
+        """Chunks that the account, or whoever has none, can have without preempting anybody."""
+        return self.tree.available_for(account)
 
     def open(
         self,
@@ -77,17 +82,19 @@ class KVCache:
         namespace: str = "",
         shares: bool = True,
         reusable: int | None = None,
+        account: Account | None = None,
     ) -> ChunkTable:
         """An empty table for `tokens`.
 
         salt: tenants with different salts share no chunk beyond the whole chunks of the first `public_tokens` tokens.
         namespace: further identity of the keys (length-dependent rotary scaling). shares=False keeps it all private.
         reusable: tokens that may be taken from the tree (None: all); what is computed is shared all the same.
+        account: whose the chunks are that are not public.
         """
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
         table = ChunkTable(tokens, root, tenant_mark(salt), salt_chunk, shares, self.pool.per_rank)
-        table.reusable = reusable
+        table.reusable, table.account = reusable, account
         if self._latest is not None:
             table.borrow(self._latest)
         self._latest = table
@@ -134,7 +141,7 @@ class KVCache:
         return table.nodes[count - 1] if count else None
 
     def cost(self, table: ChunkTable) -> int:
-        """Chunks of `available` that the table's known tokens would still take: those of the tree that others hold
+        """Chunks of `available_for` that the table's known tokens would still take: those of the tree that others hold
         cost nothing. An upper bound: chunks not yet in the tree are counted for each sequence that needs them."""
         first, total = len(table.nodes), chunks_for(len(table.tokens)) - table.coming
         if not table.shares:
@@ -150,7 +157,19 @@ class KVCache:
 
     def room(self, table: ChunkTable) -> int:
         """Tokens by which the table can be extended without preempting anybody."""
-        return -table.length % CHUNK + self.available * CHUNK
+        return -table.length % CHUNK + self.available_for(table.account) * CHUNK
+
+    def yields(self, table: ChunkTable, taker: ChunkTable) -> bool:
+        """Whether `taker` may have more room once the table is closed: not if what the table holds stays its own."""
+        own, other = table.account, taker.account
+        if own is other:
+            return True
+        if other is not None and not other.left:
+            return False
+        if own is None or own.over:
+            return True
+        public = table.public_chunks
+        return public > 0 and own not in (table.nodes[public - 1].guards or {})
 
     def extend(
         self, table: ChunkTable, count: int, owners: Owners | None = None, by_block: bool = True, drafted: int = 0
@@ -224,10 +243,10 @@ class KVCache:
 
     def _take_slot(self, table: ChunkTable, chunk: int, asked: int | None) -> int:
         if self.ranks == 1:
-            slot = self.tree.take_slot()
+            slot = self.tree.take_slot(account=table.account)
         else:
             rank = self._choose(table, chunk) if asked is None else asked
-            slot = self.tree.take_slot(rank)
+            slot = self.tree.take_slot(rank, table.account)
             self.displaced += slot is not None and self.pool.rank_of(slot) != rank
         assert slot is not None, "room() promised a slot"
         return slot
@@ -235,6 +254,7 @@ class KVCache:
     def _new_node(self, table: ChunkTable, chunk: int, asked: int | None) -> Node:
         slot = self._take_slot(table, chunk, asked)
         node = Node(slot, None, None, writer=table)
+        self.tree.charge(node, table.account)
         whole = (chunk + 1) * CHUNK <= len(table.tokens)
         if table.shares and whole and self.tree.find(table.digest(chunk)) is None:
             self._name(table, chunk, node)
@@ -245,6 +265,7 @@ class KVCache:
         parent = self._last(table, chunk)
         if parent is None or parent.digest is not None:
             node.tenant = table.tenant(chunk)
+            self.tree.charge(node, table.account_of(chunk))
             self.tree.insert(node, table.digest(chunk), parent)
 
     def _fill(self, table: ChunkTable, chunk: int) -> None:
@@ -336,18 +357,22 @@ class KVCache:
         self._drop_from(table, chunk)
         self._filled = [(t, c) for t, c in self._filled if t is not table or c < chunk]
 
-    def take_loose(self, owners: Sequence[int]) -> list[Node] | None:
-        """New chunks that no table has yet, to be written into: each on the rank named; None, with nothing taken, if
-        there are not so many. The chunks of a block must be given one owner."""
-        if any(count > self.available_on(rank) for rank, count in Counter(owners).items()):
+    def take_loose(self, owners: Sequence[int], account: Account | None = None) -> list[Node] | None:
+        """New chunks of the account that no table has yet, to be written into: each on the rank named; None, with
+        nothing taken, if there are not so many. The chunks of a block must be given one owner."""
+        if len(owners) > self.available_for(account) or (self.ranks > 1 and self._too_many(owners, account)):
             return None
         nodes = []
         for rank in owners:
-            slot = self.tree.take_slot(rank) if self.ranks > 1 else self.tree.take_slot()
+            slot = self.tree.take_slot(rank if self.ranks > 1 else None, account)
             assert slot is not None, "available promised a slot"
             nodes.append(Node(slot, None, None, writer=self))
+            self.tree.charge(nodes[-1], account)
         self.loose.update(nodes)
         return nodes
+
+    def _too_many(self, owners: Sequence[int], account: Account | None) -> bool:
+        return any(count > self.tree.available_on(rank, account) for rank, count in Counter(owners).items())
 
     def free_loose(self, nodes: list[Node]) -> None:
         """Gives loose chunks back."""
@@ -406,6 +431,8 @@ class KVCache:
         for key, node in nodes.items():
             self._check_node(node, holders.get(key, []))
         every = [*nodes.values(), *self.loose]
+        if self.tree.accounts is not None:
+            self.tree.accounts.check(every)
         self.pool.check({node.slot for node in every})
         assert len({node.slot for node in every}) == len(every), "two nodes share a slot"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.kv.accounts import Account
 from headrace.kv.table_state import TableState
 from headrace.kv.tree import Node, chain, token_array
 from headrace.types import CHUNK
@@ -22,12 +23,13 @@ class ChunkTable:
     where what is computed before it may be of the same block.
     reusable: tokens from the beginning that may be taken from elsewhere; None: all.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
+    account: of the tenant, where it has one: its chunks but for public ones are charged to it.
     changes: how often its chunks have changed. track: its recurrent state; used by kv.states alone.
     """
 
     __slots__ = (
-        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "changes", "coming", "joins", "length",
-        "nodes", "place", "reusable", "shares", "tokens", "track",
+        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "account", "changes", "coming", "joins",
+        "length", "nodes", "place", "reusable", "shares", "tokens", "track",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +42,7 @@ class ChunkTable:
         self.changes = 0
         self.nodes: list[Node] = []
         self.shares = shares
+        self.account: Account | None = None
         self.track = TableState(len(tokens))
         self.reusable: int | None = None
         self.place: Owners | None = None
@@ -99,6 +102,15 @@ class ChunkTable:
     def tenant(self, chunk: int) -> bytes:
         """Whose the chunk is: 16 bytes made of the salt, none for a chunk that all tenants may share."""
         return self._salt if 0 <= self._salt_chunk <= chunk else b""
+
+    @property
+    def public_chunks(self) -> int:
+        """Chunks that it holds and that all tenants may share."""
+        return min(len(self.nodes), self._salt_chunk) if self._salt_chunk >= 0 else len(self.nodes)
+
+    def account_of(self, chunk: int) -> Account | None:
+        """Whose the chunk is."""
+        return self.account if self.tenant(chunk) else None
 
     def append(self, node: Node) -> None:
         count = len(self.nodes)

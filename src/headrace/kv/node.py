@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.kv.accounts import Account
+
 
 class Node:
     """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
@@ -13,12 +15,13 @@ class Node:
     a named chunk (kv.states); -1 for none.
     number: of a named chunk, how many are before it in every sequence that has it. hits: how often a table has attached
     it; used: when it was last attached, let go of or named (PrefixTree.now).
+    account, guards, idle_since: see kv.accounts, which alone changes them.
     alike: children of the same tenant; onward: that which goes on with its segment; entered, begins: see kv.segments.
     """
 
     __slots__ = (
-        "activations", "alike", "begins", "children", "digest", "entered", "hits", "number", "onward", "parent", "refs",
-        "slot", "state", "stored", "tenant", "used", "writer",
+        "account", "activations", "alike", "begins", "children", "digest", "entered", "guards", "hits", "idle_since",
+        "number", "onward", "parent", "refs", "slot", "state", "stored", "tenant", "used", "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
@@ -32,6 +35,9 @@ class Node:
         self.stored = False
         self.activations = True
         self.state = -1
+        self.account: Account | None = None
+        self.guards: dict[Account, int] | None = None
+        self.idle_since = 0
         self.number = self.alike = self.entered = self.begins = self.hits = 0
         self.used = 0.0
         self.onward: Node | None = None

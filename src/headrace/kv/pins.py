@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from headrace.kv.accounts import Account
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
@@ -52,6 +53,11 @@ class Pin:
         return len(self.table.tokens) // CHUNK
 
     @property
+    def names(self) -> Iterator[bytes]:
+        """Of its chunks."""
+        return (self.table.digest(chunk) for chunk in range(self.chunks))
+
+    @property
     def whole(self) -> bool:
         return len(self.table.nodes) == self.chunks
 
@@ -59,41 +65,55 @@ class Pin:
 class Pins:
     """The pins of one cache. They are memory of the engine: it begins without any.
 
-    most_chunks: that all pins together may hold. most_states: recurrent states that they may hold, each its own.
-    chunks_by_account: distinct chunks that are pinned. Nothing here is called but between two steps.
+    most_chunks: that all pins together may hold. changed: may be set to be told that there are more or fewer of them.
+    make_way: may be set to be asked about each new pin; raises InvalidRequest if it must not be. owned: pinned chunks
+    of each account. Nothing here is called but between two steps.
     """
 
     def __init__(
         self,
         cache: KVCache,
         most_chunks: int,
-        most_states: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
-        self.most_chunks, self.most_states = most_chunks, most_states
+        self.most_chunks = most_chunks
         self.refused = 0
         self._clock = clock
         self._pins: dict[tuple[str, str], Pin] = {}
         self._coming: list[Pin] = []
+        self._names: Counter[bytes] = Counter()
         self._holders: Counter[Node] = Counter()
+        self.owned: Counter[Account] = Counter()
+        self.changed: Callable[[], None] = lambda: None
+        self.make_way: Callable[[Pin], None] = lambda pin: None
         self._next_s = math.inf
 
     @property
     def chunks(self) -> int:
         """Distinct chunks that pins hold, or wait for."""
-        return len(self._holders) + sum(pin.chunks - len(pin.table.nodes) for pin in self._coming)
+        return len(self._names)
+
+    @property
+    def awaited(self) -> int:
+        """Those that no pin holds yet."""
+        return len(self._names) - len(self._holders)
+
+    @property
+    def chunks_of_nobody(self) -> int:
+        """Those of no account, and those that are waited for."""
+        return len(self._names) - self.owned.total()
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    def is_pinned(self, node: Node) -> bool:
-        return node in self._holders
+    def is_pinned(self, name: bytes) -> bool:
+        return name in self._names
 
     @property
-    def wait_s(self) -> float:
-        """Until the next pin ends; infinite if none will."""
-        return max(0.0, self._next_s - self._clock())
+    def wait_s(self) -> float | None:
+        """Until the next pin ends; None if none will."""
+        return max(0.0, self._next_s - self._clock()) if self._pins else None
 
     def of(self, tenant: str) -> list[Pin]:
         """The tenant's pins, oldest first."""
@@ -111,7 +131,9 @@ class Pins:
             self.cache.close(table)
             self.refused += 1
             raise
+        self.changed()
         self._coming.append(pin)
+        self._names.update(pin.names)
         return pin
 
     def _check(self, pin: Pin) -> None:
@@ -123,27 +145,31 @@ class Pins:
             )
         others = [each for each in (*self.of(pin.tenant), *self._coming) if each.tenant == pin.tenant]
         if len(others) >= MOST_PINS and (pin.tenant, pin.id) not in self._pins:
-            raise _full(f"{MOST_PINS} prefixes are pinned: release one, or wait for one to end")
+            raise full(f"{MOST_PINS} prefixes are pinned: release one, or wait for one to end")
         if self.chunks + self.new_chunks(pin) > self.most_chunks:
-            told = (
-                f"{pin.chunks:,} chunks, beside {self.chunks:,} that are pinned, are more than the {self.most_chunks:,}"
-            )
-            raise _full(f"{told} that may be (max_pinned_share): release a pin, wait for one to end, shorten the prefix, "
-                        "or raise --kv-cache-tokens")  # fmt: skip
-        if self.cache.states is not None and len(self._pins) + len(self._coming) >= self.most_states:
-            told = f"{self.most_states} prefixes can be pinned beside the states of running sequences"
-            raise _full(f"{told}: release one, or raise --recurrent-states")
+            told = f"{pin.chunks:,} chunks beside {self.chunks:,} pinned ones, and {self.most_chunks:,} may be pinned"
+            raise full(f"{told} (max_pinned_share): release a pin, wait for one to end, or raise --kv-cache-tokens")
+        states = self.cache.states
+        if states is not None and 2 * len(self.cache.pinned) > states.total:
+            told = f"each pin holds a recurrent state, and there are {states.total}, half of them for pins"
+            raise full(f"{told}: release a pin, or raise --recurrent-states")
+        if states is not None and len(self.cache.pinned) + len(self.cache.tables) > states.total:
+            told = f"each of {len(self.cache.tables)} sequences has a recurrent state, and there are {states.total}"
+            raise full(f"{told}: ask again when fewer are running, or raise --recurrent-states")
+        self.make_way(pin)
 
     def new_chunks(self, pin: Pin) -> int:
         """Chunks of the pin that no other one holds."""
-        found = (self.cache.tree.find(pin.table.digest(chunk)) for chunk in range(pin.chunks))
-        return sum(node is None or not self.is_pinned(node) for node in found)
+        return sum(not self.is_pinned(name) for name in pin.names)
 
     def attach(self, pin: Pin) -> bool:
         """Holds what is there by now; whether that is all."""
         before = len(pin.table.nodes)
         self.cache.reuse(pin.table)
-        self._holders.update(pin.table.nodes[before:])
+        for node in pin.table.nodes[before:]:
+            self._holders[node] += 1
+            if self._holders[node] == 1 and node.account is not None:
+                self.owned[node.account] += 1
         return pin.whole
 
     def settle(self, pin: Pin) -> None:
@@ -190,7 +216,11 @@ class Pins:
             self._holders[node] -= 1
             if not self._holders[node]:
                 del self._holders[node]
+                if node.account is not None:
+                    self.owned[node.account] -= 1
+        self._names -= Counter(pin.names)
         self.cache.close(pin.table)
+        self.changed()
 
     def told(self, pin: Pin, bytes_per_token: int) -> dict[str, str | int | float]:
         """A pin as plain data. expires_in_s: of one that is over, 0."""
@@ -205,8 +235,11 @@ class Pins:
         assert {pin.table for pin in every} == self.cache.pinned, "pins and pinned tables differ"
         held = Counter(node for pin in every for node in pin.table.nodes)
         assert held == self._holders, "a pinned chunk is counted wrongly"
+        assert Counter(name for pin in every for name in pin.names) == self._names, "a pinned name is counted wrongly"
+        owned = Counter(node.account for node in held if node.account is not None)
+        assert owned == +self.owned, "an account counts other pinned chunks than it has"
         assert all(pin.whole for pin in self._pins.values()), "a pin lacks chunks"
 
 
-def _full(told: str) -> InvalidRequest:
+def full(told: str) -> InvalidRequest:
     return InvalidRequest(told, None, "pins_full")

@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 
+from headrace.kv.accounts import Account, Accounts
 from headrace.kv.node import Node as Node
 from headrace.kv.pool import SlotPool
 from headrace.kv.segments import Segments
@@ -40,6 +41,7 @@ class PrefixTree:
     stand before it. leaving: may be set to be told of each node that is evicted, while its slot still has its content.
     forget_state: is told of each node with a recurrent state that leaves; set by whoever gives nodes states.
     now: seconds of time.monotonic as a request last came or ended. segments: the tree as listings show it.
+    accounts: from the first tenant on that has a share or a limit.
     With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
     """
 
@@ -51,6 +53,7 @@ class PrefixTree:
         self.evictions = 0
         self.now = 0.0
         self.segments = Segments()
+        self.accounts: Accounts | None = None
         self.leaving: Callable[[Node], None] | None = None
         self.forget_state: Callable[[Node], None] | None = None
 
@@ -59,9 +62,32 @@ class PrefixTree:
         """Slots that can be had now: free ones and those of idle nodes."""
         return self.pool.free + len(self.idle)
 
-    def available_on(self, rank: int) -> int:
-        """Slots of the rank that can be had now, all of them by `take_slot(rank)`."""
+    def available_on(self, rank: int, account: Account | None = None) -> int:
+        """Slots of the rank that can be had now, all of them by `take_slot(rank, account)`."""
+        if self.accounts is not None:
+            return self.accounts.available_on(rank, account)
         return self.pool.free_of(rank) + len(self._idle_on(rank))
+
+    def available_for(self, account: Account | None) -> int:
+        """Slots that can be had now by `take_slot(account=account)`."""
+        return self.available if self.accounts is None else self.accounts.available_for(account)
+
+    def open_account(self, name: str) -> Account:
+        """The account of that name, a new one if there is none."""
+        if self.accounts is None:
+            self.accounts = Accounts(self.pool, self.idle.values())
+        return self.accounts.open(name)
+
+    def charge(self, node: Node, account: Account | None) -> None:
+        """A held node without children is the account's from now on."""
+        if self.accounts is not None:
+            self.accounts.charge(node, account)
+
+    def _oldest(self, account: Account | None, rank: int | None = None) -> Node | None:
+        """The least recently used idle node that may be evicted for the account."""
+        if self.accounts is not None:
+            return self.accounts.oldest(account, rank)
+        return next(iter((self.idle if rank is None else self._idle_on(rank)).values()), None)
 
     def _idle_on(self, rank: int) -> OrderedDict[bytes, Node]:
         return self._idle_of[rank] if self._idle_of else self.idle
@@ -69,23 +95,27 @@ class PrefixTree:
     def find(self, digest: bytes) -> Node | None:
         return self.nodes.get(digest)
 
-    def take_slot(self, rank: int | None = None) -> int | None:
+    def take_slot(self, rank: int | None = None, account: Account | None = None) -> int | None:
         """A slot of the rank, at the price of its least recently used idle node if none is free; where the rank has
-        nothing left, or none is asked for, a slot of any. None if all are held.
+        nothing left, or none is asked for, a slot of any. None if all are held, or are kept from the account.
 
         Nodes leave the tree leaf by leaf. The oldest idle node of all is a leaf. The oldest of one rank may have idle
         descendants on other ranks, and these leave with it: they were let go before it, hence before every other idle
         node of the rank. (A younger leaf of the rank instead would go against the order of use, and keep what nobody
         asks for; a slot of another rank would cut a block in two.)
         """
+        if account is not None and account.owned >= account.limit:
+            if (own := account.idle.first()) is None:
+                return None
+            self._evict(own)
         slot = self.pool.take(rank)
         if slot is None and rank is not None:
-            if idle := self._idle_on(rank):
-                self._evict(next(iter(idle.values())))
+            if (oldest := self._oldest(account, rank)) is not None:
+                self._evict(oldest)
                 return self.pool.take(rank)
             slot = self.pool.take()
-        if slot is None and self.idle:
-            self._evict(next(iter(self.idle.values())))
+        if slot is None and (oldest := self._oldest(account)) is not None:
+            self._evict(oldest)
             slot = self.pool.take()
         return slot
 
@@ -112,6 +142,8 @@ class PrefixTree:
         self.nodes[digest] = node
         node.used = self.now
         self.segments.enter(node)
+        if self.accounts is not None:
+            self.accounts.enter(node)
 
     def hold(self, node: Node) -> None:
         """One more table uses a complete node."""
@@ -120,6 +152,8 @@ class PrefixTree:
             del self.idle[node.digest]
             if self._idle_of:
                 del self._idle_of[self.pool.rank_of(node.slot)][node.digest]
+            if self.accounts is not None:
+                self.accounts.wake(node)
         node.refs += 1
         node.hits += 1
         node.used = self.now
@@ -136,6 +170,8 @@ class PrefixTree:
             self.idle[node.digest] = node
             if self._idle_of:
                 self._idle_of[self.pool.rank_of(node.slot)][node.digest] = node
+            if self.accounts is not None:
+                self.accounts.rest(node)
 
     def clear(self) -> None:
         """Forgets all idle nodes."""
@@ -153,6 +189,8 @@ class PrefixTree:
             if node.parent is not None:
                 del node.parent.children[node.digest]
             self.segments.leave(node)
+        if self.accounts is not None:
+            self.accounts.leave(node)
         self.pool.give(node.slot)
 
     def check(self) -> None:

@@ -123,6 +123,8 @@ class ServedEngine(Protocol):
         tenant: str = "",
         weight: float = 1.0,
         priority: int = 0,
+        kv_share: float = 0.0,
+        kv_limit: float = 1.0,
     ) -> AsyncIterator[Delta]: ...
 
     async def call(self, call: EngineCall) -> Answer: ...

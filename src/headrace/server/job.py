@@ -260,6 +260,8 @@ class Job:
             tenant=self.tenant.name,
             weight=self.tenant.rules.weight,
             priority=self.priority,
+            kv_share=self.tenant.rules.kv_share,
+            kv_limit=self.tenant.rules.kv_limit,
         )
 
     def _note_queued(self) -> None:

@@ -27,6 +27,9 @@ PLAIN = re.compile(r"[\x21-\x7e]{8,512}")
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 """A name that TOML takes without quotation marks."""
 
+MOST_SHARED = 0.9
+"""Of the KV pool: the rest is there for requests of tenants without a share."""
+
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 PerMinute = Annotated[int, Meta(ge=1, le=10**12)]
 
@@ -36,7 +39,8 @@ class Rules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     salt: keeps its cached chunks apart from all others' (None: its name). weight: its share where there is not enough
     for all. max_prompt_tokens, max_output_tokens: of one request in all. public_prefix_tokens: its requests may have
-    that field. metrics: its keys may read /metrics.
+    that field. metrics: its keys may read /metrics. kv_share: of the KV pool, that its chunks keep against all others';
+    kv_limit: of the pool, that they take at most.
     """
 
     salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -48,6 +52,8 @@ class Rules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: Count | None = None
     public_prefix_tokens: bool = False
     metrics: bool = False
+    kv_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    kv_limit: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ def parsed(told: dict[str, Any]) -> tuple[dict[str, Rules], dict[bytes, str]]:
     if len(owners) > MOST_KEYS:
         raise ValueError(f"at most {MOST_KEYS:,} keys, got {len(owners):,}")
     _check_salts(rules)
+    _check_shares(rules)
     return rules, owners
 
 
@@ -155,3 +162,12 @@ def _check_salts(rules: dict[str, Rules]) -> None:
         other = seen.setdefault(each.salt or name, name)
         if other != name:
             raise ValueError(f"tenants.{name} has the salt of tenant {other}: they would share cached chunks")
+
+
+def _check_shares(rules: dict[str, Rules]) -> None:
+    together = sum(each.kv_share for each in rules.values())
+    if together > MOST_SHARED + 1e-9:
+        raise ValueError(f"kv_share of all tenants is {together:g} together, more than {MOST_SHARED}: lower some")
+    for name, each in rules.items():
+        if each.kv_share > each.kv_limit:
+            raise ValueError(f"tenants.{name}: kv_share {each.kv_share:g} is above its kv_limit {each.kv_limit:g}")
