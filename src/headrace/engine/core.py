@@ -28,6 +28,7 @@ from headrace.engine.sampler import (
 )
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
+from headrace.engine.speculation.model_speculator import ModelSpeculator
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
@@ -192,6 +193,8 @@ class EngineCore:
 
     def _compute(self, slices: list[Slice]) -> Computed:
         """The step's logits; those that a failed restore has spoilt are left out."""
+        if self.speculator is not None:
+            self.speculator.complete(slices)
         began = time.perf_counter()
         computed = self.loaded.executor.run(slices)
         seconds = time.perf_counter() - began
@@ -438,4 +441,6 @@ def _device_sampler(loaded: Loaded) -> DeviceSampler | None:
 
 def _speculator(loaded: Loaded) -> Speculator | None:
     asked = loaded.config.speculation
+    if loaded.draft is not None:
+        return ModelSpeculator(loaded.draft, asked.tokens, loaded.capacity.max_model_len)
     return Speculator(asked.method, asked.tokens, loaded.capacity.max_model_len) if asked.on else None

@@ -26,11 +26,14 @@ class Node:
     """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
 
     tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
-    the slot has the inputs of its projections too, where the pool keeps them. state: slot of the recurrent state behind
-    a named chunk (kv.states); -1 for none.
+    the slot has the inputs of its projections too, where the pool keeps them. drafted: whether a draft model's K and V
+    of the whole chunk lie in the slot, too. state: slot of the recurrent state behind a named chunk (kv.states); -1 for
+    none.
     """
 
-    __slots__ = ("activations", "children", "digest", "parent", "refs", "slot", "state", "stored", "tenant", "writer")
+    __slots__ = (
+        "activations", "children", "digest", "drafted", "parent", "refs", "slot", "state", "stored", "tenant", "writer",
+    )  # fmt: skip
 
     def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
         self.slot = slot
@@ -42,6 +45,7 @@ class Node:
         self.tenant = b""
         self.stored = False
         self.activations = True
+        self.drafted = False
         self.state = -1
 
     @property
