@@ -6,7 +6,7 @@ p^j tokens by its j-th place. Places are added for as long as tokens to a second
 
 Two things may cost more than they bring, and have an account: a pass for a draft that is wrong, and the tokens of a
 prompt that the draft model has to compute first. What is spent without return is at most LOAN of all decoding, beside
-what the first trial takes.
+what the first trial takes: of the sequences that decode when the engine first could draft.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.engine.speculation.lengths import FORGETS, HEALS, NEWER_STEP, Acce
 
 LOAN = 0.01
 TRIAL = 32
-"""Drafted tokens after which the account decides; until then one sequence is tried."""
+"""Drafted tokens after which the account decides whether to draft."""
 TRUST = 2.0
 """Weight, in tokens, of what all sequences had accepted, beside what one had."""
 USUAL_ANSWER = 256
@@ -79,7 +79,6 @@ class DraftCost(StepCost):
     def rest(self) -> None:
         """A step in which nobody drafts."""
         self.passes.forget(HEALS)
-        self.token.forget(HEALS)
 
     def of_pass(self, sequences: int) -> Callable[[int], float]:
         """Rows -> a pass as a part of a step of so many sequences without drafts."""

@@ -54,6 +54,8 @@ class ModelSpeculator(Speculator):
         self.overall = Acceptance()
         self.answers = AnswerLengths()
         self._tried: dict[SequenceState, Tried] = {}
+        self._first: set[SequenceState] = set()
+        """Those of the first trial, for which no account has to pay."""
         self._step = LastStep()
 
     def propose(self, running: Iterable[SequenceState]) -> None:
@@ -65,7 +67,7 @@ class ModelSpeculator(Speculator):
         late = [each for each in tried if each.drafted.lacking > AT_ONCE]
         ready = [each for each in tried if each.drafted.lacking <= AT_ONCE]
         if late:
-            self._catch_up(late, len(decoding))
+            self._catch_up(late, ready, len(decoding))
         if not self._propose(ready, len(decoding)):
             self.overall.rest()
             self.cost.rest()
@@ -100,16 +102,16 @@ class ModelSpeculator(Speculator):
         """Whether too little was drafted to judge."""
         return self.stats.drafted < TRIAL
 
-    def _catch_up(self, late: list[Tried], decoding: int) -> None:
-        """Has the draft model compute what it lacks of the sequences for which that should pay."""
+    def _catch_up(self, late: list[Tried], ready: list[Tried], decoding: int) -> None:
+        """Has the draft model compute what it lacks of sequences, if that should pay."""
+        spent, worth = 0.0, self._worth([*ready, *late], decoding) - self._worth(ready, decoding)
+        if not self.cost.account.spent:
+            self._first.update(each.sequence for each in late)
         paying: list[DraftedSequence] = []
-        spent = 0.0
         for each in late:
-            seconds = each.drafted.lacking * self.cost.of_token(decoding)
-            may = self.cost.account.affords(spent + seconds) or (self.on_trial and not paying)
-            if may and seconds <= self._worth(each, decoding):
+            spent += each.drafted.lacking * self.cost.of_token(decoding)
+            if spent <= worth and (each.sequence in self._first or self.cost.account.affords(spent)):
                 paying.append(each.drafted)
-                spent += seconds
         if paying:
             began = time.perf_counter()
             count = self.model.catch_up(paying, CATCH_UP)
@@ -117,11 +119,13 @@ class ModelSpeculator(Speculator):
             self.cost.account.spent += took
             self.cost.token.note(0, took / count)
 
-    def _worth(self, each: Tried, decoding: int) -> float:
-        """Seconds that drafts should save in the rest of an answer."""
-        _, faster = places(decoding, [each.acceptance.share], [each.most], self.cost.row, self.cost.of_pass(decoding))
-        left = self.answers.left(each.sequence.n_output, self._left(each.sequence))
-        return left * (self.cost.steps.of(decoding) or 0.0) * (1 - 1 / faster)
+    def _worth(self, tried: list[Tried], decoding: int) -> float:
+        """Seconds that drafts for these should save in the rest of their answers."""
+        shares, most = [each.acceptance.share for each in tried], [each.most for each in tried]
+        _, faster = places(decoding, shares, most, self.cost.row, self.cost.of_pass(decoding))
+        left = [self.answers.left(each.sequence.n_output, self._left(each.sequence)) for each in tried]
+        steps = sum(left) / max(1, len(left))
+        return steps * (self.cost.steps.of(decoding) or 0.0) * (1 - 1 / faster)
 
     def complete(self, slices: Iterable[Slice]) -> None:
         """Has the draft model say the unknown tokens of the step's drafts."""
@@ -152,5 +156,6 @@ class ModelSpeculator(Speculator):
 
     def end(self, sequence: SequenceState) -> None:
         """A sequence has ended."""
+        self._first.discard(sequence)
         if self._tried.pop(sequence, None) is not None:
             self.answers.note(sequence.n_output)
