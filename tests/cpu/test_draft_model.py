@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace import LLM, SamplingParams
 from headrace.engine.footprint import Footprint
@@ -166,6 +167,28 @@ def test_restored_chunks_have_no_drafts_and_get_them(llm: LLM) -> None:
         same(watched(made, prompts, LONG), truth)
         assert made.engine.stats().tokens.cached > 700 and all_right(made)
         assert sum(counts) >= 700 // CHUNK * CHUNK
+
+
+def test_what_was_drafted_wrong_is_computed_again(llm: LLM) -> None:
+    """Keys and values of wrong drafts, of sampled answers, are not taken for those of what was drawn."""
+    made = drafting("tiny")
+    made.generate(prompts_of(llm)[6:9], replace(LONG, temperature=1.5, seed=3))
+    spoken = made.engine.stats().speculation
+    assert spoken.accepted < spoken.drafted
+    for number, node in enumerate(made.engine.cache.tree.nodes.values()):
+        if node.drafted:  # the same model: the draft model's storage holds what the model's own does
+            for own, other in zip(_storage(made).pools, _drafts(made).pools, strict=True):
+                for one, two in zip(own.tensors, other.tensors, strict=True):
+                    assert torch.equal(one[node.slot], two[node.slot]), f"chunk {number}"
+
+
+def _storage(llm: LLM) -> Any:
+    return llm.engine.loaded.executor.storage  # type: ignore[attr-defined]
+
+
+def _drafts(llm: LLM) -> Any:
+    assert llm.engine.loaded.draft is not None
+    return llm.engine.loaded.draft.runner.storage
 
 
 def test_abort_in_the_middle(llm: LLM) -> None:

@@ -51,5 +51,6 @@ def free_model(llm: LLM) -> None:
     free_rows(llm)
     cost: Any = llm.engine.speculator.cost  # type: ignore[union-attr]
     cost.of_pass = lambda sequences: lambda rows: 0.0
+    cost.rest = lambda: None
     cost.of_token = lambda sequences: 0.0
     cost.account.affords = lambda seconds: True

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine.speculation.draft_costs import (
+    COLD,
     LOAN,
     USUAL_ANSWER,
     Account,
@@ -76,10 +77,20 @@ def test_what_is_measured_is_that_of_the_nearest_number() -> None:
     seconds.note(1, 1.0)
     seconds.note(8, 2.0)
     assert [seconds.of(number) for number in (1, 2, 6, 20)] == [1.0, 1.0, 2.0, 2.0]
-    seconds.note(1, 2.0)
-    assert 1.0 < (seconds.of(1) or 0) < 2.0
+    for _ in range(COLD):
+        seconds.note(1, 3.0)
+    assert 1.0 < (seconds.of(1) or 0) < 3.0
     seconds.forget(0.5)
     assert seconds.of(8) == 1.0
+
+
+def test_the_first_times_count_as_the_fastest_of_them() -> None:
+    seconds = Measured()
+    for each in (9.0, 3.0, 5.0):
+        seconds.note(1, each)
+    assert seconds.of(1) == 3.0
+    seconds.note(2, 9.0, guess=4.0)
+    assert seconds.of(2) == 4.0
 
 
 def test_a_pass_costs_what_was_guessed_until_both_are_measured() -> None:
@@ -89,6 +100,10 @@ def test_a_pass_costs_what_was_guessed_until_both_are_measured() -> None:
     assert cost.of_pass(4)(2) == 0.25 and cost.of_token(4) == 0.0
     cost.note(4, 0, 0.5)
     assert cost.of_pass(4)(2) == pytest.approx(0.2) and cost.of_token(4) > 0
+    cold = DraftCost(0.25)
+    cold.note(1, 0, 0.1)
+    cold.note_pass(1, 9.0)
+    assert cold.of_pass(1)(1) == pytest.approx(0.25)
     cost.token.note(0, 0.001)
     assert cost.of_token(4) == 0.001
 

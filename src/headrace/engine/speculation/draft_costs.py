@@ -11,9 +11,18 @@ what the first trial takes: of the sequences that decode when the engine first c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from headrace.engine.speculation.lengths import FORGETS, HEALS, NEWER_STEP, Acceptance, StepCost
+from headrace.engine.speculation.lengths import (
+    FORGETS,
+    HEALS,
+    LEAST_ROW,
+    NEWER_ROW,
+    USUAL_ROW,
+    Acceptance,
+    StepCost,
+)
 
 LOAN = 0.01
 TRIAL = 32
@@ -22,6 +31,8 @@ TRUST = 2.0
 """Weight, in tokens, of what all sequences had accepted, beside what one had."""
 USUAL_ANSWER = 256
 """Tokens of an answer, until some have ended."""
+COLD = 4
+"""Times of each number of rows that are slow, as memory is cold."""
 CHEAPER = 8
 """As many rows as a pass over few rows costs, in a pass over many: a guess until it is measured."""
 
@@ -43,10 +54,17 @@ class Measured:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._times: dict[int, int] = {}
 
-    def note(self, number: int, seconds: float) -> None:
-        before = self._seconds.get(number, seconds)
-        self._seconds[number] = before + NEWER_STEP * (seconds - before)
+    def note(self, number: int, seconds: float, guess: float = math.inf) -> None:
+        """guess: the most that is believed of the first time. The first few times, in which memory may be cold, the
+        least is taken."""
+        times, before = self._times.get(number, 0), self._seconds.get(number, guess)
+        self._times[number] = times + 1
+        if times < COLD:
+            self._seconds[number] = min(seconds, before)
+        else:
+            self._seconds[number] = before + NEWER_ROW * (seconds - before)
 
     def of(self, number: int) -> float | None:
         """None as long as nothing is known."""
@@ -69,16 +87,28 @@ class DraftCost(StepCost):
         self.usual = usual
         self.steps, self.passes, self.token = Measured(), Measured(), Measured()
         self.account = Account()
+        self._row = USUAL_ROW
 
     def note(self, sequences: int, drafted: int, seconds: float) -> None:
         super().note(sequences, drafted, seconds)
         self.account.seconds += seconds
+        plain = self.steps.of(sequences)
         if not drafted:
             self.steps.note(sequences, seconds)
+        elif plain is not None:
+            more = min(1.0, max(LEAST_ROW, (seconds / plain - 1) / drafted))
+            self._row += NEWER_ROW * (more - self._row)
+        self.row = self._row
+
+    def note_pass(self, rows: int, seconds: float) -> None:
+        """A pass of the draft model over so many rows."""
+        usual = self.usual * (self.steps.of(1) or math.inf)
+        self.passes.note(rows, seconds, self.passes.of(rows) or usual)
 
     def rest(self) -> None:
         """A step in which nobody drafts."""
         self.passes.forget(HEALS)
+        self._row = self.row = self._row + (1 - HEALS) * (USUAL_ROW - self._row)
 
     def of_pass(self, sequences: int) -> Callable[[int], float]:
         """Rows -> a pass as a part of a step of so many sequences without drafts."""

@@ -135,7 +135,7 @@ class ModelSpeculator(Speculator):
         began = time.perf_counter()
         for each in drafting:
             each.follow()
-        self.model.draft(drafting, self.cost.passes.note)
+        self.model.draft(drafting, self.cost.note_pass)
         self._step.seconds = time.perf_counter() - began
 
     def note(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
