@@ -19,7 +19,7 @@ from headrace import LLM, SamplingParams
 from headrace.strategies import FALLBACK
 from headrace.types import CHUNK
 from tests.support.checkpoints import FolderOf
-from tests.support.drafting import answered, drafts_from
+from tests.support.drafting import answered, drafts_from, free_model
 from tests.support.feature_pairs import OUTLIVING, PROJECTED, STORED, TIERS, cases, id_of
 from tests.support.offloading import counters, flush, forced, projecting, watched
 from tests.support.pairwise import Case, every_value
@@ -84,7 +84,7 @@ def settings(case: Case, folder: Path, directory: Path, remote_url: str) -> dict
         "max_batch_tokens": 192 if not tight else 320 if case["strategy"] == "ring-q" else 1024,
         "kv_cache_dtype": case["kv"], "quantization": case["weights"],
         "enable_prefix_caching": case["prefixes"] == "shared",
-        "speculative": "ngram" if case["drafts"] == "yes" else "off", "num_speculative_tokens": 2,
+        "speculative": {"no": "off", "yes": "ngram", "model": str(folder)}[case["drafts"]], "num_speculative_tokens": 2,
         "offload_schedule": case["schedule"], "weight_offload": case["outside"] == "weights",
         **({"kv_offloading_size": SIZE} if "host" in tiers else {}),
         **({"kv_offload_path": str(directory), "kv_offload_disk_size": SIZE} if "disk" in tiers else {}),
@@ -196,7 +196,7 @@ def check_happened(llm: LLM, case: Case, loaded_before: int) -> None:
     if case["ranks"] != "1":
         assert stats.ranks.prefills.get(case["strategy"]), stats.ranks.prefills
         assert stats.ranks.prefills.keys() <= {case["strategy"], FALLBACK}
-    assert (stats.speculation.accepted > 0) == (case["drafts"] == "yes")
+    assert (stats.speculation.accepted > 0) == (case["drafts"] != "no")
     assert (stats.scheduler.preemptions > 0) == (case["preempted"] == "yes")
     if "cached" in case["source"]:
         assert stats.tokens.cached >= CHUNK
@@ -231,6 +231,8 @@ def test_the_bits_of_one_rank(
     prompts = [prompts_of(llm)[number] for number in asked]
     if case["drafts"] == "yes":
         drafts_from(llm, [answered(prompts_of(llm)[number], truth[number]) for number in asked])
+    if case["drafts"] == "model":
+        free_model(llm)
     try:
         same(watched(llm, prompts, params_of(prompts)), [truth[number] for number in asked])
         check_happened(llm, case, before)

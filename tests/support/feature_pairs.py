@@ -27,12 +27,12 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "attention": ("gqa", "mha", "window", "alibi"),
     "preempted": ("no", "yes"),
     "prefixes": ("shared", "private"),
-    "drafts": ("no", "yes"),
+    "drafts": ("no", "yes", "model"),
 }
 """source: of the main prompt. Its first chunk is in the pool (cached), all of it or its first half in a tier (stored,
 half), both (half+cached), or it is stored with activations, from which a part is projected; streamed-x: as it is
 streamed. stored_by: context ranks of the engine that stored it. prefixes: private is prefix caching switched off.
-drafts: speculation, part of it wrong."""
+drafts: speculation, part of it wrong; model: by the model itself, as a draft model."""
 
 STORED = ("stored", "half", "half+cached", "projected")
 PROJECTED = ("projected", "streamed-x")
@@ -76,7 +76,8 @@ def features(case: Case) -> set[str]:
         "column": schedule == "column",
         "int8_kv": case.get("kv") == "int8",
         "quantised": case.get("weights", "none") != "none",
-        "speculation": case.get("drafts") == "yes",
+        "speculation": case.get("drafts", "no") != "no",
+        "draft": case.get("drafts") == "model",
         "private": case.get("prefixes") == "private",
         **dict.fromkeys(TIERS[case.get("tier", "none")], schedule == "off"),
     }
@@ -99,8 +100,9 @@ def id_of(case: Case) -> str:
     plain: dict[str, Any] = {"tensor": "1", "tier": "none", "stored_by": "same", "kv": "auto", "weights": "none",
                              "schedule": "off", "outside": "none", "preempted": "no", "prefixes": "shared",
                              "drafts": "no"}  # fmt: skip
-    words = {"ranks": "ranks", "tensor": "tensor", "kv": "kv-", "weights": "w-", "stored_by": "by-"}
-    told = {"outside": "weights-outside", "preempted": "preempted", "drafts": "drafts"}
+    words = {"ranks": "ranks", "tensor": "tensor", "kv": "kv-", "weights": "w-", "stored_by": "by-",
+             "drafts": "drafts-"}  # fmt: skip
+    told = {"outside": "weights-outside", "preempted": "preempted"}
     return "-".join(
         told.get(name, f"{words.get(name, '')}{value}") for name, value in case.items() if value != plain.get(name)
     )

@@ -82,6 +82,8 @@ FEATURES: tuple[Feature, ...] = (
             {"quantization": "int8"}, "quantization"),
     Feature("speculation", "speculation", lambda given: given.of(SpeculationSettings).on, {"speculative": "ngram"},
             "speculative"),
+    Feature("draft", "a draft model", lambda given: given.of(SpeculationSettings).model is not None,
+            {"speculative": "tiny"}, "speculative"),
     Feature("private", "prefix caching off", lambda given: not given.of(CacheSettings).prefix_caching,
             {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
     Feature("gpu", "a GPU", lambda given: given.of(ModelSettings).on_gpu, {"attention_backend": "triton"},
@@ -112,6 +114,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
       for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)
       for tier in (*KINDS, "activations")),
+    *(Exclusion("draft", way, "a draft model's KV lies in the pool, beside the model's") for way in STREAMED),
+    *(Exclusion("draft", other, "a draft model runs on one CPU rank, which has all of the pool")
+      for other in ("context", "tensor", "gpu")),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
     *(Exclusion("gpu", other, "it works on the CPU only") for other in
       ("context", "tensor", "weights")),

@@ -59,10 +59,11 @@ class SettingKeywords(TypedDict, total=False):
     seed: int
     """Seed of requests that bring none."""
 
-    speculative: Literal["off", "ngram", "suffix"]
-    """Draft tokens, and verify several in a step; answers are the same to the bit. ngram: what followed the same tokens
-    earlier in prompt and answer. suffix: in earlier answers of the same tenant, too. It pays where answers repeat:
-    quotes, edits of code, structured data."""
+    speculative: str
+    """Draft tokens, and verify several in a step; answers are the same to the bit. off. ngram: what followed the same
+    tokens earlier in prompt and answer. suffix: in earlier answers of the same tenant, too. These pay where answers
+    repeat: quotes, edits of code, structured data. MODEL: a small model of the same vocabulary drafts, given as the
+    model is."""
 
     num_speculative_tokens: int
     """Most tokens drafted for a sequence in one step. How many pay is measured."""

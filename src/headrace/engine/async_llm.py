@@ -279,7 +279,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
         one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
-        turn. tenant, weight, priority: see LLM.generate; kv_share, kv_limit: of the pool for the tenant (docs/cache.md).
+        turn. tenant, weight, priority: see LLM.generate; kv_share, kv_limit: of the pool (docs/cache.md).
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.

@@ -29,6 +29,7 @@ from headrace.engine.sampler import (
 )
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.shares import Shares
+from headrace.engine.speculation.model_speculator import ModelSpeculator
 from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
@@ -198,6 +199,8 @@ class EngineCore:
 
     def _compute(self, slices: list[Slice]) -> Computed:
         """The step's logits; those that a failed restore has spoilt are left out."""
+        if self.speculator is not None:
+            self.speculator.complete(slices)
         began = time.perf_counter()
         computed = self.loaded.executor.run(slices)
         seconds = time.perf_counter() - began
@@ -446,4 +449,6 @@ def _device_sampler(loaded: Loaded) -> DeviceSampler | None:
 def _speculator(loaded: Loaded) -> Speculator | None:
     asked = loaded.config.speculation
     again, longest = loaded.cache.states is not None, loaded.capacity.max_model_len
+    if loaded.draft is not None:
+        return ModelSpeculator(loaded.draft, asked.tokens, longest)
     return Speculator(asked.method, asked.tokens, longest, again) if asked.on else None

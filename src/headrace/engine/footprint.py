@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from headrace import host
 from headrace.config import EngineConfig, KVDType
+from headrace.engine.draft_facts import DraftFacts
 from headrace.host import GIB
 from headrace.models.shards import shard
 from headrace.models.sizes import BYTES, compute_type, expert_bytes, kv_bytes_per_token, weight_bytes
@@ -53,7 +54,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 class Footprint:
     """Bytes of all ranks on this host. free: what can be had; weights: what stays in memory of them, with what the
     processes take themselves, and loading: the same before they are quantised. rest: bytes of a rank's weights but for
-    experts in a file; outside: of these experts."""
+    experts in a file; outside: of these experts. draft: the model that drafts, which is part of weights and loading."""
 
     config: EngineConfig
     model: ModelConfig
@@ -62,6 +63,7 @@ class Footprint:
     loading: int
     rest: int = 0
     outside: int = 0
+    draft: DraftFacts | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, free: int | None = None) -> Footprint:
@@ -77,8 +79,10 @@ class Footprint:
             kept = 0  # they lie in a file
         free = host.memory_available() if free is None else free
         here = ranks_here(config)
-        weights, loading = ((each + PROCESS_BYTES) * here for each in (kept, loading))
-        taken = cls(config, model, free, weights, loading, rest, outside)
+        draft = DraftFacts.of(config)
+        beside = PROCESS_BYTES + (0 if draft is None else draft.weight_bytes)
+        weights, loading = ((each + beside) * here for each in (kept, loading))
+        taken = cls(config, model, free, weights, loading, rest, outside, draft)
         return replace(taken, weights=taken.weights + taken.kept_experts() * here)
 
     def rank_weights(self) -> int:
@@ -88,7 +92,8 @@ class Footprint:
     def kept_experts(self) -> int:
         """Bytes of experts in a file that each rank keeps in memory: as given, else a part of what is free."""
         given = self.config.experts.memory
-        room = self.free // ranks_here(self.config) - self.rest - PROCESS_BYTES
+        beside = PROCESS_BYTES + (0 if self.draft is None else self.draft.weight_bytes)
+        room = self.free // ranks_here(self.config) - self.rest - beside
         size = max(0, room) // EXPERTS_SHARE if given is None else int(given * GIB)
         return min(self.outside, size)
 
@@ -127,7 +132,8 @@ class Footprint:
         kv_element = 1 if kv_dtype == "int8" else BYTES[compute]
         kept = keeps_activations(config, self.model, BYTES[compute], kv_element)
         activations = spec.stored * self.model.hidden_size * BYTES[compute] if kept else 0
-        return kv_bytes_per_token(spec, compute, kv_dtype) + activations
+        drafts = 0 if self.draft is None else self.draft.kv_bytes_per_token
+        return kv_bytes_per_token(spec, compute, kv_dtype) + activations + drafts
 
     def states(self) -> int | None:
         """Recurrent states in memory; None for a model that has none."""

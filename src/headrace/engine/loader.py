@@ -16,6 +16,7 @@ from headrace.device import current
 from headrace.engine import ranks, tiers, torchrun
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
+from headrace.engine.draft_facts import draft_kv_bytes
 from headrace.engine.executor import Executor
 from headrace.engine.footprint import Footprint, gib, keeps_activations
 from headrace.engine.gpu_memory import bytes_for_cache
@@ -23,6 +24,7 @@ from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
+from headrace.engine.speculation.open_draft import open_draft
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
@@ -47,6 +49,7 @@ from headrace.types import CHUNK, Pooling, chunks_for
 
 if TYPE_CHECKING:
     from headrace.engine.sessions import Sessions
+    from headrace.engine.speculation.draft_model import DraftModel
     from headrace.engine.structured.answers import StructuredAnswers
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,8 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class Loaded:
     """All that a running engine consists of. ranks: of several, the group; offload: what is below the pool, if tiers
-    are; structured: see structured_answers; sessions: once there is a call about them (engine.session_calls)."""
+    are; structured: see structured_answers; sessions: once there is a call about them (engine.session_calls); draft:
+    the model that drafts, if one does."""
 
     config: EngineConfig
     capacity: Capacity
@@ -67,6 +71,7 @@ class Loaded:
     offload: StoredPrefixes | None = None
     structured: StructuredAnswers | None = None
     sessions: Sessions | None = None
+    draft: DraftModel | None = None
 
     @property
     def below(self) -> Below:
@@ -178,7 +183,9 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     if config.tiers is not None:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)
-    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload)
+    taken = weight_bytes(sized.model, capacity.dtype, config.model.quantization)
+    draft = open_draft(config, sized.tokenizer, slots, taken, tell)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload, draft=draft)
 
 
 def _fitted(sized: Sized, decoder: Decoder) -> Sized:
@@ -250,7 +257,8 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     if streamed is not None:
         per_rank, max_len = streamed.store * CHUNK, streamed.longest
     else:
-        per_rank, max_len = _sizes(config, model, _pool_bytes(model, bytes_per_token, hidden, dtype))
+        each = _pool_bytes(model, bytes_per_token, hidden, dtype) + draft_kv_bytes(config)
+        per_rank, max_len = _sizes(config, model, each)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len, streamed)
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)

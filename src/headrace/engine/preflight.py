@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headrace.config import EngineConfig
 from headrace.config.environment import warn_of_unknown
+from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.folders import model_folder
 from headrace.engine.footprint import Footprint, gib, ranks_here
 from headrace.engine.outside import ExpertsOutside
@@ -51,7 +52,8 @@ def check(config: EngineConfig) -> None:
     warn_of_unknown()
     folder = model_folder(config.model.folder)
     model = plain_config(folder)
-    for path in weight_files(folder):
+    draft = DraftFacts.of(config)
+    for path in (*weight_files(folder), *(() if draft is None else weight_files(draft.folder))):
         check_whole(path)
     check_fit(config, model)
     _check_devices(config)
@@ -109,6 +111,8 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
     refuse_rounding(model, config.model.quantization)
+    if (draft := DraftFacts.of(config)) is not None:
+        draft.check(model)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):

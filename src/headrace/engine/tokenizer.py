@@ -66,6 +66,12 @@ class Tokenizer:
         return len(self._hf)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token by its text as the tokenizer writes it, added ones included."""
+        found: dict[str, int] = self._hf.get_vocab()
+        return found
+
+    @property
     def eos_token_id(self) -> int | None:
         token: int | None = self._hf.eos_token_id
         return token

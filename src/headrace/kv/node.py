@@ -11,8 +11,9 @@ class Node:
     """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
 
     tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
-    the slot has the inputs of its projections too, where the pool keeps them. state: slot of the recurrent state behind
-    a named chunk (kv.states); -1 for none.
+    the slot has the inputs of its projections too, where the pool keeps them. drafted: whether a draft model's K and V
+    of the whole chunk lie in the slot, too. state: slot of the recurrent state behind a named chunk (kv.states); -1 for
+    none.
     number: of a named chunk, how many are before it in every sequence that has it. hits: how often a table has attached
     it; used: when it was last attached, let go of or named (PrefixTree.now).
     account, guards, idle_since: see kv.accounts, which alone changes them.
@@ -20,8 +21,8 @@ class Node:
     """
 
     __slots__ = (
-        "account", "activations", "alike", "begins", "children", "digest", "entered", "guards", "hits", "idle_since",
-        "number", "onward", "parent", "refs", "slot", "state", "stored", "tenant", "used", "writer",
+        "account", "activations", "alike", "begins", "children", "digest", "drafted", "entered", "guards", "hits",
+        "idle_since", "number", "onward", "parent", "refs", "slot", "state", "stored", "tenant", "used", "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
@@ -34,6 +35,7 @@ class Node:
         self.tenant = b""
         self.stored = False
         self.activations = True
+        self.drafted = False
         self.state = -1
         self.account: Account | None = None
         self.guards: dict[Account, int] | None = None

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.engine.sequence import SequenceState
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.speculation.lengths import Acceptance, StepCost, allot
 from headrace.engine.speculation.ngram import NgramMatcher
 from headrace.engine.speculation.suffix import Remembered, SuffixMatcher
@@ -62,6 +62,9 @@ class Speculator:
             del sequence.draft[count:]
             if not count:
                 mine.acceptance.rest()
+
+    def complete(self, slices: Iterable[Slice]) -> None:
+        """Before a step is computed: puts tokens where `propose` has only said how many. Here it has given them."""
 
     def _left(self, sequence: SequenceState) -> int:
         """Tokens that may come beyond the one that is drawn in any case."""
