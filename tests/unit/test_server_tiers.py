@@ -15,7 +15,7 @@ from headrace.config.tiers import without_password
 from headrace.engine import messages as m
 from headrace.server.start import tier_lines
 from headrace.server.status import status_line
-from headrace.stats import EngineStats, RestoreStats, StreamStats, TierStats
+from headrace.stats import EngineStats, RestoreStats, StreamStats, TenantStats, TierStats
 from headrace.types import Metrics
 from tests.support.fake_engine import FakeCapacity, FakeEngine
 from tests.support.fake_server import TEXT, serving, text, until
@@ -90,7 +90,7 @@ def test_metrics_of_streams() -> None:
 def test_every_field_has_a_metric() -> None:
     made = EngineStats()
     parts = [getattr(made, room.name) for room in fields(made)]
-    rooms = [TierStats, StreamStats, *(type(part) for part in parts if is_dataclass(part))]
+    rooms = [TierStats, StreamStats, TenantStats, *(type(part) for part in parts if is_dataclass(part))]
     assert len(rooms) == len(fields(EngineStats))
     for room in rooms:
         told = {f.name for f in fields(room) if f.metadata.get("figures") or "by" in f.metadata}

@@ -43,6 +43,10 @@ class _Own:
         self.tokens += sum(map(len, alike)) - sum(map(len, before))
 
     def drop_oldest(self) -> None:
+        """Forgets the conversation used least recently; of the only one its oldest answer."""
+        if len(self.answers) == 1 and len(alike := next(iter(self.answers.values()))) > 1:
+            self.tokens -= len(alike.pop())
+            return
         _, alike = self.answers.popitem(last=False)
         self.tokens -= sum(map(len, alike))
 
