@@ -16,6 +16,7 @@ import pytest
 
 from headrace.engine import messages as m
 from headrace.engine import process
+from headrace.engine.calls import Refused
 from headrace.engine.worker import Inbox, Link
 from headrace.stats import EngineStats, SchedulerStats
 from headrace.types import Delta
@@ -143,11 +144,15 @@ def test_counters_that_cannot_be_packed_end_nothing(caplog: pytest.LogCaptureFix
     ours, theirs = socket.socketpair()
     link, stats = Link(theirs), EngineStats(SchedulerStats(running=2**64))
     for _ in range(3):
-        link.send_events(m.Events([Delta("r", 0, "text")], ["s"], {"t": "why"}, stats))
+        link.send_events(
+            m.Events([Delta("r", 0, "text")], ["s"], {"t": Refused("why", "prompt", "kv_pool_exceeded")}, stats)
+        )
     with ours, ours.makefile("rb") as stream:
         for _ in range(3):
             told = m.from_engine(stream.read(m.length(stream.read(m.LENGTH.size))))
-            assert told == m.Events([Delta("r", 0, "text")], ["s"], {"t": "why"}, EngineStats())
+            assert told == m.Events(
+                [Delta("r", 0, "text")], ["s"], {"t": Refused("why", "prompt", "kv_pool_exceeded")}, EngineStats()
+            )
     assert caplog.text.count("cannot be told") == 1
     theirs.close()
 

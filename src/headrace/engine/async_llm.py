@@ -223,8 +223,8 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._prefilling.end(delta.request_id for delta in events.deltas)
         for request_id in events.started:
             self._queued.leave(request_id)
-        for request_id, reason in events.refused.items():
-            self._put(request_id, InvalidRequest(reason))
+        for request_id, refused in events.refused.items():
+            self._put(request_id, refused.error)
         for delta in events.deltas:
             self._put(delta.request_id, delta)
 

@@ -98,9 +98,9 @@ class CallHandlers:
         while not answers or answers[0].number != -1:
             answers = self.advance()
         if (refused := answers[0].refused) is not None:
-            raise InvalidRequest(refused.told, refused.param, refused.code)
+            raise refused.error
         return answers[0].answer
 
 
 def _refusal(number: int, error: InvalidRequest) -> Answered:
-    return Answered(number, refused=Refused(str(error), error.param, error.code))
+    return Answered(number, refused=Refused.by(error))

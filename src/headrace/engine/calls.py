@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.errors import InvalidRequest
+
 
 class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
     """Forget the cached chunks that nobody holds: pinned ones stay. Answer: how many they were."""
@@ -104,11 +106,19 @@ EngineCall = ResetPrefixCache | TreePage | PinPrefix | ReleasePrefix | ListPrefi
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A call that cannot be served: an InvalidRequest."""
+    """An InvalidRequest between processes: a call or a request that cannot be served."""
 
     told: str
     param: str | None = None
     code: str | None = None
+
+    @classmethod
+    def by(cls, error: InvalidRequest) -> Refused:
+        return cls(str(error), error.param, error.code)
+
+    @property
+    def error(self) -> InvalidRequest:
+        return InvalidRequest(self.told, self.param, self.code)
 
 
 Answer = Any

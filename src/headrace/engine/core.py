@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from headrace.engine import parts
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.executor import Computed
-from headrace.engine.fairness import SCHEDULERS
-from headrace.engine.loader import Loaded, device_of
+from headrace.engine.loader import Loaded
 from headrace.engine.output import Active, Output, joined, prefills
 from headrace.engine.pooled import Pooled
 from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
@@ -22,15 +22,12 @@ from headrace.engine.sampler import (
     History,
     Sampled,
     SampleInput,
-    forbidden_tokens,
     is_plain,
     needs_history,
     sample,
 )
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.shares import Shares
-from headrace.engine.speculation.model_speculator import ModelSpeculator
-from headrace.engine.speculation.speculator import Speculator
 from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
 from headrace.logs import fields, short_id
@@ -39,7 +36,6 @@ from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Request
 
 if TYPE_CHECKING:  # llguidance is imported for the first structured request, Triton on a GPU
-    from headrace.engine.device_sampler import DeviceSampler
     from headrace.engine.structured.answers import StructuredAnswers
     from headrace.engine.structured.matcher import SequenceMatcher
 
@@ -60,22 +56,14 @@ class EngineCore:
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
         self.cache = loaded.cache
-        self.scheduler = SCHEDULERS[loaded.config.scheduler.policy](
-            self.cache,
-            self._open_table,
-            loaded.config.scheduler.max_batch_tokens,
-            loaded.config.scheduler.max_sequences,
-            align=1 if self.cache.ranks == 1 else CHUNK,
-            owners=loaded.executor.owners,
-            below=loaded.below,
-        )
+        self.scheduler = parts.scheduler(loaded, self._open_table)
         self.offload, self.below = loaded.offload, loaded.below
         self.on_logits: Observer | None = None
         self.on_prefill: OnPrefill | None = None
-        self.speculator = _speculator(loaded)
+        self.speculator = parts.speculator(loaded)
         self.shares = Shares.of(loaded, self.scheduler, self._open_table)
         self.pins = self.shares.pins
-        self._device_sampler = _device_sampler(loaded)
+        self._device_sampler = parts.device_sampler(loaded)
         self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, Active] = {}
         self._outputs: dict[SequenceState, Output] = {}
@@ -208,9 +196,7 @@ class EngineCore:
         if self.speculator is not None and all(part.decodes for part in slices):
             self.speculator.cost.note(len(slices), sum(part.length - 1 for part in slices), seconds)
         void = self.below.confirm(slices)
-        if not void:
-            return computed
-        return computed.without(void)
+        return computed.without(void) if void else computed
 
     def _note_start(self, slices: list[Slice], now: float) -> None:
         for part in slices:
@@ -291,7 +277,7 @@ class EngineCore:
         deltas: list[Delta] = []
         while rows:
             try:
-                inputs = [self._sample_input(output) for output, _ in rows]
+                inputs = [output.sample_input(self.loaded.capacity.eos_token_ids) for output, _ in rows]
                 sampled = self._sample(computed, [row for _, row in rows], inputs)
             except BadLogits as error:
                 active = rows[error.row][0].active
@@ -350,26 +336,6 @@ class EngineCore:
         deltas[-1].metrics = active.metrics(time.monotonic())
         return deltas
 
-    def _sample_input(self, output: Output) -> SampleInput | None:
-        """None where the greatest logit is the answer."""
-        sequence, matcher, mask = output.sequence, output.matcher, None
-        params, eos = sequence.request.params, self.loaded.capacity.eos_token_ids
-        forbidden = forbidden_tokens(params, sequence.n_output, eos)
-        if matcher is not None:
-            mask, forbidden = matcher.allowed(forbidden, eos if params.ignore_eos else ())
-        elif output.plain and not forbidden:
-            return None
-        return SampleInput(
-            params=params,
-            prompt=sequence.request.prompt_token_ids,
-            output=sequence.output,
-            index=sequence.index,
-            seed=output.active.seed,
-            forbidden=forbidden,
-            mask=mask,
-            history=output.history,
-        )
-
     def _push(self, output: Output, sampled: Sampled, now: float) -> list[Delta]:
         """Adds a token to a sequence, and those that its grammar forces after it; the delta. A token that the grammar
         refuses breaks the request off: as an end-of-text token it would pass for a whole answer."""
@@ -420,12 +386,8 @@ class EngineCore:
         """Counters and gauges as they stand; the same record each time."""
         stats = self._stats
         self.scheduler.add_stats(stats)
-        stats.kv.chunks_used, stats.kv.chunks_unshared = self.cache.used, self.cache.unshared
-        stats.kv.chunks_cached = len(self.cache.tree.idle)
-        stats.kv.evictions = self.cache.tree.evictions
+        self.cache.add_stats(stats.kv)
         self.shares.add_stats(stats.kv)
-        if self.cache.states is not None:
-            stats.kv.states_kept, stats.kv.state_evictions = self.cache.states.kept, self.cache.states.evictions
         if self.loaded.decoder.outside is not None:
             stats.experts = self.loaded.decoder.outside.stats()
         self.loaded.executor.add_stats(stats)
@@ -435,20 +397,3 @@ class EngineCore:
         if self.speculator is not None:
             stats.speculation = self.speculator.stats
         return stats
-
-
-def _device_sampler(loaded: Loaded) -> DeviceSampler | None:
-    """Of an engine whose logits lie on a GPU."""
-    if device_of(loaded.config).type == "cpu":
-        return None
-    from headrace.engine.device_sampler import DeviceSampler
-
-    return DeviceSampler()
-
-
-def _speculator(loaded: Loaded) -> Speculator | None:
-    asked = loaded.config.speculation
-    again, longest = loaded.cache.states is not None, loaded.capacity.max_model_len
-    if loaded.draft is not None:
-        return ModelSpeculator(loaded.draft, asked.tokens, longest)
-    return Speculator(asked.method, asked.tokens, longest, again) if asked.on else None

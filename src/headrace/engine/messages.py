@@ -78,7 +78,7 @@ class Events(msgspec.Struct, tag=True):
 
     deltas: list[Delta]
     started: list[str]
-    refused: dict[str, str]
+    refused: dict[str, Refused]
     stats: EngineStats
 
 

@@ -10,7 +10,7 @@ from headrace.engine.below import Below
 from headrace.engine.capacity import Capacity
 from headrace.engine.detokenizer import Detokenizer
 from headrace.engine.reports import Report
-from headrace.engine.sampler import History
+from headrace.engine.sampler import History, SampleInput, forbidden_tokens
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.stopping import Finish, finish_reason
 from headrace.progress import Prefill
@@ -73,6 +73,26 @@ class Output:
             self._take(delta, token, complete, capacity)
             if delta.finish_reason is not None:
                 return
+
+    def sample_input(self, eos: tuple[int, ...]) -> SampleInput | None:
+        """What the next token is drawn by; None where the greatest logit is the answer."""
+        sequence, matcher, mask = self.sequence, self.matcher, None
+        params = sequence.request.params
+        forbidden = forbidden_tokens(params, sequence.n_output, eos)
+        if matcher is not None:
+            mask, forbidden = matcher.allowed(forbidden, eos if params.ignore_eos else ())
+        elif self.plain and not forbidden:
+            return None
+        return SampleInput(
+            params=params,
+            prompt=sequence.request.prompt_token_ids,
+            output=sequence.output,
+            index=sequence.index,
+            seed=self.active.seed,
+            forbidden=forbidden,
+            mask=mask,
+            history=self.history,
+        )
 
     def _take(self, delta: Delta, token: int, complete: bool, capacity: Capacity) -> None:
         """Adds a token's text to the delta, and says there whether the sequence ends. complete: the answer has its

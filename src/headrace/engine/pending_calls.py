@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.messages import Call, CallAnswer
-from headrace.errors import EngineDead, InvalidRequest
+from headrace.errors import EngineDead
 
 
 class PendingCalls:
@@ -37,7 +37,7 @@ class PendingCalls:
         if refused is None:
             waiting.set_result(message.answer)
         else:
-            waiting.set_exception(InvalidRequest(refused.told, refused.param, refused.code))
+            waiting.set_exception(refused.error)
 
     def fail(self, reason: str) -> None:
         """There will be no answers any more."""

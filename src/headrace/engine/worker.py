@@ -23,6 +23,7 @@ from headrace import logs
 from headrace.config import EngineConfig
 from headrace.engine import messages as m
 from headrace.engine import process
+from headrace.engine.calls import Refused
 from headrace.stats import EngineStats
 from headrace.types import InvalidRequest, UnsupportedModel
 
@@ -209,7 +210,7 @@ def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
     inbox.serving.set()
     link.send(m.EngineReady(core.loaded.capacity))
     while True:
-        refused: dict[str, str] = {}
+        refused: dict[str, Refused] = {}
         if not _drain(core, inbox, refused, calls, link):
             return 0
         _answer(link, calls.advance())
@@ -222,7 +223,7 @@ def _answer(link: Link, answers: list[Answered]) -> None:
         link.send(m.CallAnswer(*each))
 
 
-def _drain(core: EngineCore, inbox: Inbox, refused: dict[str, str], calls: CallHandlers, link: Link) -> bool:
+def _drain(core: EngineCore, inbox: Inbox, refused: dict[str, Refused], calls: CallHandlers, link: Link) -> bool:
     """Takes in what has arrived, waiting for something if there is nothing to do. False: the other side is gone.
 
     Where there are tiers, or other ranks stream, it waits for REPORT_S at most: their figures change beside the steps.
@@ -247,7 +248,7 @@ def _drain(core: EngineCore, inbox: Inbox, refused: dict[str, str], calls: CallH
             try:
                 core.add(message.request)
             except InvalidRequest as error:
-                refused[message.request.request_id] = str(error)
+                refused[message.request.request_id] = Refused.by(error)
     return True
 
 

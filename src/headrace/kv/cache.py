@@ -22,10 +22,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from headrace.kv.accounts import Account
+from headrace.kv.checks import check_tables
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.kv.placement import Placement
 from headrace.kv.pool import SlotPool
 from headrace.kv.states import StateCache
 from headrace.kv.tree import Node, PrefixTree, tenant_mark
+from headrace.stats import KVStats
 from headrace.types import BLOCK_CHUNKS, CHUNK, chunks_for
 
 
@@ -55,7 +58,7 @@ class KVCache:
         self.parked: set[ChunkTable] = set()
         self.pinned: set[ChunkTable] = set()
         self.loose: set[Node] = set()
-        self._turn = 0
+        self._placement = Placement(self.tree)
         self._latest: ChunkTable | None = None
         """The table opened last, if it is open: requests that begin alike often come one after another."""
         self._filled: list[tuple[ChunkTable, int]] = []
@@ -187,7 +190,9 @@ class KVCache:
         end = table.length + count
         if end - drafted > len(table.tokens):
             raise ValueError(f"cannot extend to {end - drafted} tokens: only {len(table.tokens)} are known")
-        asked = self._asked(table, end, owners or table.place, by_block)
+        asked, ask = {}, owners or table.place
+        if ask is not None and self.ranks > 1:
+            asked = self._placement.asked(table, end, ask, self.block_chunks if by_block else 1)
         start = table.length
         while table.length < end:
             chunk = table.length // CHUNK
@@ -212,40 +217,11 @@ class KVCache:
             self.states.advance(table, table.length - 1)
         return True
 
-    def _asked(self, table: ChunkTable, end: int, ask: Owners | None, by_block: bool) -> dict[int, int]:
-        """Ranks asked for, by chunk, of the new chunks up to `end` tokens; of all others the cache decides."""
-        if ask is None or self.ranks == 1:
-            return {}
-        new = range(len(table.nodes), chunks_for(end))
-        asked = {chunk: ask(chunk) for chunk in new if not (by_block and chunk % self.block_chunks)}
-        for chunk, rank in asked.items():
-            if not 0 <= rank < self.ranks:
-                raise ValueError(f"chunk {chunk} was placed on rank {rank}; there are ranks 0 to {self.ranks - 1}")
-        return asked
-
-    def _choose(self, table: ChunkTable, chunk: int) -> int:
-        """The rank of a new chunk where nobody asks for one. A table stays on its rank as long as that has room for a
-        block; then its blocks take the ranks in turn. A new table begins where most can be had, of these where most is
-        free, of these in turn."""
-        if chunk % self.block_chunks:
-            return table.owner(chunk - 1)
-        block = min(self.block_chunks, self.pool.per_rank)
-        last = table.owner(chunk - 1) if chunk else -1
-        if chunk and bool((table.slots // self.pool.per_rank == last).all()) and self.available_on(last) >= block:
-            return last
-        first = last + 1 if chunk else self._turn
-        turns = [(first + turn) % self.ranks for turn in range(self.ranks)]
-        most = max(turns, key=lambda rank: (self.available_on(rank), self.pool.free_of(rank)))
-        if not chunk:
-            self._turn = most + 1
-            return most
-        return next((rank for rank in turns if self.available_on(rank) >= block), most)
-
     def _take_slot(self, table: ChunkTable, chunk: int, asked: int | None) -> int:
         if self.ranks == 1:
             slot = self.tree.take_slot(account=table.account)
         else:
-            rank = self._choose(table, chunk) if asked is None else asked
+            rank = self._placement.choose(table, chunk, self.block_chunks) if asked is None else asked
             slot = self.tree.take_slot(rank, table.account)
             self.displaced += slot is not None and self.pool.rank_of(slot) != rank
         assert slot is not None, "room() promised a slot"
@@ -413,34 +389,17 @@ class KVCache:
         """Chunks that the tables would hold if nothing were shared."""
         return sum(len(table.nodes) for table in self.tables)
 
+    def add_stats(self, told: KVStats) -> None:
+        """Writes its figures into `told`."""
+        told.chunks_used, told.chunks_unshared = self.used, self.unshared
+        told.chunks_cached, told.evictions = len(self.tree.idle), self.tree.evictions
+        if self.states is not None:
+            told.states_kept, told.state_evictions = self.states.kept, self.states.evictions
+
     def check(self) -> None:
         """Raises AssertionError unless pool, tree and tables agree in every count. For tests: costs a full walk."""
         self.tree.check()
+        tables = (*self.tables, *self.parked, *self.pinned)
         if self.states is not None:
             self.states.check((*self.tables, *self.pinned))
-        holders: dict[int, list[tuple[ChunkTable, int]]] = {}
-        nodes: dict[int, Node] = {id(node): node for node in self.tree.nodes.values()}
-        for table in (*self.tables, *self.parked, *self.pinned):
-            assert len(table.nodes) == chunks_for(table.length), "a table holds more or fewer chunks than its length"
-            assert table.slots.tolist() == [node.slot for node in table.nodes], "slots and nodes differ"
-            for chunk, node in enumerate(table.nodes):
-                nodes[id(node)] = node
-                holders.setdefault(id(node), []).append((table, chunk))
-        for node in self.loose:
-            assert node.refs == 1 and node.digest is None and id(node) not in nodes, "a loose chunk is held or named"
-        for key, node in nodes.items():
-            self._check_node(node, holders.get(key, []))
-        every = [*nodes.values(), *self.loose]
-        if self.tree.accounts is not None:
-            self.tree.accounts.check(every)
-        self.pool.check({node.slot for node in every})
-        assert len({node.slot for node in every}) == len(every), "two nodes share a slot"
-
-    @staticmethod
-    def _check_node(node: Node, holders: list[tuple[ChunkTable, int]]) -> None:
-        assert node.refs == len(holders), f"{len(holders)} tables hold a node that counts {node.refs}"
-        for table, chunk in holders:
-            filled = table.length >= (chunk + 1) * CHUNK
-            assert filled or len(holders) == 1, "a partial chunk is shared"
-            assert node.digest is None or node.digest == table.digest(chunk), "a table holds a chunk of other tokens"
-            assert filled or node.writer is table, "a partial chunk is not its holder's own"
+        check_tables(self.tree, tables, self.loose)
