@@ -152,9 +152,11 @@ def _on(data: st.DataObject, before: TableRows) -> TableRows:
 def test_a_sequence_alone_has_the_plan_that_it_has_beside_others(chunks: int, data: st.DataObject) -> None:
     end = data.draw(st.integers(1, chunks * CHUNK))
     rows = data.draw(st.integers(1, end))
-    one, other = span(list(range(10, 10 + chunks)), end - rows, rows), span([90], 3, 2)
+    elsewhere = data.draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks))  # with other ranks
+    slots = [-1 if away else 10 + chunk for chunk, away in enumerate(elsewhere)]
+    one, other = span(slots, end - rows, rows), span([90], 3, 2)
     alone, beside = build([one]), build([one, other])
-    assert np.array_equal(alone.items, beside.items[:chunks]) and alone.shared == 0
+    assert np.array_equal(alone.items, beside.items[: chunks - sum(elsewhere)]) and alone.shared == 0
     for name in ("positions", "row_slots", "row_offsets"):
         ours, theirs = getattr(alone, name), getattr(beside, name)
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs[:rows]), name

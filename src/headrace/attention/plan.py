@@ -227,6 +227,8 @@ def _alone(span: Span) -> Plan:
     keys = np.arange(0, len(slots) * CHUNK, CHUNK, dtype=np.int32)
     items = np.empty((len(slots), 4), dtype=np.int32)
     items[:, 0], items[:, 1], items[:, 2], items[:, 3] = slots, keys, np.maximum(keys - start, 0), rows
+    if slots.min(initial=0) < 0:
+        items = items[slots >= 0]  # the others are with other ranks
     positions = np.arange(start, start + rows)
     return Plan(items, 0, positions, slots[positions // CHUNK], (positions % CHUNK).astype(np.int32))
 
