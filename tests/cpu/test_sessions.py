@@ -219,9 +219,9 @@ def test_others_are_answered_and_preempted_meanwhile(tmp_path: Path, monkeypatch
     monkeypatch.setattr(llm.engine, "step", step)
     monkeypatch.setattr(llm.engine.scheduler, "check", lambda: None)
     long = SamplingParams(temperature=0.0, max_tokens=130, ignore_eos=True)
-    traces = _run_beside(llm, others, long)
-    same(traces, truth)
-    assert len(answers) >= 4 and not any(each.refused for each in answers)
+    while len(answers) < 6:  # as far as the thread has come meanwhile
+        same(_run_beside(llm, others, long), truth)
+    assert not any(each.refused for each in answers)
     while calls.pending:
         calls.advance()
     checked(llm)
