@@ -342,7 +342,8 @@ class Request:
     `tenant`: whose turns it takes, and `weight` the tenant's share of them beside other tenants'. `priority`: within
     the tenant, lower ones are computed first. None of the three changes what is answered (docs/fairness.md).
     `tenant`: whose its chunks are; `kv_share`: of the pool, that the tenant's chunks keep against all others;
-    `kv_limit`: of the pool, that they take at most (docs/cache.md).
+    `kv_limit`: of the pool, that they take at most (docs/cache.md); `tier_quota`: of each tier, that they keep, in
+    place of kv_tenant_quota (docs/offload.md).
     """
 
     request_id: str
@@ -357,6 +358,7 @@ class Request:
     priority: int = 0
     kv_share: float = 0.0
     kv_limit: float = 1.0
+    tier_quota: float | None = None
 
     def __repr__(self) -> str:
         """Without the tokens, and without the salt, which is as good as a tenant's name."""
@@ -365,6 +367,9 @@ class Request:
     def __post_init__(self) -> None:
         check_sharing(self.cache_salt, self.public_prefix_tokens)
         check_turn(self.tenant, self.weight, self.priority)
+        for name in ("kv_share", "kv_limit", "tier_quota"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), 0, 1)
 
 
 @dataclass(slots=True)

@@ -91,6 +91,23 @@ def test_priorities_of_python_calls() -> None:
         assert not llm.engine.has_work
 
 
+def test_shares_of_python_calls() -> None:
+    with LLM("tiny", kv_cache_tokens=1024) as llm:
+        params, own = SamplingParams(temperature=0, max_tokens=1), {"tenant": "acme", "cache_salt": "acme"}
+        llm.generate([[5] * 64], params, kv_share=0.25, kv_limit=0.5, tier_quota=0.75, **own)  # type: ignore[arg-type]
+        accounts = llm.engine.cache.tree.accounts
+        assert accounts is not None
+        told = accounts.named["acme"]
+        assert (told.share, told.limit, told.tier_quota, told.owned) == (4, 8, 0.75, 1)
+        llm.chat([{"role": "user", "content": "hi"}], params, kv_share=0.5, **own)  # type: ignore[arg-type]
+        assert (told.share, told.limit, told.tier_quota) == (8, 16, None)
+        for wrong in ({"kv_share": 1.5}, {"kv_limit": -1}, {"tier_quota": float("nan")}, {"tier_quota": "half"}):
+            (param,) = wrong
+            with pytest.raises(InvalidRequest, match=param) as refused:
+                llm.generate("hi", params, **wrong)  # type: ignore[arg-type]
+            assert refused.value.param == param
+
+
 def test_the_benchmark_runs_whole() -> None:
     """All prompts of both tenants are answered by both policies, and the goal is set where something is measured."""
     bench = FairnessBench("tiny", quick=True)

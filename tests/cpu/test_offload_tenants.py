@@ -164,3 +164,28 @@ def test_a_flood_leaves_the_quota_of_others(tier: str, tmp_path: Path) -> None:
         again = llm.generate([quiet.tokens], PARAMS, cache_salt="quiet")[0]
         assert again.token_ids == truth and again.metrics.restored_tokens == 330 // CHUNK * CHUNK
         llm.close()
+
+
+def test_quotas_of_two_tenants(tmp_path: Path) -> None:
+    """On a disk of 20 chunks acme, with two salts, keeps all of its 10; guests flood it, under a new salt each time."""
+    disk: dict[str, Any] = {"kv_offload_path": str(tmp_path / "kv"), "kv_offload_disk_size": 20.5 * BLOB / GIB}
+    with LLM("tiny", kv_cache_tokens=POOL, kv_offload_timeout_s=10.0, **disk) as llm:
+        offload = llm.engine.offload
+        assert offload is not None
+        offload.choose = forced(0.0, 0.0)
+        acme: dict[str, Any] = {"tenant": "acme", "tier_quota": 0.6}
+        quiet = Asked(0, 330, None, 0).tokens
+        truth = []
+        for salt in ("one", "two"):
+            truth += llm.generate([quiet], PARAMS, cache_salt=salt, **acme)
+            assert offload.writeback.wait(30) and offload.tiers.flush(30)
+        for number in range(12):
+            own: dict[str, Any] = {"cache_salt": f"guest {number}", "tenant": "guests", "tier_quota": 0.1}
+            llm.generate([Asked(2, 330, None, 0).tokens], PARAMS, **own)
+            assert offload.writeback.wait(30) and offload.tiers.flush(30)
+        llm.engine.cache.tree.clear()
+        (index,) = (tier._index for tier in offload.tiers.peers.agents[0].opened.tiers.tiers)  # type: ignore[attr-defined]
+        assert [blobs for _, blobs in index.usage().values()] == [10, 10], "a tenant counts once, whatever its salts"
+        for salt, first in zip(("one", "two"), truth, strict=True):
+            again = llm.generate([quiet], PARAMS, cache_salt=salt, kv_share=0.9, **acme)[0]
+            assert again.token_ids == first.token_ids and again.metrics.restored_tokens == 330 // CHUNK * CHUNK

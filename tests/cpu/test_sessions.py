@@ -183,6 +183,22 @@ def test_half_of_it_evicted_and_half_of_it_there(tmp_path: Path) -> None:
     same(run(llm, [[*session, 5]], PARAMS), truth)
 
 
+def test_what_is_loaded_is_the_tenants(tmp_path: Path) -> None:
+    """It counts for the tenant's share, and ends at its limit."""
+    llm = engine(tmp_path, kv_cache_tokens=16 * CHUNK, max_model_len=12 * CHUNK)
+    session = words(llm, 8 * CHUNK, seed=1)
+    computed(llm, session, "acme")
+    ask(llm, SaveSession("s", "acme", session, "acme"))
+    for limit, chunks in ((1.0, 8), (0.25, 4)):
+        llm.engine.cache.tree.clear()
+        request = dict(tenant="acme", cache_salt="acme", kv_share=0.25, kv_limit=limit)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), **request)  # type: ignore[arg-type]
+        assert ask(llm, LoadSession("s", "acme", "acme"))["restored_tokens"] == chunks * CHUNK
+        checked(llm)
+        accounts = llm.engine.cache.tree.accounts
+        assert accounts is not None and accounts.named["acme"].owned == chunks
+
+
 def test_as_many_from_the_beginning_as_fit(tmp_path: Path) -> None:
     big = engine(tmp_path)
     session = words(big, 10 * CHUNK, seed=1)

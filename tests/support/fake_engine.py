@@ -218,6 +218,7 @@ class FakeEngine:
         priority: int = 0,
         kv_share: float = 0.0,
         kv_limit: float = 1.0,
+        tier_quota: float | None = None,
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -226,7 +227,7 @@ class FakeEngine:
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
         self.turns.append((tenant, weight, priority))
-        self.pool_shares.append((tenant, kv_share, kv_limit))
+        self.pool_shares.append((tenant, kv_share, kv_limit, tier_quota))
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id, cache_salt)
         run.embed = embed

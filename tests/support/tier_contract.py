@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.offload.tiers.base import Read, Tier, name_of
+from headrace.offload.tiers.base import OwnQuotas, Read, Tier, name_of
 
 SIZE = 4096
 
@@ -140,6 +140,22 @@ class TierContract:
     def needs_budget(self) -> None:
         if not self.shares_budget:
             pytest.skip("the store itself keeps its budget")
+
+    def test_a_tenant_with_a_quota_of_its_own(self, tier: Tier) -> None:
+        """It keeps that much in the flood of another; once it has the common quota, both get half."""
+        self.needs_budget()
+        assert isinstance(tier, OwnQuotas)
+        tier.set_quota(b"a", 0.75)
+        for number in range(6):
+            put(tier, number, b"a")
+        for number in range(10, 30):
+            assert put(tier, number, b"b")
+        assert held(tier, range(6)) == list(range(6))
+        tier.set_quota(b"a", None)
+        put(tier, 6, b"a")
+        for number in range(30, 50):
+            put(tier, number, b"b")
+        assert len(held(tier, range(7))) == 4
 
     def test_gauges(self, tier: Tier) -> None:
         self.needs_budget()

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.kv.accounts import Account
 from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.pool import SlotPool
 from headrace.kv.tree import Node
 from headrace.offload.parked import Parked
 from headrace.offload.ranked import words
@@ -39,6 +41,7 @@ class Ranks:
     def __init__(self, ranks: int, tensor: int = 1) -> None:
         self.here = Here()
         self.sent: list[tuple[int, list[int]]] = []
+        self.payers: list[tuple[bytes, float | None]] = []
         self.peers = TierPeers(ranks, {0: cast(Any, self.here)}, self._send, tensor=tensor)
         self.storer = ChunkStorer(self.peers, PER_RANK, cast(Tiers, None))
 
@@ -46,6 +49,7 @@ class Ranks:
         command = words.command(body)
         assert isinstance(command, words.StoreChunks)
         self.sent.append((world, [chunk.slot for chunk in command.chunks]))
+        self.payers += [(chunk.tenant, chunk.quota) for chunk in command.chunks]
         self.peers.received(world, words.encode(words.ChunksStored(command.number)))
 
     def store(self, nodes: list[Node], parked: Parked | None = None) -> None:
@@ -59,6 +63,17 @@ def node(slot: int) -> Node:
 
 def parked(nodes: list[Node]) -> Parked:
     return Parked(cast(ChunkTable, None), nodes, threading.Lock())
+
+
+def test_chunks_of_an_account_are_its_own_under_every_salt() -> None:
+    ranks, account = Ranks(2), Account("acme", SlotPool(PER_RANK))
+    account.tier_quota = 0.5
+    nodes = [node(PER_RANK + number) for number in range(3)]
+    nodes[0].tenant, nodes[1].tenant, nodes[2].tenant = b"one", b"two", b"another"
+    nodes[0].account = nodes[1].account = account
+    ranks.store(nodes)
+    assert ranks.payers == [(account.mark, 0.5), (account.mark, 0.5), (b"another", None)]
+    assert account.mark != Account("globex", SlotPool(PER_RANK)).mark
 
 
 def test_messages_of_a_prompt() -> None:

@@ -90,6 +90,8 @@ def test_what_the_command_prints_is_a_file(write: Write, name: str) -> None:
         ("[tenants.a]\nkv_share = 1.5", "tenants.a.kv_share: expected float <= 1"),
         ("[tenants.a]\nkv_share = 0.5\n[tenants.b]\nkv_share = 0.5", "kv_share of all tenants is 1 together"),
         ("[tenants.a]\nkv_share = 0.5\nkv_limit = 0.4", "tenants.a: kv_share 0.5 is above its kv_limit 0.4"),
+        ("[tenants.a]\ntier_quota = -0.1", "tenants.a.tier_quota: expected float >= 0"),
+        ("[tenants.a]\ntier_quota = 0.6\n[tenants.b]\ntier_quota = 0.5", "tier_quota of all tenants is 1.1 together"),
         ("[tenants.a]\nmax_output_tokens = true", "tenants.a.max_output_tokens: expected int, got bool"),
         ("[tenants.a]\nmax_output_tokens = 99999999999999999999", "tenants.a.max_output_tokens: "),
         ("[tenants.a]\nrequest_per_minute = 1", "tenants.a: object contains unknown field request_per_minute"),

@@ -121,10 +121,10 @@ def test_making_tokens_public_needs_a_right(write: Write) -> None:
         assert running.engine.salts == [(salt_of("s", None), 128)]
 
 
-def test_a_tenants_share_of_the_pool_goes_with_its_requests(write: Write) -> None:
-    with serving(api_keys_file=write(limited("kv_share = 0.25\nkv_limit = 0.5"))) as running:
+def test_a_tenants_shares_go_with_its_requests(write: Write) -> None:
+    with serving(api_keys_file=write(limited("kv_share = 0.25\nkv_limit = 0.5\ntier_quota = 0.75"))) as running:
         assert post(running, text("hi"), ACME).status_code == 200
-        assert running.engine.pool_shares == [("acme", 0.25, 0.5)]
+        assert running.engine.pool_shares == [("acme", 0.25, 0.5, 0.75)]
 
 
 def test_requests_per_minute(write: Write) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.offload.tiers.index import TOUCHES, BlobEntry, Index, choose
+from headrace.offload.tiers.index import TOUCHES, BlobEntry, Index, choose, put_quota
 
 TENANTS = [b"a", b"b", b"c", b"d", b"e"]
 NAMES = [bytes([number]) * 33 for number in range(24)]
@@ -22,14 +22,24 @@ BUDGET = 100
 
 
 class Model(RuleBasedStateMachine):
-    """ready: blobs by use, the least recently used first. reserved: those being written."""
+    """ready: blobs by use, the least recently used first. reserved: those being written. own: quotas that differ from
+    the common one."""
 
     @initialize(quota=st.sampled_from([0.0, 0.2, 0.25, 0.5, 1.0]))
     def start(self, quota: float) -> None:
-        self.index = Index(":memory:", BUDGET, quota)
-        self.quota = int(quota * BUDGET)
+        self.own: dict[bytes, float] = {}
+        self.index = Index(":memory:", BUDGET, quota, own=self.own)
+        self.common = quota
         self.ready: list[BlobEntry] = []
         self.reserved: dict[bytes, BlobEntry] = {}
+
+    @rule(tenant=st.sampled_from(TENANTS[:3]), share=st.sampled_from([None, 0.0, 0.1, 0.4, 0.7]))
+    def agree(self, tenant: bytes, share: float | None) -> None:
+        put_quota(self.own, tenant, share)
+
+    def beyond(self, use: Counter[bytes], tenant: bytes) -> int:
+        """Bytes that it has above its quota."""
+        return use[tenant] - int(self.own.get(tenant, self.common) * BUDGET)
 
     def use(self) -> Counter[bytes]:
         use: Counter[bytes] = Counter()
@@ -66,10 +76,10 @@ class Model(RuleBasedStateMachine):
             assert sum(use.values()) > BUDGET, "more went than was needed"
             assert victim == next(entry for entry in self.ready if entry.tenant == victim.tenant), "not the oldest"
             givers = {entry.tenant for entry in self.ready}
-            above = {tenant for tenant in givers if use[tenant] > self.quota}
-            assert use[victim.tenant] == max(use[tenant] for tenant in above or givers)
-            if victim.tenant != new.tenant and use[victim.tenant] <= self.quota:
-                assert use[new.tenant] <= self.quota, "taken from one within the quota by one above"
+            beyond = {tenant: self.beyond(use, tenant) for tenant in {*givers, new.tenant}}
+            assert beyond[victim.tenant] == max(beyond[tenant] for tenant in givers)
+            if victim.tenant != new.tenant and beyond[victim.tenant] <= 0:
+                assert beyond[new.tenant] <= 0, "taken from one within the quota by one above"
             self.ready.remove(victim)
         assert sum(self.use().values()) + new.size <= BUDGET
 
@@ -78,7 +88,7 @@ class Model(RuleBasedStateMachine):
         use = self.use()
         fixed = sum(entry.size for entry in self.reserved.values())
         if fixed + size <= BUDGET:
-            assert use[tenant] + size > self.quota or sum(e.size for e in self.reserved.values()) > 0
+            assert self.beyond(use, tenant) + size > 0 or sum(e.size for e in self.reserved.values()) > 0
             left = self.without_what_may_go(tenant)
             assert left + size > BUDGET
 
@@ -86,7 +96,7 @@ class Model(RuleBasedStateMachine):
         """Bytes left once the tenant gave all and the others all above their quotas, blob by blob."""
         use = self.use()
         for entry in self.ready:
-            if entry.tenant == tenant or use[entry.tenant] > self.quota:
+            if entry.tenant == tenant or self.beyond(use, entry.tenant) > 0:
                 use[entry.tenant] -= entry.size
         return sum(use.values())
 
@@ -179,7 +189,25 @@ def oldest(blobs: dict[bytes, list[int]]) -> Any:
 )
 def test_who_gives(use: dict[bytes, int], tenant: bytes, size: int, victims: list[bytes] | None) -> None:
     blobs = {one: [10] * (amount // 10) for one, amount in use.items()}
-    chosen = choose(use, tenant, size, 100, 25, oldest(blobs))
+    chosen = choose(use, tenant, size, 100, lambda _: 25, oldest(blobs))
+    assert (None if chosen is None else [entry.tenant for entry in chosen]) == victims
+
+
+@pytest.mark.parametrize(
+    ("quotas", "use", "tenant", "victims"),
+    [
+        ({b"a": 70}, {b"a": 70, b"b": 30}, b"c", [b"b"]),  # a, the largest, is within its own
+        ({b"a": 70}, {b"a": 80, b"b": 20}, b"c", [b"a"]),
+        ({b"a": 10}, {b"a": 50, b"b": 50}, b"c", [b"a"]),  # as large as b, and further above
+        ({b"a": 70, b"b": 30}, {b"a": 70, b"b": 30}, b"c", [b"b"]),  # quotas take it all: none is nearer than c to its
+        ({b"a": 70, b"b": 30, b"c": 0}, {b"a": 70, b"b": 30}, b"c", None),
+    ],
+)
+def test_whose_own_quota_is_kept(
+    quotas: dict[bytes, int], use: dict[bytes, int], tenant: bytes, victims: list[bytes] | None
+) -> None:
+    blobs = {one: [10] * (amount // 10) for one, amount in use.items()}
+    chosen = choose(use, tenant, 10, 100, lambda one: quotas.get(one, 25), oldest(blobs))
     assert (None if chosen is None else [entry.tenant for entry in chosen]) == victims
 
 

@@ -20,7 +20,9 @@ class Account:
     """What quotas.py promises, in Python: blobs in the order of their use."""
 
     def __init__(self, budget: int, quota: int) -> None:
-        self.budget, self.quota = budget, quota
+        self.budget, self.common = budget, quota
+        self.own: dict[bytes, int] = {}
+        """Of tenants with blobs, as of their last write."""
         self.blobs: dict[bytes, tuple[bytes, int]] = {}
 
     def use(self, tenant: bytes) -> int:
@@ -31,15 +33,26 @@ class Account:
             self.blobs[name] = self.blobs.pop(name)
         return name in self.blobs
 
-    def put(self, name: bytes, tenant: bytes, size: int) -> bool:
+    def put(self, name: bytes, tenant: bytes, size: int, quota: int | None = None) -> bool:
         if self.touch(name):
             return True
+        quotas = {**self.own, tenant: self.common if quota is None else quota}
+        stored = self._put(name, tenant, size, quotas)
+        there = {owner for owner, _ in self.blobs.values()}
+        self.own = {owner: own for owner, own in self.own.items() if owner in there}
+        if stored:
+            self.own.pop(tenant, None)
+            self.own |= {} if quota is None else {tenant: quota}
+        return stored
+
+    def _put(self, name: bytes, tenant: bytes, size: int, quotas: dict[bytes, int]) -> bool:
         kept, uses = dict(self.blobs), {owner: self.use(owner) for owner, _ in self.blobs.values()}
         uses[tenant] = uses.get(tenant, 0) + size
         while sum(uses.values()) > self.budget:
             owners = {owner for owner, _ in kept.values()}
-            giver = max(owners, key=lambda owner: (uses[owner], owner == tenant, owner), default=None)
-            if giver is None or (uses[tenant] > self.quota and uses[giver] <= self.quota):
+            beyond = {owner: used - quotas.get(owner, self.common) for owner, used in uses.items()}
+            giver = max(owners, key=lambda owner: (beyond[owner], owner == tenant, owner), default=None)
+            if giver is None or (beyond[tenant] > 0 and beyond[giver] <= 0):
                 return False
             oldest = next(name for name, (owner, _) in kept.items() if owner == giver)
             uses[giver] -= kept.pop(oldest)[1]
@@ -51,7 +64,8 @@ TENANTS = [b"a", b"b:\0", b"", b"d"]
 PUT = st.tuples(st.just("put"), st.integers(0, 19), st.sampled_from(TENANTS), st.integers(1, 7))
 HAS = st.tuples(st.just("has"), st.lists(st.integers(0, 19), max_size=4))
 DROP = st.tuples(st.just("drop"), st.lists(st.integers(0, 19), max_size=2))
-STEPS = st.lists(st.one_of(PUT, PUT, PUT, PUT, HAS, DROP), min_size=8, max_size=30)
+AGREE = st.tuples(st.just("agree"), st.sampled_from(TENANTS[:2]), st.sampled_from([None, 0.0, 0.1, 0.6]))
+STEPS = st.lists(st.one_of(PUT, PUT, PUT, PUT, HAS, DROP, AGREE), min_size=8, max_size=30)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -62,10 +76,16 @@ def test_account(server: Address, steps: list[Any], share: float) -> None:
     admin.flushall()
     tier = tier_of(server[1], budget_bytes=1000, quota=share)
     account = Account(1000, int(1000 * share))
+    agreed: dict[bytes, float | None] = {}
     for kind, *rest in steps:
         if kind == "put":
             index, tenant, size = rest[0], rest[1], 100 * rest[2]  # equal sums are likely
-            assert tier.put(NAMES[index], tenant, [bytes(size)]) == account.put(NAMES[index], tenant, size)
+            own = agreed.get(tenant)
+            expected = account.put(NAMES[index], tenant, size, None if own is None else int(1000 * own))
+            assert tier.put(NAMES[index], tenant, [bytes(size)]) == expected
+        elif kind == "agree":
+            agreed[rest[0]] = rest[1]
+            tier.set_quota(*rest)
         elif kind == "has":
             names = [NAMES[index] for index in rest[0]]
             assert tier.has(names) == [account.touch(name) for name in reversed(names)][::-1]
@@ -89,6 +109,8 @@ def books_agree(admin: Any, account: Account) -> None:
     owners = {owner for owner, _ in account.blobs.values()}
     uses = dict(admin.zrange(remote.PREFIX + b"use", 0, -1, withscores=True))
     assert uses == {owner: account.use(owner) for owner in owners}
+    quotas = {owner: b"%d" % own for owner, own in account.own.items() if owner in owners}
+    assert admin.hgetall(remote.PREFIX + b"quota") == quotas
     for owner in owners:
         order = [b"raw:" + name for name, (of, _) in account.blobs.items() if of == owner]
         assert admin.zrange(remote.PREFIX + b"lru:" + owner, 0, -1) == order

@@ -276,10 +276,11 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         priority: int = 0,
         kv_share: float = 0.0,
         kv_limit: float = 1.0,
+        tier_quota: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
         one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
-        turn. tenant, weight, priority: see LLM.generate; kv_share, kv_limit: of the pool (docs/cache.md).
+        turn. tenant, weight, priority, kv_share, kv_limit, tier_quota: see LLM.generate.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -293,7 +294,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
             Request(
                 name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed,
                 tenant=tenant, weight=weight, priority=priority,
-                kv_share=kv_share, kv_limit=kv_limit,
+                kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota,
             )
         )  # fmt: skip
         unfinished = set(range(params.n))

@@ -37,7 +37,6 @@ from headrace.types import (
     Request,
     SamplingParams,
     TokenLogprobs,
-    check_turn,
 )
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -100,6 +99,9 @@ class LLM(metaclass=PublicNames):
         tenant: str = "",
         weight: float = 1.0,
         priority: int | Sequence[int] = 0,
+        kv_share: float = 0.0,
+        kv_limit: float = 1.0,
+        tier_quota: float | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers each prompt (a text, texts, or lists of token ids), in order, all computed together.
@@ -107,6 +109,8 @@ class LLM(metaclass=PublicNames):
         cache_salt: requests share cached prefixes only with the same salt, but for the first public_prefix_tokens.
         tenant, weight: whose turns these prompts take, and its share beside others'; priority: within the tenant, lower
         ones are computed first; a list has one for each prompt (docs/fairness.md).
+        kv_share, kv_limit: of the pool, that the tenant's chunks keep, and take at most (docs/cache.md); tier_quota: of
+        each tier, that they keep; None: kv_tenant_quota (docs/offload.md).
         progress: tell on stderr how far it is (prompts, tokens per second, cached share) and what it came to; default:
         for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
@@ -121,11 +125,12 @@ class LLM(metaclass=PublicNames):
         priorities: list[int] = list(priority) if isinstance(priority, list | tuple) else [priority] * len(texts)  # type: ignore[list-item]
         if len(priorities) != len(texts):
             raise InvalidRequest(f"{len(texts)} prompts but {len(priorities)} numbers in priority", "priority")
-        requests = []
-        for prompt, p, place in zip(texts, params, priorities, strict=True):
-            check_turn(tenant, weight, place)
-            requests.append(self._request(prompt, p, cache_salt, public_prefix_tokens))
-            requests[-1].tenant, requests[-1].weight, requests[-1].priority = tenant, weight, place
+        own: dict[str, Any] = dict(tenant=tenant, weight=weight)
+        own |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota)
+        requests = [
+            self._request(prompt, p, cache_salt, public_prefix_tokens, priority=place, **own)
+            for prompt, p, place in zip(texts, params, priorities, strict=True)
+        ]
         outputs = self._run(requests, sys.stderr.isatty() and len(requests) > 1 if progress is None else progress)
         for output, prompt in zip(outputs, texts, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
@@ -141,6 +146,9 @@ class LLM(metaclass=PublicNames):
         tenant: str = "",
         weight: float = 1.0,
         priority: int | Sequence[int] = 0,
+        kv_share: float = 0.0,
+        kv_limit: float = 1.0,
+        tier_quota: float | None = None,
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -154,6 +162,7 @@ class LLM(metaclass=PublicNames):
         prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations(messages)]
         sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
         sharing |= dict(tenant=tenant, weight=weight, priority=priority)
+        sharing |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota)
         return self.generate(prompts, sampling_params, **sharing, progress=progress)
 
     def score(
@@ -256,12 +265,14 @@ class LLM(metaclass=PublicNames):
         finally:
             self.engine.on_logits = before
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int) -> Request:
+    def _request(
+        self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int, **own: Any
+    ) -> Request:
         self._must_be_open()
         tokens = self._tokens(prompt)
         params = self.capacity.check(tokens, params)
         self._shapes.check(params, self.tokenizer, self.capacity)
-        return self._checked_request(tokens, params, salt, public)
+        return self._checked_request(tokens, params, salt, public, **own)
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -271,10 +282,11 @@ class LLM(metaclass=PublicNames):
         return self.tokenizer.encode(prompt)
 
     def _checked_request(
-        self, tokens: list[int], params: SamplingParams, salt: str | None, public: int, embed: bool = False
+        self, tokens: list[int], params: SamplingParams, salt: str | None, public: int, embed: bool = False, **own: Any
     ) -> Request:
+        """own: further fields of a Request."""
         self._count += 1
-        return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic(), embed)
+        return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic(), embed, **own)
 
     def _must_be_open(self) -> None:
         if self._closed:

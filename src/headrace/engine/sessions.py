@@ -104,7 +104,7 @@ class Sessions:
         check_name(call.name)
         self._check_tokens(call.tokens)
         offload = self._tiers(call)
-        table = self._open_table(call.tokens, call.salt, call.public_tokens)
+        table = self._open_table(call.tokens, call)
         try:
             core.cache.reuse(table)
             state = self._encoded_state(table) if offload is None else None
@@ -134,7 +134,7 @@ class Sessions:
             if reader.metadata.salt != self._mark(call.salt):
                 raise InvalidRequest(f"no session {call.name!r} is saved under this cache_salt", "name", NOT_FOUND)
             self._check_tokens(reader.tokens, "name")
-            table = self._open_table(reader.tokens, call.salt, call.public_tokens)
+            table = self._open_table(reader.tokens, call)
             try:
                 if reader.metadata.place == "tier":
                     chunks = yield from self._found(core, self._tiers(call), table)
@@ -143,7 +143,7 @@ class Sessions:
                 core.cache.reuse(table)
                 if core.cache.states is not None and table.length < reader.sizes.chunks * CHUNK:
                     core.cache.close(table)
-                    table = self._open_table(reader.tokens, call.salt, call.public_tokens)
+                    table = self._open_table(reader.tokens, call)
                 why = yield from self._fill(core, reader, table)
                 good = (node.digest is not None and node.complete for node in table.nodes)
                 chunks = next((i for i, there in enumerate(good) if not there), len(table.nodes))
@@ -180,10 +180,13 @@ class Sessions:
             told = f"sessions_dir {str(self.folder.root)!r}: {error.strerror or error}"
             raise InvalidRequest(told, None, NO_STORAGE) from None
 
-    def _open_table(self, tokens: list[int], salt: str | None, public_tokens: int) -> ChunkTable:
+    def _open_table(self, tokens: list[int], call: SaveSession | LoadSession) -> ChunkTable:
         """With one token more, so that the last whole chunk of the session may be taken as well."""
-        namespace = self._namespace(len(tokens))
-        return self._cache.open([*tokens, 0], salt=salt, public_tokens=public_tokens, namespace=namespace)
+        namespace, accounts = self._namespace(len(tokens)), self._cache.tree.accounts
+        account = None if accounts is None else accounts.named.get(call.tenant)
+        return self._cache.open(
+            [*tokens, 0], salt=call.salt, public_tokens=call.public_tokens, namespace=namespace, account=account
+        )
 
     def _let_go(self, table: ChunkTable) -> None:
         if table in self._cache.tables or table in self._cache.parked:
@@ -227,10 +230,10 @@ class Sessions:
         """Puts the chunks of the file behind those of the table. Why it ended before the last; empty if it did not."""
         cache, total = core.cache, reader.sizes.chunks
         while (first := len(table.nodes)) < total:
-            if not cache.available:
+            if not cache.available_for(table.account):
                 core.below.make_room()
-            count = min(PIECE, total - first, cache.available)
-            nodes = cache.take_loose([0] * count) if count else None
+            count = min(PIECE, total - first, cache.available_for(table.account))
+            nodes = cache.take_loose([0] * count, table.account) if count else None
             if not nodes:
                 return "the pool has no room for more: raise kv_cache_tokens"
             digests = [table.digest(chunk) for chunk in range(first, first + count)]

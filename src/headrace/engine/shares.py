@@ -112,13 +112,16 @@ class Shares:
             self.scheduler.max_sequences = min(self._most_sequences, free)
 
     def _follow(self, request: Request) -> None:
-        """Share and limit of a tenant are those of its latest request, as far as requests under way leave them."""
+        """Share, limit and quota of a tenant are those of its latest request; of the pool, as far as requests under way
+        leave them."""
         total, account = self.cache.pool.total, self.account(request)
         share, limit = int(request.kv_share * total), max(1, int(request.kv_limit * total))
-        if account is None and (not request.tenant or (not share and limit == total)):
+        asks = share or limit < total or request.tier_quota is not None
+        if account is None and not (request.tenant and asks):
             return
         if account is None:
             account = self.cache.tree.open_account(request.tenant)
+        account.tier_quota = request.tier_quota
         if (account.share, account.limit) != (share, limit):
             self._change(account, share, limit)
 

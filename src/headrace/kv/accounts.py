@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from typing import Any
 
 from headrace.kv.pool import SlotPool
@@ -60,10 +61,13 @@ class Account:
     """All numbers are chunks. share: protected from others; limit: the most that may be owned.
 
     owned: of the tenant, held or idle, with a name or without. before: public chunks that some of these follow.
+    mark: stands for the tenant in the tiers below; tier_quota: its own there, a share of each; None: the common one.
     """
 
     def __init__(self, name: str, pool: SlotPool) -> None:
         self.name = name
+        self.mark = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, person=b"account").digest()
+        self.tier_quota: float | None = None
         self.share, self.limit = 0, pool.total
         self.owned = self.before = 0
         self.idle = IdleOrder(pool)
@@ -116,6 +120,8 @@ class Accounts:
 
     def available_on(self, rank: int, account: Account | None) -> int:
         """Slots of the rank that it can have for sure."""
+        if self._pool.ranks == 1:
+            return self.available_for(account)
         own = 0 if account is None else account.idle.count(rank)
         found = self._pool.free_of(rank) + self.nobody.idle.count(rank) + own
         return found if account is None else min(found, account.left)

@@ -68,9 +68,9 @@ class KVCache:
         """Chunks that can be had without preempting anybody."""
         return self.tree.available
 
-    def available_on(self, rank: int) -> int:
-        """Chunks of the rank that anybody can have without preempting anybody."""
-        return self.tree.available_on(rank)
+    def available_on(self, rank: int, account: Account | None = None) -> int:
+        """Chunks of the rank that the account, or anybody, can have without preempting anybody."""
+        return self.tree.available_on(rank, account)
 
     def available_for(self, account: Account | None) -> int:
         """Chunks that the account, or whoever has none, can have without preempting anybody."""

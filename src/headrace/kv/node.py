@@ -45,5 +45,10 @@ class Node:
         self.onward: Node | None = None
 
     @property
+    def payer(self) -> bytes:
+        """For whom tiers count it: all of an account together, else the salt."""
+        return self.tenant if self.account is None else self.account.mark
+
+    @property
     def complete(self) -> bool:
         return self.writer is None

@@ -80,7 +80,7 @@ class StoredStates:
             self._stored.add(digest)
         if lacking:
             self.home.fetch(node.state)
-            offer(self.tiers, lacking, name, node.tenant, self.codec.encode(node.state, digest))
+            offer(self.tiers, lacking, name, node.payer, self.codec.encode(node.state, digest))
 
     def store_idle(self) -> bool:
         """Stores one state that is not stored, unless enough waits to be written; False if there is none."""

@@ -125,6 +125,7 @@ class ServedEngine(Protocol):
         priority: int = 0,
         kv_share: float = 0.0,
         kv_limit: float = 1.0,
+        tier_quota: float | None = None,
     ) -> AsyncIterator[Delta]: ...
 
     async def call(self, call: EngineCall) -> Answer: ...

@@ -262,6 +262,7 @@ class Job:
             priority=self.priority,
             kv_share=self.tenant.rules.kv_share,
             kv_limit=self.tenant.rules.kv_limit,
+            tier_quota=self.tenant.rules.tier_quota,
         )
 
     def _note_queued(self) -> None:

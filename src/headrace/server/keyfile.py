@@ -40,7 +40,8 @@ class Rules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     salt: keeps its cached chunks apart from all others' (None: its name). weight: its share where there is not enough
     for all. max_prompt_tokens, max_output_tokens: of one request in all. public_prefix_tokens: its requests may have
     that field. metrics: its keys may read /metrics. kv_share: of the KV pool, that its chunks keep against all others';
-    kv_limit: of the pool, that they take at most.
+    kv_limit: of the pool, that they take at most. tier_quota: of each tier, that its chunks keep; None: the
+    common kv_tenant_quota.
     """
 
     salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -54,6 +55,7 @@ class Rules(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     metrics: bool = False
     kv_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     kv_limit: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    tier_quota: Annotated[float, Meta(ge=0, le=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,9 @@ def _check_shares(rules: dict[str, Rules]) -> None:
     together = sum(each.kv_share for each in rules.values())
     if together > MOST_SHARED + 1e-9:
         raise ValueError(f"kv_share of all tenants is {together:g} together, more than {MOST_SHARED}: lower some")
+    together = sum(each.tier_quota or 0.0 for each in rules.values())
+    if together > 1 + 1e-9:
+        raise ValueError(f"tier_quota of all tenants is {together:g} together, more than 1: lower some")
     for name, each in rules.items():
         if each.kv_share > each.kv_limit:
             raise ValueError(f"tenants.{name}: kv_share {each.kv_share:g} is above its kv_limit {each.kv_limit:g}")

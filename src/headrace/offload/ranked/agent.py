@@ -250,6 +250,7 @@ class TierAgent:
         self._fence()()
         opened = self.opened
         codec, tiers = opened.storing if parked is None else opened.codec, opened.tiers
+        tiers.set_quota(chunk.tenant, chunk.quota)
         named: dict[BlobKind, bytes] = {"k": self._share.of(chunk.digest)}
         if codec.keeps_activations and chunk.activations and self._turns.mine(chunk.chunk):
             named["x"] = chunk.digest

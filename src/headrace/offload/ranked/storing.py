@@ -78,7 +78,8 @@ class ChunkStorer:
         assert node.digest is not None
         slot = node.slot % self.per_rank
         place = node.number if self.peers.tensor > 1 else 0
-        return words.ChunkToStore(slot, node.digest, node.tenant, sure, in_memory, node.activations, place)
+        quota = None if node.account is None else node.account.tier_quota
+        return words.ChunkToStore(slot, node.digest, node.payer, sure, in_memory, node.activations, place, quota)
 
 
 class AllTiers:

@@ -38,7 +38,7 @@ class WantedHere(NamedTuple):
 class ChunkToStore(NamedTuple):
     """sure: asks every tier whether it has the chunk, not only those in memory. in_memory: gives it to these alone.
     activations: whether its slot has them, too, on the tensor rank whose turn it is. chunk: its number in a sequence,
-    by which that goes."""
+    by which that goes. quota: the tenant's own, of each tier; None: the common one."""
 
     slot: int
     digest: bytes
@@ -47,6 +47,7 @@ class ChunkToStore(NamedTuple):
     in_memory: bool = False
     activations: bool = False
     chunk: int = 0
+    quota: float | None = None
 
 
 class LayerProjection(NamedTuple):

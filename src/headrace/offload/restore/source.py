@@ -109,7 +109,7 @@ class StoredChunks:
     def ways(self, table: ChunkTable, first: int, found: Sequence[FoundChunk]) -> list[list[FoundChunk]]:
         """Ways in which chunks first, first + 1, ... of a table can come, each as far as it goes: on which ranks."""
         begun = table.owner(first - 1) if first % BLOCK_CHUNKS else None
-        room = [self.cache.available_on(rank) for rank in range(self.peers.ranks)]
+        room = [self.cache.available_on(rank, table.account) for rank in range(self.peers.ranks)]
         return [
             [each._replace(rank=rank) for each, rank in zip(found, owners, strict=False)]
             for owners in placements(first, [each.on for each in found], room, begun)

@@ -19,8 +19,8 @@ from headrace.stats import TierStats
 from headrace.types import CHUNK
 
 __all__ = [
-    "BlobFormat", "BlobKind", "BlobParts", "HeadShare", "Lender", "Part", "Read", "Tier", "TierStats", "flat",
-    "name_of", "tokens_of",
+    "BlobFormat", "BlobKind", "BlobParts", "HeadShare", "Lender", "OwnQuotas", "Part", "Read", "Tier", "TierStats",
+    "flat", "name_of", "tokens_of",
 ]  # fmt: skip
 
 BlobKind = Literal["k", "x", "s"]
@@ -87,6 +87,14 @@ class Lender(Protocol):
 
     def give_back(self, names: Sequence[bytes]) -> None:
         """Nobody reads any more what was lent of these, each as often as a part of it was."""
+
+
+@runtime_checkable
+class OwnQuotas(Protocol):
+    """A tier in which a tenant may have another quota than the common one."""
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        """Of the budget, 0 to 1, from the next `put` on; None: the common quota."""
 
 
 class Tier(Protocol):

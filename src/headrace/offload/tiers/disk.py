@@ -23,7 +23,7 @@ from headrace.offload.tiers import disk_check
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, flat
 from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, tenant_mark
 from headrace.offload.tiers.health import Health
-from headrace.offload.tiers.index import BlobEntry, Index
+from headrace.offload.tiers.index import BlobEntry, Index, put_quota
 from headrace.planner.machine import PieceRate
 
 T = TypeVar("T")
@@ -63,7 +63,8 @@ class DiskTier:
                 raise ValueError(f"{path} is not a directory; name one, or one to be made, in kv_offload_path")
         self.format: BlobFormat = format
         self._files = BlobFiles(root)
-        self._settings = (budget_bytes, quota, timeout_s)
+        self._quotas: dict[bytes, float] = {}
+        self._settings = (budget_bytes, quota, timeout_s, self._quotas)
         self._timeout = timeout_s
         self._open_files = OpenFiles(descriptors())
         self._health = Health(f"KV on disk, {root}", budget_bytes, retry_s)
@@ -77,6 +78,9 @@ class DiskTier:
     def has(self, names: Sequence[bytes]) -> list[bool]:
         none = [False] * len(names)
         return none if self._closed else self._ask(lambda index: index.has(names), none)
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        put_quota(self._quotas, tenant_mark(tenant), share)
 
     def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         if self._closed:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import HostTierSettings
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Part, Read, TierStats, flat
-from headrace.offload.tiers.index import BlobEntry, Index
+from headrace.offload.tiers.index import BlobEntry, Index, put_quota
 from headrace.planner.machine import PieceRate
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ class HostTier:
     ) -> None:
         self.format: BlobFormat = format
         self._allocate = allocate
-        self._index = Index(":memory:", budget_bytes, quota, timeout_s=60.0)
+        self._quotas: dict[bytes, float] = {}
+        self._index = Index(":memory:", budget_bytes, quota, timeout_s=60.0, own=self._quotas)
         self._lock = threading.Lock()  # of all below; never held while a blob is copied
         self._buffers: dict[bytes, HostBuffer] = {}
         self._readers: defaultdict[bytes, int] = defaultdict(int)
@@ -66,6 +67,10 @@ class HostTier:
     def has(self, names: Sequence[bytes]) -> list[bool]:
         with self._lock:
             return [False] * len(names) if self._closed else self._index.has(names)
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        with self._lock:
+            put_quota(self._quotas, tenant, share)
 
     def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         views = [flat(part) for part in parts]

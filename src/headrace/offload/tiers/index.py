@@ -3,9 +3,10 @@
 Room is given back in two steps, so that no lock is held while a blob is written: `reserve` takes the victims out and
 counts the new blob, which is invisible until `commit`.
 
-Which blob is evicted (`choose`): the least recently used of the largest user, the new blob counted. The largest user is
-above the quota if any tenant is. So a tenant alone may fill the budget, and a tenant within its quota loses a blob to
-another only if that one stays within its quota too (more tenants than quotas fit); else the new blob is refused.
+Which blob is evicted (`choose`): the least recently used of the tenant that is furthest above its quota, the new blob
+counted; where nobody is above, of the one nearest to it. With the common quota that is the largest user. So a tenant
+alone may fill the budget, and a tenant within its quota loses a blob to another only if that one stays within its quota
+too (more tenants than quotas fit); else the new blob is refused.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -37,6 +39,17 @@ BATCH = 500
 """Names in one statement; old builds of SQLite allow 999 values."""
 
 
+NO_QUOTAS: Mapping[bytes, float] = MappingProxyType({})
+
+
+def put_quota(quotas: dict[bytes, float], tenant: bytes, share: float | None) -> None:
+    """Notes a tenant's own quota; None: it has none."""
+    if share is None:
+        quotas.pop(tenant, None)
+    else:
+        quotas[tenant] = share
+
+
 class Reservation(NamedTuple):
     """granted: the blob may be written, and must be committed or cancelled; `victims` are out of the index by now.
     present: it is there already. Neither: it cannot be had, or somebody is writing it."""
@@ -54,12 +67,13 @@ def choose(
     tenant: bytes,
     size: int,
     budget: int,
-    quota: int,
+    quota: Callable[[bytes], int],
     oldest: Callable[[bytes], Iterator[BlobEntry]],
 ) -> list[BlobEntry] | None:
     """Victims, in order, that make room for `size` bytes more of `tenant`; None if there can be none.
 
-    use: bytes by tenant. oldest: a tenant's blobs that may go, least recently used first; asked once per tenant.
+    use: bytes by tenant. quota: a tenant's, in bytes. oldest: a tenant's blobs that may go, least recently used first;
+    asked once per tenant.
     """
     use = {**use, tenant: use.get(tenant, 0) + size}
     queues: dict[bytes, Iterator[BlobEntry]] = {}
@@ -67,8 +81,8 @@ def choose(
     able = set(use)
     excess = sum(use.values()) - budget
     while excess > 0:
-        giver = max(able, key=lambda one: (use[one], one == tenant, one), default=None)
-        if giver is None or (use[tenant] > quota and use[giver] <= quota):
+        giver = max(able, key=lambda one: (use[one] - quota(one), one == tenant, one), default=None)
+        if giver is None or (use[tenant] > quota(tenant) and use[giver] <= quota(giver)):
             return None
         entry = next(queues.setdefault(giver, oldest(giver)), None)
         if entry is None:
@@ -83,21 +97,25 @@ def choose(
 class Index:
     """Safe to call from several threads, and a file by several processes, which then share the budget.
 
-    path: a file, or ":memory:". quota: share of the budget, 0 to 1. Every method may raise sqlite3.Error and
-    nothing else: for a file that is damaged (SQLite's types are not binding: any column may hold anything), of another
-    schema, full, held by another process for longer than timeout_s, or without an end to its answer.
+    path: a file, or ":memory:". quota: share of the budget, 0 to 1; own: of tenants that have another.
+
+    Every method may raise sqlite3.Error and nothing else: for a file that is damaged (SQLite's types are not binding:
+    any column may hold anything), of another schema, full, held by another process for longer than timeout_s, or
+    without an end to its answer.
 
     A use seen by `has` is written with the next change, so that `has` only reads; until then other processes do not
     know of it, and kill -9 forgets it.
     """
 
-    def __init__(self, path: str, budget_bytes: int, quota: float, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self, path: str, budget_bytes: int, quota: float, timeout_s: float = 1.0, own: Mapping[bytes, float] = NO_QUOTAS
+    ) -> None:
         if budget_bytes < 1:
             raise ValueError(f"a tier needs a budget of at least 1 byte, got {budget_bytes}; give it room or leave it")
         if not 0 <= quota <= 1:
             raise ValueError(f"the quota is a share of the budget, between 0 and 1, got {quota}")
         self.budget = budget_bytes
-        self.quota = int(quota * budget_bytes)
+        self._common, self._own = quota, own
         self._timeout = timeout_s
         self._beside = [f"{path}{suffix}" for suffix in ("-journal", "-wal")] if path != ":memory:" else []
         self._lock = threading.Lock()
@@ -209,7 +227,10 @@ class Index:
 
     def _victims(self, tenant: bytes, size: int) -> list[BlobEntry] | None:
         use = {tenant: size for tenant, (size, _) in use_of(self._db).items()}
-        return choose(use, tenant, size, self.budget, self.quota, self._oldest)
+        return choose(use, tenant, size, self.budget, self._quota, self._oldest)
+
+    def _quota(self, tenant: bytes) -> int:
+        return int(self._own.get(tenant, self._common) * self.budget)
 
     def _oldest(self, tenant: bytes) -> Iterator[BlobEntry]:
         sql = "SELECT name, tenant, bytes FROM blobs WHERE tenant = ? AND ready = 1 ORDER BY used"

@@ -5,10 +5,12 @@ Keys, all beginning with the tier's prefix; a member is what follows the prefix 
     of           hash: member -> "BYTES:TENANT"; "" -> bytes of all; "#" -> the clock, which counts uses
     use          sorted set: tenant -> bytes
     lru:TENANT   sorted set: member -> clock of its last use
+    quota        hash: tenant -> bytes, of tenants with blobs that have another quota than the common one
 
-Whose blob goes when room is needed is the rule of the other tiers (tiers.index): of the tenants above their quota,
-the new blob counted, the largest user's; where nobody is above, the largest user's; that tenant's least recently used.
-What would push a tenant above its quota takes nothing from one that is within. A write looks at all tenants' sums.
+Whose blob goes when room is needed is the rule of the other tiers (tiers.index): the least recently used of the tenant
+that is furthest above its quota, the new blob counted; where nobody is above, of the one nearest to it. What would push
+a tenant above its quota takes nothing from one that is within. A write looks at all tenants' sums. It brings its own
+tenant's quota, which stays for the writes of others, of any engine; `quota` lost, the common one is theirs meanwhile.
 
 The server may lose any of these keys (FLUSHALL, its own eviction), and other clients may write what they like into
 them. A key of another type is deleted, which is a loss; a sum or a clock that is no number starts again. `use` and
@@ -24,7 +26,7 @@ local function typed(key, kind)
   if redis.call('TYPE', key).ok ~= kind then redis.call('DEL', key) end
   return key
 end
-local of, use = typed(p .. 'of', 'hash'), typed(p .. 'use', 'zset')
+local of, use, quota = typed(p .. 'of', 'hash'), typed(p .. 'use', 'zset'), typed(p .. 'quota', 'hash')
 local function lru(tenant) return typed(p .. 'lru:' .. tenant, 'zset') end
 local function whole(text, digits)
   if text and #text <= digits and string.find(text, '^%d+$') then return tonumber(text) end
@@ -48,7 +50,10 @@ if not whole(redis.call('HGET', of, '#') or '0', 15) then restart() end
 local function tick() return redis.call('HINCRBY', of, '#', 1) end
 local function take(tenant, bytes)
   redis.call('HINCRBY', of, '', 0 - bytes)
-  if (tonumber(redis.call('ZINCRBY', use, 0 - bytes, tenant)) or 0) <= 0 then redis.call('ZREM', use, tenant) end
+  if (tonumber(redis.call('ZINCRBY', use, 0 - bytes, tenant)) or 0) <= 0 then
+    redis.call('ZREM', use, tenant)
+    redis.call('HDEL', quota, tenant)
+  end
 end
 local function used()
   local uses, sum, flat = {}, 0, redis.call('ZRANGE', use, 0, -1, 'WITHSCORES')
@@ -102,17 +107,25 @@ return {there, gauges()}
 PUT = (
     _COMMON
     + """
-local member, writer, blob = ARGV[2], ARGV[3], ARGV[6]
-local budget, quota, size = tonumber(ARGV[4]), tonumber(ARGV[5]), #ARGV[6]
-local function larger(a, b, uses)
-  if uses[a] ~= uses[b] then return uses[a] > uses[b] end
+local member, writer, blob = ARGV[2], ARGV[3], ARGV[7]
+local budget, common, own, size = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], #ARGV[7]
+local function quotas(uses)
+  local found = {}
+  for tenant in pairs(uses) do found[tenant] = common end
+  local flat = redis.call('HGETALL', quota)
+  for i = 1, #flat, 2 do found[flat[i]] = whole(flat[i + 1], 15) or common end
+  found[writer] = tonumber(own) or common
+  return found
+end
+local function larger(a, b, beyond)
+  if beyond[a] ~= beyond[b] then return beyond[a] > beyond[b] end
   if a == writer or b == writer then return a == writer end
   return a > b
 end
-local function giver(uses, able)
+local function giver(beyond, able)
   local found
   for tenant in pairs(able) do
-    if not found or larger(tenant, found, uses) then found = tenant end
+    if not found or larger(tenant, found, beyond) then found = tenant end
   end
   return found
 end
@@ -139,17 +152,19 @@ local function victims(rebuilt)
   end
   uses[writer] = (uses[writer] or 0) + size
   excess = excess + size - budget
-  local able, taken, list = {}, {}, {}
-  for tenant in pairs(uses) do able[tenant], taken[tenant] = true, 0 end
+  local able, taken, list, beyond, limits = {}, {}, {}, {}, quotas(uses)
+  for tenant in pairs(uses) do
+    able[tenant], taken[tenant], beyond[tenant] = true, 0, uses[tenant] - limits[tenant]
+  end
   while excess > 0 do
-    local from = giver(uses, able)
-    if not from or (uses[writer] > quota and uses[from] <= quota) then return nil end
+    local from = giver(beyond, able)
+    if not from or (beyond[writer] > 0 and beyond[from] <= 0) then return nil end
     local oldest = redis.call('ZRANGE', lru(from), taken[from], taken[from])[1]
     if oldest then
       local _, bytes = entry(oldest)
       list[#list + 1] = {from, oldest}
       taken[from] = taken[from] + 1
-      uses[from], excess = uses[from] - bytes, excess - bytes
+      uses[from], beyond[from], excess = uses[from] - bytes, beyond[from] - bytes, excess - bytes
     elseif uses[from] > (from == writer and size or 0) and not rebuilt then
       rebuild()
       return victims(true)
@@ -175,9 +190,10 @@ for _, victim in ipairs(list) do evict(victim[1], victim[2]) end
 redis.call('SET', p .. member, blob)
 redis.call('HSET', of, member, size .. ':' .. writer)
 take(writer, -size)
+if tonumber(own) then redis.call('HSET', quota, writer, own) else redis.call('HDEL', quota, writer) end
 redis.call('ZADD', lru(writer), tick(), member)
 return {1, 1, #list, gauges()}
 """
 )
-"""ARGV: prefix, member, tenant, budget and quota in bytes, blob. Returns 1 or 0 for stored now and for there now,
-blobs evicted, bytes of all, blobs."""
+"""ARGV: prefix, member, tenant, in bytes the budget, the common quota and the tenant's own or '', blob. Returns 1 or 0
+for stored now and for there now, blobs evicted, bytes of all, blobs."""

@@ -23,6 +23,7 @@ from headrace.logs import shown
 from headrace.offload.tiers import quotas, redis_connection
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, flat
 from headrace.offload.tiers.breaker import Breaker
+from headrace.offload.tiers.index import put_quota
 from headrace.offload.tiers.resp_protocol import (
     MOST,
     DeadlineCall,
@@ -81,7 +82,8 @@ class RemoteTier:
         if not 0 <= quota <= 1:
             raise ValueError(f"quota must be between 0 and 1, got {quota}")
         self.format, self.timeout_s, self.budget_bytes = format, timeout_s, budget_bytes
-        self._quota = int(quota * (budget_bytes or 0))
+        self._common = quota
+        self._quotas: dict[bytes, float] = {}
         self._redis = redis_connection.redis_module()
         self._call = DeadlineCall()
         self._pool = redis_connection.pool_of(url, timeout_s, self._call, self._redis)
@@ -143,6 +145,9 @@ class RemoteTier:
 
         self._exchange([asking(read) for read in reads], take)
 
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        put_quota(self._quotas, tenant, share)
+
     def put(self, name: bytes, tenant: bytes, parts: BlobParts) -> bool:
         views = [flat(part) for part in parts]
         size = sum(map(len, views))
@@ -157,7 +162,11 @@ class RemoteTier:
         """Whether the blob is there now, and whether it was not before."""
         if self.budget_bytes is None:
             return True, self._ask(redis_connection.packed((b"SETNX", self._key(name)), views), IntegerReply(1)) == 1
-        arguments = [self._member(name), tenant, b"%d" % self.budget_bytes, b"%d" % self._quota]
+        common, own = (
+            b"" if share is None else b"%d" % int(share * self.budget_bytes)
+            for share in (self._common, self._quotas.get(tenant))
+        )
+        arguments = [self._member(name), tenant, b"%d" % self.budget_bytes, common, own]
         stored, there, evicted, *gauges = self._script(quotas.PUT, arguments, (1, 1, MOST, MOST, MOST), views)
         self._count(evictions=evicted)
         self._gauge(*gauges)

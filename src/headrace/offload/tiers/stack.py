@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from headrace.offload.tiers.base import BlobFormat, BlobParts, Lender, Read, Tier, TierStats
+from headrace.offload.tiers.base import BlobFormat, BlobParts, Lender, OwnQuotas, Read, Tier, TierStats
 from headrace.offload.tiers.writer import Write, Writer
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Tiers:
         self.tiers, self.timeout_s = tuple(tiers), timeout_s
         self._writers = [None if tier.in_memory else Writer(tier, queue_bytes) for tier in tiers]
         self._probed = [TierStats() for _ in tiers]
+        self._quotas: dict[bytes, float | None] = {}
 
     def format(self, index: int) -> BlobFormat:
         return self.tiers[index].format
@@ -84,6 +85,15 @@ class Tiers:
         """That tier, if it lends what it holds."""
         tier = self.tiers[index]
         return tier if isinstance(tier, Lender) else None
+
+    def set_quota(self, tenant: bytes, share: float | None) -> None:
+        """Of each tier's budget, that nobody else can take from a tenant; None: the common quota."""
+        if self._quotas.get(tenant) == share:
+            return
+        self._quotas[tenant] = share
+        for tier in self.tiers:
+            if isinstance(tier, OwnQuotas):
+                tier.set_quota(tenant, share)
 
     def offer(self, index: int, name: bytes, tenant: bytes, parts: BlobParts, size: int) -> bool:
         """Gives a blob of `size` bytes to that tier: written now (in memory) or queued. False: dropped, and counted.
