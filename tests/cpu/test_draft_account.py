@@ -45,7 +45,7 @@ class OnPaper:
 class Drafter:
     """A DraftModel that takes time and computes nothing. cost: of a pass, as a part of a step."""
 
-    longest = 1 << 20
+    longest, again = 1 << 20, False
 
     def __init__(self, clock: Clock, cost: float) -> None:
         self.clock, self.cost = clock, cost
@@ -93,7 +93,7 @@ def answered(clock: Clock, speculator: ModelSpeculator, together: int, right: Ca
 
 
 def time_of(
-    monkeypatch: pytest.MonkeyPatch, cost: float, share: float, together: int, rounds: int = 40
+    monkeypatch: pytest.MonkeyPatch, cost: float, share: float, together: int, rounds: int = 20
 ) -> tuple[float, Any]:
     """Seconds beside those without drafts."""
     clock, random = Clock(), Random(1)
