@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +53,10 @@ class Drafter:
 
     def catch_up(self, sequences: Iterable[OnPaper], most: int) -> int:
         first = next(iter(sequences))
-        count = min(most, first.lacking)
-        first.length += count
-        self.clock.now += count * self.cost * STEP_S / AS_MANY
-        return count
+        tokens = min(most, first.lacking)
+        first.length += tokens
+        self.clock.now += tokens * self.cost * STEP_S / AS_MANY
+        return tokens
 
     def draft(self, sequences: list[OnPaper], note: Callable[[int, float], None]) -> None:
         for _ in range(max(len(each.sequence.draft) for each in sequences)):
@@ -119,6 +120,16 @@ def test_what_does_not_pay_costs_two_percent_at_most(
 def test_what_pays_is_used(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, stats = time_of(monkeypatch, 0.1, 0.9, together)
     assert taken < 0.7 and stats.accepted > 2000
+
+
+def test_the_first_wrong_drafts_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one answer."""
+    clock, compared = Clock(), count(1)
+    monkeypatch.setattr(model_speculator, "time", clock)
+    monkeypatch.setattr(model_speculator, "DraftedSequence", OnPaper)
+    speculator = ModelSpeculator(Drafter(clock, 0.1), 8, 1 << 20)  # type: ignore[arg-type]
+    answered(clock, speculator, 1, lambda: next(compared) > 3)
+    assert speculator.stats.accepted > ANSWER // 2
 
 
 def test_what_did_not_pay_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,8 @@ class ModelSpeculator(Speculator):
             shares, most = [each.acceptance.share for each in ready], [each.most for each in ready]
             cost = self.cost.of_pass(decoding)
             counts, _ = places(max(1, decoding), shares, most, self.cost.row, cost, self.again)
+        if self.on_trial and not self.cost.stale:
+            counts = [max(1, count) for count in counts]
         for each, count in zip(ready, counts, strict=True):
             each.sequence.draft = [UNKNOWN] * count
             if not count:
@@ -101,7 +103,7 @@ class ModelSpeculator(Speculator):
 
     @property
     def on_trial(self) -> bool:
-        """Whether too little was drafted to judge."""
+        """Whether too little was drafted to judge: so long one token at least is drafted for each sequence."""
         return self.stats.drafted < TRIAL
 
     def _catch_up(self, late: list[Tried], ready: list[Tried], decoding: int) -> None:
