@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -45,17 +46,17 @@ class OnPaper:
 class Drafter:
     """A DraftModel that takes time and computes nothing. cost: of a pass, as a part of a step."""
 
-    longest = 1 << 20
+    longest, again = 1 << 20, False
 
     def __init__(self, clock: Clock, cost: float) -> None:
         self.clock, self.cost = clock, cost
 
     def catch_up(self, sequences: Iterable[OnPaper], most: int) -> int:
         first = next(iter(sequences))
-        count = min(most, first.lacking)
-        first.length += count
-        self.clock.now += count * self.cost * STEP_S / AS_MANY
-        return count
+        tokens = min(most, first.lacking)
+        first.length += tokens
+        self.clock.now += tokens * self.cost * STEP_S / AS_MANY
+        return tokens
 
     def draft(self, sequences: list[OnPaper], note: Callable[[int, float], None]) -> None:
         for _ in range(max(len(each.sequence.draft) for each in sequences)):
@@ -93,7 +94,7 @@ def answered(clock: Clock, speculator: ModelSpeculator, together: int, right: Ca
 
 
 def time_of(
-    monkeypatch: pytest.MonkeyPatch, cost: float, share: float, together: int, rounds: int = 40
+    monkeypatch: pytest.MonkeyPatch, cost: float, share: float, together: int, rounds: int = 20
 ) -> tuple[float, Any]:
     """Seconds beside those without drafts."""
     clock, random = Clock(), Random(1)
@@ -119,6 +120,16 @@ def test_what_does_not_pay_costs_two_percent_at_most(
 def test_what_pays_is_used(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken, stats = time_of(monkeypatch, 0.1, 0.9, together)
     assert taken < 0.7 and stats.accepted > 2000
+
+
+def test_the_first_wrong_drafts_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one answer."""
+    clock, compared = Clock(), count(1)
+    monkeypatch.setattr(model_speculator, "time", clock)
+    monkeypatch.setattr(model_speculator, "DraftedSequence", OnPaper)
+    speculator = ModelSpeculator(Drafter(clock, 0.1), 8, 1 << 20)  # type: ignore[arg-type]
+    answered(clock, speculator, 1, lambda: next(compared) > 3)
+    assert speculator.stats.accepted > ANSWER // 2
 
 
 def test_what_did_not_pay_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from tests.support.checkpoints import (
     TheirsOf,
     seeds_for_rounding,
 )
-from tests.support.drafting import answered, drafts_from
+from tests.support.drafting import answered, drafts_from, free_model
 from tests.support.greedy_answers import greedy_behind
 from tests.support.traces import run, same
 
@@ -88,3 +88,16 @@ def test_every_schedule_gives_the_same_bits(kind: str, backend: str, folder_of: 
     drafts_from(drafting, [answered(one, trace) for one, trace in zip(prompts, truth, strict=True)])
     same(run(drafting, prompts, params), truth)
     assert drafting.engine.stats().speculation.accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "falcon_rw"])
+def test_a_draft_model_of_the_family(kind: str, folder_of: FolderOf) -> None:
+    """bf16: windows and caps, ALiBi. A model that drafts for itself is always right."""
+    prompts = [prompt(200), prompt(200)[:150] + prompt(60, seed=1), prompt(5, seed=3)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    truth = run(engine(folder_of(kind), "bfloat16"), prompts, params)
+    drafting = engine(folder_of(kind), "bfloat16", speculative=str(folder_of(kind)))
+    free_model(drafting)
+    same(run(drafting, prompts, params), truth)
+    stats = drafting.engine.stats().speculation
+    assert stats.accepted == stats.drafted > 20

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.engine.sequence import Slice
 from headrace.types import CHUNK, Request
 from tests.support.checkpoints import VOCAB
-from tests.support.drafting import answered, drafts_from
+from tests.support.draft_checkpoints import random_draft
+from tests.support.drafting import answered, draft_model_says, drafts_from, free_model
 from tests.support.hybrid_checkpoints import KINDS, make_checkpoint
 from tests.support.offloading import counters, forced, watched
 from tests.support.ranked_offloading import close, over_ranks
@@ -106,6 +108,72 @@ def test_drawn_tokens_and_their_log_probabilities(folder: Path) -> None:
     told = [[(one.token_ids, one.logprobs) for one in each.outputs] for each in engine(folder).generate(given, params)]
     known = [prompt + ids for prompt, each in zip(given, told, strict=True) for ids, _ in each]
     llm = drafting(folder, known)
+    drawn = llm.generate(given, params)
+    assert [[(one.token_ids, one.logprobs) for one in each.outputs] for each in drawn] == told
+    assert llm.engine.stats().speculation.accepted > 40
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_draft("llama", tmp_path_factory.mktemp("draft"), vocab_size=VOCAB)
+
+
+def draft_chunks(llm: LLM) -> dict[Any, list[torch.Tensor]]:
+    """What a draft model, or a model itself, has of chunks of the tree: their digest -> K and V of all layers."""
+    loaded: Any = llm.engine.loaded
+    storage = loaded.executor.storage if loaded.draft is None else loaded.draft.runner.storage
+    nodes = [node for node in llm.engine.cache.tree.nodes.values() if node.drafted or loaded.draft is None]
+    return {node.digest: [each[node.slot] for pool in storage.pools for each in pool.tensors] for node in nodes}
+
+
+def drafts_behind_repeated_rows(llm: LLM) -> list[Slice]:
+    """Grows by the slices with a draft that compute again what stood before a wrong one."""
+    speculator: Any = llm.engine.speculator
+    found: list[Slice] = []
+    complete = speculator.complete
+
+    def watched(slices: list[Slice]) -> None:
+        found.extend(part for part in slices if part.sequence.draft and part.length - part.drafted > 1)
+        complete(slices)
+
+    speculator.complete = watched
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_tokens": 1280, "recurrent_states": 18}, {"num_speculative_tokens": 3, "max_batch_tokens": 96}],
+    ids=["roomy", "preempted", "cut"],
+)
+def test_a_draft_model_without_recurrent_layers(
+    settings: dict[str, Any], folder: Path, draft: Path, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drafts behind tokens that the model computes again, and has the keys and values that it would have alone."""
+    traces, known = truth
+    draft_model_says(monkeypatch, known)
+    llm = engine(folder, speculative=str(draft), **settings)
+    free_model(llm)
+    repeats = drafts_behind_repeated_rows(llm)
+    same(run(llm, prompts(), LONG), traces)
+    assert len(repeats) > 20
+    stats, alone = llm.engine.stats(), LLM(str(draft), dtype="bfloat16", kv_cache_tokens=8192)
+    alone.engine.cache.identity = llm.engine.cache.identity  # so that chunks of the same tokens have the same names
+    assert 40 < stats.speculation.accepted < stats.speculation.drafted
+    assert (stats.scheduler.preemptions > 0) == ("recurrent_states" in settings)
+    alone.generate(known, replace(LONG, max_tokens=1))
+    own, drafted = draft_chunks(alone), draft_chunks(llm)
+    assert len(own.keys() & drafted.keys()) == len(drafted) > 5
+    for digest, tensors in drafted.items():
+        assert all(torch.equal(one, two) for one, two in zip(tensors, own[digest], strict=True))
+
+
+def test_a_draft_model_of_drawn_tokens(folder: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, given = replace(SEEDED, n=2), prompts()[2:6]
+    told = [[(one.token_ids, one.logprobs) for one in each.outputs] for each in engine(folder).generate(given, params)]
+    known = [prompt + ids for prompt, each in zip(given, told, strict=True) for ids, _ in each]
+    draft_model_says(monkeypatch, known)
+    llm = engine(folder, speculative=str(draft))
+    free_model(llm)
     drawn = llm.generate(given, params)
     assert [[(one.token_ids, one.logprobs) for one in each.outputs] for each in drawn] == told
     assert llm.engine.stats().speculation.accepted > 40

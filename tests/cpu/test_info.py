@@ -18,12 +18,13 @@ from headrace.doctor import expected
 from headrace.doctor.info import info, parameters
 from headrace.doctor.model import kv_bytes, room
 from headrace.engine.capacity import model_folder
-from headrace.engine.footprint import AUTO_SHARE
+from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES
 from headrace.models.config import read_config
 from headrace.models.files import weight_files
 from headrace.models.sizes import weight_bytes
 from headrace.types import CHUNK
 from tests.support.checkpoints import KINDS, FolderOf
+from tests.support.draft_checkpoints import random_draft
 from tests.support.gguf_files import q4_k_m, theirs, write_gguf
 from tests.support.hybrid_checkpoints import build_model, make_checkpoint
 
@@ -138,3 +139,29 @@ def test_of_experts_in_a_file(folder_of: FolderOf, tmp_path: Path, monkeypatch: 
     assert found["expected"]["decode tokens/s"] == pytest.approx(speed, abs=1e-3)
     status, text = told(model, "--expert-offload-path", str(tmp_path), "--expert-memory-size", "64KiB")
     assert status == 0 and "experts in a file" in text
+
+
+def test_of_a_draft_model(folder_of: FolderOf, tmp_path: Path) -> None:
+    """It is named, and its weights and its part of each token leave less memory."""
+    draft = random_draft("llama", tmp_path / "d")
+    alone, free = info(EngineConfig(model="tiny"), free=1 << 28), 1 << 28
+    found = info(EngineConfig(model="tiny", speculative=str(draft)), free=free)
+    facts = read_config(draft)
+    weights, each = weight_bytes(facts, "bfloat16"), kv_bytes(facts)["bf16"]
+    assert found["draft"] == {
+        "name": str(draft), "architecture": "LlamaForCausalLM", "parameters": parameters(facts),
+        "weights bytes": weights, "KV bytes per token": each,
+    }  # fmt: skip
+    own = kv_bytes(read_config("src/headrace/assets/tiny"))["bf16"]
+    least = free - found["memory"]["weights bytes"]
+    assert found["memory"]["KV tokens that fit in the free memory"] == f"{(least - weights) // (own + each):,}"
+    assert alone["memory"]["KV tokens that fit in the free memory"] == f"{least // own:,}" and "draft" not in alone
+    enough = PROCESS_BYTES + found["memory"]["weights bytes"] + weights
+    for memory in (enough, enough - 1):
+        told_of = info(EngineConfig(model="tiny", speculative=str(draft)), free=memory)
+        assert told_of["memory"]["fits"] == (memory == enough)
+    status, text = told("tiny", "--speculative", str(draft))
+    said = " ".join(text.split())
+    assert status == 0 and "draft model" in said and f"of weights, {each:,} bytes of KV per token" in said
+    status, text = told("tiny", "--speculative", str(folder_of("llama")))
+    assert status == 2 and "a vocabulary of 320 tokens" in text

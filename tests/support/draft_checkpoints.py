@@ -29,7 +29,7 @@ def noisy(folder: Path, noise: float = 0.15) -> Path:
 
 
 def random_draft(family: str, folder: Path, **fields: int) -> Path:
-    """A random model of the shipped one's vocabulary, without a tokenizer."""
+    """A random model of the shipped one's vocabulary, or of another size, without a tokenizer."""
     torch.manual_seed(0)
     sizes = SIZES | fields
     made: PreTrainedModel

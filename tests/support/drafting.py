@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from headrace import LLM
+from headrace.engine.executor import Computed
+from headrace.engine.sequence import SequenceState
+from headrace.engine.speculation import draft_model
 from tests.support.traces import Trace
 
 
@@ -54,3 +59,14 @@ def free_model(llm: LLM) -> None:
     cost.rest = lambda: None
     cost.of_token = lambda sequences: 0.0
     cost.account.affords = lambda seconds: True
+
+
+def draft_model_says(monkeypatch: pytest.MonkeyPatch, known: Sequence[Sequence[int]]) -> None:
+    """Has a draft model say, whatever it computes, what an oracle does, as long as that knows: about half is right."""
+    oracle, computes = Oracle(known), draft_model.last_tokens
+
+    def said(computed: Computed) -> dict[SequenceState, int]:
+        found = computes(computed)
+        return {own: (oracle.propose(own.tokens + own.draft, 1) or [found[own]])[0] for own in found}
+
+    monkeypatch.setattr(draft_model, "last_tokens", said)

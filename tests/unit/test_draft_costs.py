@@ -24,22 +24,30 @@ pytestmark = pytest.mark.unit
 SHARES = st.floats(0.0, 1.0)
 
 
-def speed(decoding: int, shares: list[float], taken: list[int], row: float, draft: float) -> float:
-    """Tokens to a second with these drafts, beside those without."""
+def speed(decoding: int, shares: list[float], taken: list[int], row: float, draft: float, again: bool = False) -> float:
+    """Tokens to a second with these drafts, beside those without. again: rows before a wrong one are computed again."""
     tokens = decoding + sum(share**place for share, count in zip(shares, taken, strict=True)
                             for place in range(1, count + 1))  # fmt: skip
-    seconds = 1.0 + row * sum(taken) + draft * max(taken, default=0)
+    rows = sum(taken) + again * sum(right * share**right * (1 - share)
+                                    for share, count in zip(shares, taken, strict=True)
+                                    for right in range(count))  # fmt: skip
+    seconds = 1.0 + row * rows + draft * max(taken, default=0)
     return tokens / seconds / decoding
 
 
-@given(st.lists(st.tuples(SHARES, st.integers(0, 8)), min_size=1, max_size=6), st.floats(0, 0.3), st.floats(0.01, 1))
+@given(
+    st.lists(st.tuples(SHARES, st.integers(0, 8)), min_size=1, max_size=6),
+    st.floats(0, 0.3),
+    st.floats(0.01, 1),
+    st.booleans(),
+)
 def test_drafts_are_no_longer_than_they_may_be_and_never_slower(
-    each: list[tuple[float, int]], row: float, draft: float
+    each: list[tuple[float, int]], row: float, draft: float, again: bool
 ) -> None:
     shares, most = [share for share, _ in each], [count for _, count in each]
-    taken, faster = places(len(each), shares, most, row, lambda rows: draft)
+    taken, faster = places(len(each), shares, most, row, lambda rows: draft, again)
     assert all(count <= limit for count, limit in zip(taken, most, strict=True))
-    assert faster >= 1 and faster == pytest.approx(speed(len(each), shares, taken, row, draft))
+    assert faster >= 1 and faster == pytest.approx(speed(len(each), shares, taken, row, draft, again))
 
 
 @given(SHARES, st.integers(0, 8), st.floats(0.0, 0.3), st.floats(0.01, 1.0))

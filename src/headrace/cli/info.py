@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console
 
@@ -52,6 +53,8 @@ def _rows(found: Facts) -> Iterator[tuple[str, str]]:
         "KV per token",
         f"{memory['KV bytes per token (bf16)']} bytes in bf16, {memory['KV bytes per token (int8)']} in int8",
     )
+    if "draft" in found:
+        yield "draft model", _draft(found["draft"])
     if "recurrent states" in memory:
         each = sized(memory["bytes of a recurrent state"])
         yield "recurrent states", f"{memory['recurrent states']:,} of {each} each"
@@ -61,6 +64,11 @@ def _rows(found: Facts) -> Iterator[tuple[str, str]]:
         yield "experts", found["expected"]["experts"]
     yield "a layer", found["expected"]["a layer"]
     yield from _speed(found)
+
+
+def _draft(facts: dict[str, Any]) -> str:
+    named = f"{facts['name']}: {facts['architecture']}, {short(facts['parameters'])} parameters"
+    return f"{named}, {sized(facts['weights bytes'])} of weights, {facts['KV bytes per token']:,} bytes of KV per token"
 
 
 def _speed(found: Facts) -> Iterator[tuple[str, str]]:

@@ -191,6 +191,7 @@ def info(
     expert_memory_size: Annotated[
         str | None, typer.Option(metavar="GIB", help="Memory for the experts used most, while all lie in a file.")
     ] = None,
+    speculative: Annotated[str | None, typer.Option(metavar="MODEL", help="A draft model, and its memory.")] = None,
 ) -> None:
     """What a model is, what it needs, and how fast it runs here.
 
@@ -201,7 +202,7 @@ def info(
 
     run(
         model, as_json, quantization=quantization, dtype=dtype, kv_cache_dtype=kv_cache_dtype,
-        expert_offload_path=expert_offload_path, expert_memory_size=expert_memory_size,
+        expert_offload_path=expert_offload_path, expert_memory_size=expert_memory_size, speculative=speculative,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from headrace.doctor import machine
 from headrace.doctor.expected import expect
 from headrace.doctor.model import room, shape_of
 from headrace.engine.capacity import model_folder
+from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.footprint import PROCESS_BYTES
 from headrace.engine.outside import ExpertsOutside
 from headrace.models.config import ModelConfig, read_config
@@ -26,12 +27,16 @@ def info(config: EngineConfig, free: int | None = None) -> Facts:
     """Facts of the settings' model, whether it fits here or not. free: bytes of memory, if not this machine's.
 
     Times a few layers of random weights, which takes seconds. Raises ValueError for a folder that is none of a model's,
-    UnsupportedModel for what is not implemented, ValueError where quantised weights are to be rounded again.
+    UnsupportedModel for what is not implemented, ValueError where quantised weights are to be rounded again, or a draft
+    model does not go with the model.
     """
     folder = model_folder(config.model.folder)
     facts, paths = read_config(folder), weight_files(folder)
     refuse_rounding(facts, config.model.quantization)
     free = host.memory_available() if free is None else free
+    draft = DraftFacts.of(config)
+    if draft is not None:
+        draft.check(facts)
     weights = weight_bytes(facts, compute_type(facts, config.model.dtype), config.model.quantization)
     outside = ExpertsOutside.of(config, facts, free)
     rate = None if outside is None else read_rate(outside.folder)
@@ -48,12 +53,24 @@ def info(config: EngineConfig, free: int | None = None) -> Facts:
         "memory": {
             "weights bytes": weights,  # that stay in memory
             "free bytes": free,
-            "fits": weights + PROCESS_BYTES <= free,
+            "fits": weights + PROCESS_BYTES + (0 if draft is None else draft.weight_bytes) <= free,
             **({} if outside is None else {"experts in a file, bytes": outside.outside, "of these kept": outside.kept}),
             **room(facts, config, free, weights),
         },
+        **({} if draft is None else {"draft": _draft(draft)}),
         "kernels": machine.kernels(),
         "expected": _expected(facts, config, outside, rate),
+    }
+
+
+def _draft(draft: DraftFacts) -> dict[str, Any]:
+    """Of the model that drafts, whose memory comes beside the model's."""
+    return {
+        "name": draft.name,
+        "architecture": draft.model.architecture,
+        "parameters": parameters(draft.model),
+        "weights bytes": draft.weight_bytes,
+        "KV bytes per token": draft.kv_bytes_per_token,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from headrace import host
 from headrace.config import AttentionSpec, EngineConfig, config_from_env
 from headrace.engine.capacity import model_folder
+from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.footprint import AUTO_SHARE, PROCESS_BYTES, Footprint, ranks_here
 from headrace.host import GIB
 from headrace.models.config import ModelConfig, read_config
@@ -61,11 +62,15 @@ def _each(part: int, spec: AttentionSpec) -> str:
 
 def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> dict[str, Any]:
     """Tokens that fit: into the KV cache as the settings make it, and into all memory that is free; beside recurrent
-    states, if the model has some."""
+    states, if the model has some, and beside the model that drafts, if one does. weights: bytes of the model's own."""
+    draft = DraftFacts.of(config)
+    if draft is not None:
+        weights += draft.weight_bytes
+    drafts = 0 if draft is None else draft.kv_bytes_per_token
     taken = Footprint(config, facts, free, weights + PROCESS_BYTES, weights + PROCESS_BYTES)
     states, beside = taken.states(), taken.state_bytes()
     each, own = kv_bytes(facts), "fp32" if computes_in(facts, config) == "float32" else "bf16"
-    sizes = {own: each[own], "int8": each["int8"]}
+    sizes = {own: each[own] + drafts, "int8": each["int8"] + drafts}
     most = {kind: _chunks(max(0, free - weights - PROCESS_BYTES - beside) // size) for kind, size in sizes.items()}
     given = config.cache.tokens
     pool = {
@@ -82,7 +87,7 @@ def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> d
         "KV bytes per token (bf16)": f"{each['bf16']:,}",
         "KV bytes per token (int8)": f"{each['int8']:,}",
         "KV bytes per token (as computed)": f"{each[own]:,}",
-        "KV tokens that fit in the free memory": f"{max(0, free - weights) // each[own]:,}",
+        "KV tokens that fit in the free memory": f"{max(0, free - weights) // sizes[own]:,}",
         "KV cache tokens": pool[own],
         "KV cache tokens at most": most[own],
         "KV cache is sized by": "a quarter of the free memory" if given is None else "kv_cache_tokens",

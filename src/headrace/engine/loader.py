@@ -184,7 +184,7 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)
     taken = weight_bytes(sized.model, capacity.dtype, config.model.quantization)
-    draft = open_draft(config, sized.tokenizer, slots, taken, tell)
+    draft = open_draft(config, sized.tokenizer, slots, taken, states is not None, tell)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload, draft=draft)
 
 

@@ -155,20 +155,32 @@ class AnswerLengths:
         return min(most, max(self._mean - so_far, self._mean / CHEAPER))
 
 
+def repeated(place: int, share: float) -> float:
+    """Rows that a model with recurrent layers has to compute again, in the mean, if a draft of `place` tokens gets one
+    more: as `lengths` says."""
+    return place * share**place * (1 - share)
+
+
 def places(
-    decoding: int, shares: Sequence[float], most: Sequence[int], row: float, cost: Callable[[int], float]
+    decoding: int,
+    shares: Sequence[float],
+    most: Sequence[int],
+    row: float,
+    cost: Callable[[int], float],
+    again: bool = False,
 ) -> tuple[list[int], float]:
     """Tokens to draft for each of some sequences among `decoding`, whose drafts are right with these probabilities and
     may have so many tokens; and how many times faster steps are with them. row: as StepCost has it; cost: of a pass
-    over so many rows, as a part of a step without drafts."""
+    over so many rows, as a part of a step without drafts. again: as `allot` has it."""
     taken, best = [0] * len(shares), 1.0
     tokens, seconds, gains = float(decoding), 1.0, list(shares)
     going = sorted(range(len(shares)), key=lambda number: -shares[number])
     while going:
         going = [number for number in going if taken[number] < most[number]]
-        going = [number for number in going if gains[number] * seconds > tokens * row]
+        rows = {number: row * (1 + again * repeated(taken[number], shares[number])) for number in going}
+        going = [number for number in going if gains[number] * seconds > tokens * rows[number]]
         tokens += sum(gains[number] for number in going)
-        seconds += row * len(going) + (cost(len(going)) if going else 0.0)
+        seconds += sum(rows[number] for number in going) + (cost(len(going)) if going else 0.0)
         if tokens / seconds / decoding <= best:
             break
         best = tokens / seconds / decoding

@@ -46,8 +46,9 @@ class DraftedSequence:
 
     @property
     def lacking(self) -> int:
-        """Tokens that it lacks, the newest not counted."""
-        return max(0, len(self.sequence.tokens) - 1 - self.length)
+        """Tokens that it lacks of those whose chunks the sequence has now: while it decodes all but the newest, and
+        those that the model itself is to compute again."""
+        return max(0, self.sequence.computed - self.length)
 
     def follow(self) -> None:
         """Takes in the tokens and chunks that the sequence has now: what was computed of drafted tokens stays as far as
@@ -115,10 +116,11 @@ class DraftedSequence:
 
 class DraftModel:
     """runner: of the draft model, on a storage with the slots of the pool. longest: tokens that it takes. cost: of a
-    pass, as a part of a step of the model, as long as nothing is measured."""
+    pass, as a part of a step of the model, as long as nothing is measured. again: the model has recurrent layers, so
+    it computes rows again that were right before a wrong one (see `places`)."""
 
-    def __init__(self, runner: Runner, longest: int, cost: float) -> None:
-        self.runner, self.longest, self.cost = runner, longest, cost
+    def __init__(self, runner: Runner, longest: int, cost: float, again: bool = False) -> None:
+        self.runner, self.longest, self.cost, self.again = runner, longest, cost, again
 
     def catch_up(self, sequences: Iterable[DraftedSequence], most: int) -> int:
         """Computes at most so many tokens of those that it lacks, of one sequence after another. Of several sequences

@@ -34,11 +34,12 @@ class Tried:
 
 @dataclass(slots=True)
 class LastStep:
-    """The step under way. seconds: of the draft model."""
+    """The step under way. repeated: rows that the model computes again after it. seconds: of the draft model."""
 
     decoding: int = 0
     drafted: int = 0
     accepted: int = 0
+    repeated: int = 0
     seconds: float = 0.0
 
 
@@ -48,7 +49,7 @@ class ModelSpeculator(Speculator):
     cost: DraftCost
 
     def __init__(self, model: DraftModel, most: int, longest: int) -> None:
-        super().__init__("model", most, min(longest, model.longest))
+        super().__init__("model", most, min(longest, model.longest), model.again)
         self.model = model
         self.cost = DraftCost(model.cost)
         self.overall = Acceptance()
@@ -61,7 +62,7 @@ class ModelSpeculator(Speculator):
     def propose(self, running: Iterable[SequenceState]) -> None:
         """Gives the sequences that decode as many unknown tokens as are to be drafted (see `complete`)."""
         self._settle_account()
-        decoding = [sequence for sequence in running if sequence.remaining == 1 and not sequence.held]
+        decoding = [each for each in running if (each.remaining == 1 or each.forced) and not each.held]
         self._step = LastStep(len(decoding))
         tried = self._in_reach(decoding)
         late = [each for each in tried if each.drafted.lacking > AT_ONCE]
@@ -90,7 +91,10 @@ class ModelSpeculator(Speculator):
         counts = [0] * len(ready)
         if not self.cost.stale and (self.on_trial or self.cost.account.may_draft):
             shares, most = [each.acceptance.share for each in ready], [each.most for each in ready]
-            counts, _ = places(max(1, decoding), shares, most, self.cost.row, self.cost.of_pass(decoding))
+            cost = self.cost.of_pass(decoding)
+            counts, _ = places(max(1, decoding), shares, most, self.cost.row, cost, self.again)
+        if self.on_trial and not self.cost.stale:
+            counts = [max(1, count) for count in counts]
         for each, count in zip(ready, counts, strict=True):
             each.sequence.draft = [UNKNOWN] * count
             if not count:
@@ -99,7 +103,7 @@ class ModelSpeculator(Speculator):
 
     @property
     def on_trial(self) -> bool:
-        """Whether too little was drafted to judge."""
+        """Whether too little was drafted to judge: so long one token at least is drafted for each sequence."""
         return self.stats.drafted < TRIAL
 
     def _catch_up(self, late: list[Tried], ready: list[Tried], decoding: int) -> None:
@@ -122,7 +126,7 @@ class ModelSpeculator(Speculator):
     def _worth(self, tried: list[Tried], decoding: int) -> float:
         """Seconds that drafts for these should save in the rest of their answers."""
         shares, most = [each.acceptance.share for each in tried], [each.most for each in tried]
-        _, faster = places(decoding, shares, most, self.cost.row, self.cost.of_pass(decoding))
+        _, faster = places(decoding, shares, most, self.cost.row, self.cost.of_pass(decoding), self.again)
         left = [self.answers.left(each.sequence.n_output, self._left(each.sequence)) for each in tried]
         steps = sum(left) / max(1, len(left))
         return steps * (self.cost.steps.of(decoding) or 0.0) * (1 - 1 / faster)
@@ -143,6 +147,8 @@ class ModelSpeculator(Speculator):
         super().note(sequence, drafted, accepted)
         self._step.drafted += drafted
         self._step.accepted += accepted
+        if self.again and accepted < drafted:
+            self._step.repeated += accepted
         self.overall.note(drafted, accepted)
         self._tried[sequence].acceptance.note(drafted, accepted)
         self._tried[sequence].drafted.follow()
@@ -151,7 +157,7 @@ class ModelSpeculator(Speculator):
         """Notes what the drafts of the step before have brought and taken."""
         step, plain = self._step, self.cost.steps.of(self._step.decoding)
         if step.drafted and plain is not None:
-            brought = step.accepted / step.decoding - self.cost.row * step.drafted
+            brought = step.accepted / step.decoding - self.cost.row * (step.drafted + step.repeated)
             self.cost.account.saved += plain * brought - step.seconds
 
     def end(self, sequence: SequenceState) -> None:

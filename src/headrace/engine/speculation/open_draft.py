@@ -20,9 +20,9 @@ WEIGHTS = "weights of the draft model"
 
 
 def open_draft(
-    config: EngineConfig, tokenizer: Tokenizer | None, slots: int, weight_bytes: int, tell: OnPhase
+    config: EngineConfig, tokenizer: Tokenizer | None, slots: int, weight_bytes: int, again: bool, tell: OnPhase
 ) -> DraftModel | None:
-    """None where no model drafts. tokenizer, weight_bytes: of the model; slots: of the pool.
+    """None where no model drafts. tokenizer, weight_bytes: of the model; slots: of the pool; again: see DraftModel.
 
     Raises ValueError, or UnsupportedModel, for a model that cannot draft here.
     """
@@ -44,7 +44,7 @@ def open_draft(
         storage.prefault()
     log.info("drafts come from %s, which takes %s bytes a token of the pool", draft.name, draft.kv_bytes_per_token)
     cost = min(1.0, draft.weight_bytes / max(1, weight_bytes))
-    return DraftModel(Runner(decoder, storage, backend), decoder.config.max_model_len, cost)
+    return DraftModel(Runner(decoder, storage, backend), decoder.config.max_model_len, cost, again)
 
 
 def _check_tokens(draft: DraftFacts, tokenizer: Tokenizer | None) -> None:
