@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace import LLM
+from headrace.engine.speculation.lengths import StepCost
 from tests.support.traces import Trace
 
 
@@ -43,6 +44,8 @@ def free_rows(llm: LLM) -> None:
     """Has every drafted token pay, whatever the clock says."""
     speculator: Any = llm.engine.speculator
     speculator.cost.row = 0.0
+    speculator.cost.row_of = lambda sequences: 0.0
+    StepCost.note(speculator.cost, 1, 0, 1.0)  # as long as no step was seen, one without drafts is due
     speculator.cost.note = lambda *seen: None
 
 
