@@ -11,6 +11,7 @@ from headrace import LLM
 from headrace.engine.executor import Computed
 from headrace.engine.sequence import SequenceState
 from headrace.engine.speculation import draft_model
+from headrace.engine.speculation.lengths import StepCost
 from tests.support.traces import Trace
 
 
@@ -48,6 +49,8 @@ def free_rows(llm: LLM) -> None:
     """Has every drafted token pay, whatever the clock says."""
     speculator: Any = llm.engine.speculator
     speculator.cost.row = 0.0
+    speculator.cost.row_of = lambda sequences: 0.0
+    StepCost.note(speculator.cost, 1, 0, 1.0)  # as long as no step was seen, one without drafts is due
     speculator.cost.note = lambda *seen: None
 
 

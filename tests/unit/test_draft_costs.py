@@ -14,10 +14,8 @@ from headrace.engine.speculation.draft_costs import (
     AnswerLengths,
     DraftCost,
     Measured,
-    SharedAcceptance,
     places,
 )
-from headrace.engine.speculation.lengths import Acceptance
 
 pytestmark = pytest.mark.unit
 
@@ -114,17 +112,6 @@ def test_a_pass_costs_what_was_guessed_until_both_are_measured() -> None:
     assert cold.of_pass(1)(1) == pytest.approx(0.25)
     cost.token.note(0, 0.001)
     assert cost.of_token(4) == 0.001
-
-
-def test_a_new_sequence_begins_with_what_all_had_accepted() -> None:
-    overall = Acceptance()
-    for _ in range(30):
-        overall.note(4, 0)
-    fresh = SharedAcceptance(overall)
-    assert fresh.share == overall.share < 0.1
-    for _ in range(10):
-        fresh.note(4, 4)
-    assert fresh.share > 0.8
 
 
 def test_answers_go_on_as_long_as_others_did() -> None:

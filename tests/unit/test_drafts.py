@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.speculation.lengths import LEAST_ROW, USUAL_ROW, Acceptance, StepCost, allot
+from headrace.engine.speculation.lengths import Acceptance, allot
 from headrace.engine.speculation.ngram import LEAST, MOST, NgramMatcher, following
 from headrace.engine.speculation.suffix import CATCH_UP, Cursor, Remembered, SuffixAutomaton, SuffixMatcher
 
@@ -129,26 +129,6 @@ def test_a_sequence_that_does_not_repeat_itself_is_left_alone_and_tried_again() 
         acceptance.rest()
         waited += 1
     assert 50 < waited < 1000
-
-
-def test_the_cost_of_rows_is_measured_beside_steps_without() -> None:
-    """On a machine that becomes twice as slow meanwhile."""
-    cost = StepCost()
-    for step in range(400):
-        slow, drafted = 1 + step / 400, step % 3
-        cost.note(4, drafted, 0.03 * slow * (1 + 0.08 * drafted))
-    assert 0.07 < cost.row < 0.1
-    for _ in range(400):
-        cost.note(4, 2, 0.001)
-    assert cost.row == LEAST_ROW and cost.stale
-    cost.note(2, 0, 0.02)
-    assert not cost.stale
-
-
-def test_a_row_costs_what_is_usual_as_long_as_nothing_is_known() -> None:
-    cost = StepCost()
-    cost.note(3, 5, 0.1)
-    assert cost.row == USUAL_ROW
 
 
 @given(st.floats(0, 1), st.integers(0, 8), st.floats(0.001, 1.0))

@@ -41,12 +41,15 @@ def gains(cases: list[Case]) -> str:
     found = {(c["text"], c["method"], c["sequences"]): c for c in cases if c["method"] in METHODS}
     counts = sorted({count for _, _, count in found})
     rows = [
-        [text, method, *(f"{found[text, method, count]['times']:.2f}" for count in counts)]
+        [text, method, *(_times(found.get((text, method, count))) for count in counts)]
         for text, method in dict.fromkeys((text, method) for text, method, _ in found)
-        if all((text, method, count) in found for count in counts)
     ]
     heads = [f"{count} together" if count > 1 else "one sequence" for count in counts]
     return table(["text", "drafts", *heads], rows)
+
+
+def _times(case: Case | None) -> str:
+    return "-" if case is None else f"{case['times']:.2f}"
 
 
 def peers(cases: list[Case]) -> str:

@@ -3,6 +3,7 @@ that does not (bench.known_answers)."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -105,12 +106,12 @@ class SpeculationBench(Benchmark):
                 for count in self.sequences:
                     self.progress(f"{text.name}, {count}")
                     yield from race.run(text, count, [WITHOUT, *self.methods], [name for name in self.engines if name])
-            for count in self.sequences if self.right else ():
-                self.progress(f"drafts that are right at times, {count}")
-                yield from race.run(RANDOM, count, [WITHOUT, *map(_oracle_name, self.right)], [])
+            for count, share in itertools.product(self.sequences, self.right):
+                self.progress(f"drafts right with {share:g}, {count}")
+                yield from race.run(RANDOM, count, [WITHOUT, _oracle_name(share)], [])
 
     def case_count(self) -> int:
-        return len(self.sequences) * (len([name for name in self.texts if name]) + bool(self.right))
+        return len(self.sequences) * (len([name for name in self.texts if name]) + len(self.right))
 
     def lengths(self) -> tuple[int, int]:
         """Tokens of documents and answers."""

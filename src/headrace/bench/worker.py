@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 class Headrace:
     """The engine in this process, driven step by step. Options are those of EngineConfig; gguf: a file to read in the
-    checkpoint's place. answers: tokens of the last run."""
+    checkpoint's place."""
 
     def __init__(self, checkpoint: Path, options: dict[str, Any]) -> None:
         import torch
@@ -26,7 +26,6 @@ class Headrace:
         settings = dict(options)
         self.engine = LLM(settings.pop("gguf", str(checkpoint)), **settings).engine
         self.count = 0
-        self.answers: list[list[int]] = []
         self.facts = {"threads": str(torch.get_num_threads()), "kernels": cpu.isa() if cpu.available() else "none"}
         self.facts["step_bytes"] = str(step_bytes(self.engine.loaded.decoder))
 
@@ -34,12 +33,11 @@ class Headrace:
         from headrace.types import Request, SamplingParams
 
         times: dict[str, list[float]] = {}
-        tokens: dict[str, list[int]] = {}
         began = time.perf_counter()
         for prompt, limit in zip(prompts, max_tokens, strict=True):
             self.count += 1
             name = str(self.count)
-            times[name], tokens[name] = [], []
+            times[name] = []
             params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
             self.engine.add(Request(name, prompt, params, arrival_s=time.monotonic()))
         while self.engine.has_work:
@@ -47,8 +45,6 @@ class Headrace:
             now = time.perf_counter() - began
             for delta in deltas:
                 times[delta.request_id] += [now] * len(delta.token_ids)
-                tokens[delta.request_id] += delta.token_ids
-        self.answers = list(tokens.values())
         return list(times.values())
 
 

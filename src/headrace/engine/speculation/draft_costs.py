@@ -18,35 +18,20 @@ from headrace.engine.speculation.lengths import (
     FORGETS,
     HEALS,
     LEAST_ROW,
+    LOAN,
     NEWER_ROW,
     USUAL_ROW,
-    Acceptance,
     StepCost,
 )
 
-LOAN = 0.01
 TRIAL = 32
 """Drafted tokens after which the account decides whether to draft."""
-TRUST = 2.0
-"""Weight, in tokens, of what all sequences had accepted, beside what one had."""
 USUAL_ANSWER = 256
 """Tokens of an answer, until some have ended."""
 COLD = 4
 """Times of each number of rows that are slow, as memory is cold."""
 CHEAPER = 8
 """As many rows as a pass over few rows costs, in a pass over many: a guess until it is measured."""
-
-
-class SharedAcceptance(Acceptance):
-    """Of one sequence, which begins with what all had accepted."""
-
-    def __init__(self, overall: Acceptance) -> None:
-        super().__init__()
-        self._overall = overall
-
-    @property
-    def share(self) -> float:
-        return (self._right + TRUST * self._overall.share) / (self._compared + TRUST)
 
 
 class Measured:
@@ -87,7 +72,7 @@ class DraftCost(StepCost):
         self.usual = usual
         self.steps, self.passes, self.token = Measured(), Measured(), Measured()
         self.account = Account()
-        self._row = USUAL_ROW
+        self.row = USUAL_ROW
 
     def note(self, sequences: int, drafted: int, seconds: float) -> None:
         super().note(sequences, drafted, seconds)
@@ -97,8 +82,7 @@ class DraftCost(StepCost):
             self.steps.note(sequences, seconds)
         elif plain is not None:
             more = min(1.0, max(LEAST_ROW, (seconds / plain - 1) / drafted))
-            self._row += NEWER_ROW * (more - self._row)
-        self.row = self._row
+            self.row += NEWER_ROW * (more - self.row)
 
     def note_pass(self, rows: int, seconds: float) -> None:
         """A pass of the draft model over so many rows."""
@@ -108,7 +92,7 @@ class DraftCost(StepCost):
     def rest(self) -> None:
         """A step in which nobody drafts."""
         self.passes.forget(HEALS)
-        self._row = self.row = self._row + (1 - HEALS) * (USUAL_ROW - self._row)
+        self.row += (1 - HEALS) * (USUAL_ROW - self.row)
 
     def of_pass(self, sequences: int) -> Callable[[int], float]:
         """Rows -> a pass as a part of a step of so many sequences without drafts."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.engine.sequence import SequenceState, Slice
-from headrace.engine.speculation.draft_costs import TRIAL, AnswerLengths, DraftCost, SharedAcceptance, places
+from headrace.engine.speculation.draft_costs import TRIAL, AnswerLengths, DraftCost, places
 from headrace.engine.speculation.draft_model import AT_ONCE, DraftedSequence, DraftModel
 from headrace.engine.speculation.lengths import Acceptance
 from headrace.engine.speculation.speculator import Speculator
@@ -52,7 +52,6 @@ class ModelSpeculator(Speculator):
         super().__init__("model", most, min(longest, model.longest), model.again)
         self.model = model
         self.cost = DraftCost(model.cost)
-        self.overall = Acceptance()
         self.answers = AnswerLengths()
         self._tried: dict[SequenceState, Tried] = {}
         self._first: set[SequenceState] = set()
@@ -80,7 +79,7 @@ class ModelSpeculator(Speculator):
             most = min(self.most, self._left(sequence)) if sequence.n_output else 0
             if most > 0:
                 if sequence not in self._tried:
-                    self._tried[sequence] = Tried(DraftedSequence(sequence), SharedAcceptance(self.overall))
+                    self._tried[sequence] = Tried(DraftedSequence(sequence), Acceptance(self.overall))
                 found.append(self._tried[sequence])
                 found[-1].most = most
                 found[-1].drafted.follow()
@@ -149,7 +148,6 @@ class ModelSpeculator(Speculator):
         self._step.accepted += accepted
         if self.again and accepted < drafted:
             self._step.repeated += accepted
-        self.overall.note(drafted, accepted)
         self._tried[sequence].acceptance.note(drafted, accepted)
         self._tried[sequence].drafted.follow()
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.engine.sequence import SequenceState, Slice
-from headrace.engine.speculation.lengths import Acceptance, StepCost, allot
+from headrace.engine.speculation.lengths import Acceptance, Credit, StepCost, allot
 from headrace.engine.speculation.ngram import NgramMatcher
 from headrace.engine.speculation.suffix import Remembered, SuffixMatcher
 from headrace.stats import SpeculationStats
@@ -34,7 +34,7 @@ class Drafting:
     """One sequence."""
 
     matcher: Matcher
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    acceptance: Acceptance
 
 
 class Speculator:
@@ -43,8 +43,11 @@ class Speculator:
 
     def __init__(self, method: str, most: int, longest: int, again: bool = False) -> None:
         self.method, self.most, self.longest, self.again = method, most, longest, again
-        self.cost = StepCost()
+        self.cost, self.credit = StepCost(), Credit()
+        self.overall = Acceptance()
+        """Of all sequences of late."""
         self.stats = SpeculationStats()
+        self._decoding = 1
         self._of: dict[SequenceState, Drafting] = {}
         self._remembered: OrderedDict[str | None, Remembered] = OrderedDict()
 
@@ -52,16 +55,21 @@ class Speculator:
         """Gives the sequences that decode their drafts for the coming step."""
         decoding = [each for each in running if (each.remaining == 1 or each.forced) and not each.held]
         drafting = [(sequence, self._drafting(sequence)) for sequence in decoding if sequence.n_output]
+        if decoding:
+            self.credit.lend()
+            self._decoding = len(decoding)
         for sequence, mine in drafting:
             most = 0 if self.cost.stale else min(self.most, self._left(sequence))
             sequence.draft = mine.matcher.propose(sequence.tokens, most) if most > 0 else []
         shares = [mine.acceptance.share for _, mine in drafting]
         drafts = [len(sequence.draft) for sequence, _ in drafting]
-        counts = allot(len(decoding), shares, drafts, self.cost.row, self.again)
+        counts = allot(len(decoding), shares, drafts, self.cost.row_of(len(decoding)), self.again, self.credit.steps)
         for (sequence, mine), count in zip(drafting, counts, strict=True):
             del sequence.draft[count:]
             if not count:
                 mine.acceptance.rest()
+        if not any(counts):
+            self.overall.rest()
 
     def complete(self, slices: Iterable[Slice]) -> None:
         """Before a step is computed: puts tokens where `propose` has only said how many. Here it has given them."""
@@ -73,7 +81,7 @@ class Speculator:
 
     def _drafting(self, sequence: SequenceState) -> Drafting:
         if sequence not in self._of:
-            self._of[sequence] = Drafting(self.matcher_of(sequence))
+            self._of[sequence] = Drafting(self.matcher_of(sequence), Acceptance(self.overall))
         return self._of[sequence]
 
     def matcher_of(self, sequence: SequenceState) -> Matcher:
@@ -92,6 +100,9 @@ class Speculator:
         self.stats.drafts += 1
         self.stats.drafted += drafted
         self.stats.accepted += accepted
+        self.overall.note(drafted, accepted)
+        rows = drafted + (accepted if self.again and accepted < drafted else 0)
+        self.credit.note(accepted / self._decoding, self.cost.row_of(self._decoding) * rows)
         if sequence in self._of:
             self._of[sequence].acceptance.note(drafted, accepted)
 
