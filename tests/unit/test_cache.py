@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.placement import Placement
 from headrace.kv.pool import SlotPool
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK, chunks_for
@@ -315,9 +316,9 @@ def _rank_not_minded(tree: PrefixTree, rank: int | None = None, account: Any = N
     return slot
 
 
-def _block_not_minded(cache: KVCache, table: ChunkTable, end: int, ask: Any, by_block: bool) -> dict[int, int]:
-    """Mutant of KVCache._asked: asks in the midst of a block too."""
-    return {chunk: ask(chunk) for chunk in range(len(table.nodes), chunks_for(end))} if ask else {}
+def _block_not_minded(placement: Placement, table: ChunkTable, end: int, ask: Any, block: int) -> dict[int, int]:
+    """Mutant of Placement.asked: asks in the midst of a block too."""
+    return {chunk: ask(chunk) for chunk in range(len(table.nodes), chunks_for(end))}
 
 
 def _given_to_another_rank(pool: SlotPool, slot: int) -> None:
@@ -334,7 +335,7 @@ MUTANTS = [
     (OneRankMachine, SlotPool, "give", _leaking_pool),
     (RanksMachine, PrefixTree, "_evict", _evicted_with_children),
     (RanksMachine, PrefixTree, "take_slot", _rank_not_minded),
-    (RanksMachine, KVCache, "_asked", _block_not_minded),
+    (RanksMachine, Placement, "asked", _block_not_minded),
     (RanksMachine, SlotPool, "give", _given_to_another_rank),
 ]
 

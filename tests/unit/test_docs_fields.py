@@ -78,7 +78,7 @@ def asked(route: Route, language: str, text: str) -> bool:
     path = re.sub(r"\\{\w+\\}", '[^/\\\\s"]+', re.escape(route.path))
     if language == "bash":
         return any(
-            re.search(rf":8000{path}(?=[\s\"]|$)", line) and ("-X DELETE" in line) == (route.method == "delete")
+            re.search(rf":8000{path}(?=[\s\"]|$)", line) and ("-X DELETE" in line) == (route.method == "DELETE")
             for line in text.splitlines()
         )
     return CALLS.get(route.name, "\0") in text or re.search(rf"[\"0]{path}\"", text) is not None

@@ -85,12 +85,12 @@ class FairnessBench(Benchmark):
         goal = None if self.quick else GOAL
         return (
             Column("policy", "policy", width=4),
-            Column("short prompts", "requests", form=","),
-            Column("TTFT median", "ttft_median_ms", "ms", ",.0f"),
+            Column("short prompts", "requests", form=",", optional=True),
+            Column("TTFT median", "ttft_median_ms", "ms", ",.0f", optional=True),
             Column("95 %", "ttft_p95_ms", "ms", ",.0f"),
             Column("most", "ttft_max_ms", "ms", ",.0f", limit=lambda case: case.get("limit_ms"), bound="at most"),
-            Column("full step", "full_ms", "ms", ",.0f"),
-            Column("prompts", "tokens_s", "tokens/s", ",.0f"),
+            Column("full step", "full_ms", "ms", ",.0f", optional=True),
+            Column("prompts", "tokens_s", "tokens/s", ",.0f", optional=True),
             Column("beside fcfs", "ratio", form=".3f", limit=lambda case: goal if case["policy"] == "fair" else None),
         )
 
