@@ -343,3 +343,12 @@ async def test_calls_are_answered_between_steps(llm: AsyncLLM) -> None:
     await asyncio.gather(running, return_exceptions=True)
     assert await llm.call(ResetPrefixCache()) >= 200 // 64, "its chunks are nobody's now"
     assert await llm.call(ResetPrefixCache()) == 0
+
+
+async def test_a_conversation_has_the_tenants_keywords_too(llm: AsyncLLM) -> None:
+    """They are the request's, and no variables of the chat template; what cannot be is refused by name."""
+    said = [{"role": "user", "content": "Hello"}]
+    assert await collect(llm.chat(said, GREEDY, tenant="acme", weight=2.0, kv_limit=0.5, priority=-1))
+    for wrong in ({"kv_share": 2.0}, {"tier_quota": -1.0}, {"weight": 0.0}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            await collect(llm.chat(said, GREEDY, **wrong))

@@ -11,10 +11,11 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from headrace.config import EngineConfig
 from headrace.engine.calls import Answer, EngineCall, PinPrefix
+from headrace.engine.tenant_keywords import TenantKeywords
 from headrace.progress import LoadPhase, OnPhase, Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import (
@@ -143,8 +144,7 @@ class FakeEngine:
         self.strategy = self.strategy_reason = self.restore_reason = ""
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
-        self.turns: list[tuple[str, float, int]] = []
-        self.pool_shares: list[tuple[str, float, float]] = []
+        self.own: list[TenantKeywords] = []
         self.scripts: list[str] = []
         self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
@@ -213,12 +213,7 @@ class FakeEngine:
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
-        tenant: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
-        kv_share: float = 0.0,
-        kv_limit: float = 1.0,
-        tier_quota: float | None = None,
+        **own: Unpack[TenantKeywords],
     ) -> AsyncIterator[Delta]:
         if not self.alive:
             raise EngineDead(self.failure or "not started")
@@ -226,8 +221,7 @@ class FakeEngine:
             raise Overloaded("the queue is full", 2.5)
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
-        self.turns.append((tenant, weight, priority))
-        self.pool_shares.append((tenant, kv_share, kv_limit, tier_quota))
+        self.own.append(own)
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = _Run(self, prompt, params, request_id, cache_salt)
         run.embed = embed

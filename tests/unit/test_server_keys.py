@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from headrace.config import EngineConfig
+from headrace.engine.tenant_keywords import TenantKeywords
 from headrace.server.app import create_app
 from headrace.server.serve import make_server
 from headrace.server.tenants import salt_of, spoken
@@ -124,7 +125,8 @@ def test_making_tokens_public_needs_a_right(write: Write) -> None:
 def test_a_tenants_shares_go_with_its_requests(write: Write) -> None:
     with serving(api_keys_file=write(limited("kv_share = 0.25\nkv_limit = 0.5\ntier_quota = 0.75"))) as running:
         assert post(running, text("hi"), ACME).status_code == 200
-        assert running.engine.pool_shares == [("acme", 0.25, 0.5, 0.75)]
+        shares = {"kv_share": 0.25, "kv_limit": 0.5, "tier_quota": 0.75}
+        assert running.engine.own == [{"tenant": "acme", "weight": 1.0, "priority": 0, **shares}]
 
 
 def test_requests_per_minute(write: Write) -> None:
@@ -395,11 +397,15 @@ def test_tenant_and_weight_are_the_keys_and_priority_is_the_requests(write: Writ
             ("/v1/responses", {"input": "x", "max_output_tokens": 1, "priority": 3}),
         ]
         for path, body in asked:
-            running.engine.turns.clear()
+            running.engine.own.clear()
             assert post(running, body, path=path).status_code == 200, path
-            assert set(running.engine.turns) == {("acme", 2.5, 3)}, path
+            assert {turn_of(own) for own in running.engine.own} == {("acme", 2.5, 3)}, path
         post(running, text(), "operator")
-        assert running.engine.turns[-1] == ("", 1.0, 0)
+        assert turn_of(running.engine.own[-1]) == ("", 1.0, 0)
+
+
+def turn_of(own: TenantKeywords) -> tuple[str, float, int]:
+    return own["tenant"], own["weight"], own["priority"]
 
 
 def test_a_full_queue_says_when_what_waits_of_the_tenant_is_done(write: Write) -> None:

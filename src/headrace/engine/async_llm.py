@@ -23,6 +23,7 @@ from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.pending_calls import PendingCalls
 from headrace.engine.structured.door import ShapeDoor
+from headrace.engine.tenant_keywords import TenantKeywords, taken_from
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
 from headrace.offload.tiers import own_disk
@@ -271,16 +272,11 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
-        tenant: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
-        kv_share: float = 0.0,
-        kv_limit: float = 1.0,
-        tier_quota: float | None = None,
+        **own: Unpack[TenantKeywords],
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
         one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
-        turn. tenant, weight, priority, kv_share, kv_limit, tier_quota: see LLM.generate.
+        turn. own: tenant, weight, priority, kv_share, kv_limit, tier_quota, as LLM.generate has them.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -291,12 +287,8 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
         stream = self._enqueue(
-            Request(
-                name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed,
-                tenant=tenant, weight=weight, priority=priority,
-                kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota,
-            )
-        )  # fmt: skip
+            Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed, **own)
+        )
         unfinished = set(range(params.n))
         try:
             if queued is not None:
@@ -325,22 +317,19 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
-        tenant: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
         **template: Any,
     ) -> AsyncGenerator[Delta, None]:
-        """Streams the answer to a conversation (messages with role and content), as generate does. Further keywords go
-        to the chat template."""
+        """Streams the answer to a conversation (messages with role and content), as generate does, with its keywords.
+        Further ones go to the chat template."""
+        own = taken_from(template)
         check_variables(template)
         self._must_live()
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
         prompt = await asyncio.to_thread(self.tokenizer.apply_chat, list(messages), **template)
         sharing: dict[str, Any] = dict(
-            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens,
-            tenant=tenant, weight=weight, priority=priority,
-        )  # fmt: skip
+            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens, **own
+        )
         async with aclosing(self.generate(prompt, params, **sharing)) as deltas:
             async for delta in deltas:
                 yield delta

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from headrace.engine.calls import Answer, EngineCall
+from headrace.engine.tenant_keywords import TenantKeywords
 from headrace.progress import OnPhase, Prefill
 from headrace.stats import EngineStats
 from headrace.types import Delta, Pooling, SamplingParams
@@ -120,12 +121,7 @@ class ServedEngine(Protocol):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
-        tenant: str = "",
-        weight: float = 1.0,
-        priority: int = 0,
-        kv_share: float = 0.0,
-        kv_limit: float = 1.0,
-        tier_quota: float | None = None,
+        **own: Unpack[TenantKeywords],
     ) -> AsyncIterator[Delta]: ...
 
     async def call(self, call: EngineCall) -> Answer: ...
