@@ -7,7 +7,6 @@ wrong positions, chunks or tokens.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.engine.footprint import Footprint
 from headrace.models.plain_config import plain_config
-from headrace.types import CHUNK, Request, Structured, UnsupportedModel
+from headrace.types import CHUNK, Structured, UnsupportedModel
 from tests.support.checkpoints import FolderOf
 from tests.support.draft_checkpoints import noisy, random_draft
-from tests.support.drafting import free_model
+from tests.support.drafting import abort_one_by_one, free_model
 from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
 from tests.support.offloading import flush, watched
 from tests.support.traces import GREEDY, engine, prompts_of, run, same, words
@@ -193,19 +192,9 @@ def _drafts(llm: LLM) -> Any:
 
 def test_abort_in_the_middle(llm: LLM) -> None:
     made = drafting("tiny")
-    core = made.engine
-    for number, prompt in enumerate(prompts_of(llm)):
-        core.add(Request(f"r-{number}", prompt, LONG, arrival_s=time.monotonic()))
-    for step in range(10):
-        core.step()
-        core.scheduler.check()
-        assert core.abort(f"r-{step}")
-        core.scheduler.check()
-    while core.has_work:
-        core.step()
-        core.scheduler.check()
-    assert core.cache.used == 0 and all_right(made)
-    assert not core.speculator._tried  # type: ignore[union-attr]
+    abort_one_by_one(made, prompts_of(llm), LONG, 10)
+    assert all_right(made)
+    assert not made.engine.speculator._tried  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"dtype": "float32"}], ids=["int8", "fp32"])

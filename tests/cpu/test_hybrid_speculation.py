@@ -11,10 +11,10 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.engine.sequence import Slice
-from headrace.types import CHUNK, Request
+from headrace.types import CHUNK
 from tests.support.checkpoints import VOCAB
 from tests.support.draft_checkpoints import random_draft
-from tests.support.drafting import answered, draft_model_says, drafts_from, free_model
+from tests.support.drafting import abort_one_by_one, answered, draft_model_says, drafts_from, free_model
 from tests.support.hybrid_checkpoints import KINDS, make_checkpoint
 from tests.support.offloading import counters, forced, watched
 from tests.support.ranked_offloading import close, over_ranks
@@ -195,19 +195,9 @@ def test_what_is_kept_of_an_answer_is_what_was_drawn(folder: Path, truth: Truth)
 
 def test_abort_in_the_middle(folder: Path, truth: Truth) -> None:
     llm = drafting(folder, truth[1], recurrent_states=20)
-    core, states = llm.engine, llm.engine.cache.states
-    assert states is not None
-    for number, prompt in enumerate(prompts()):
-        core.add(Request(f"r-{number}", prompt, LONG))
-    for step in range(12):
-        core.step()
-        core.scheduler.check()
-        assert core.abort(f"r-{step}")
-        core.scheduler.check()
-    while core.has_work:
-        core.step()
-        core.scheduler.check()
-    assert core.cache.used == 0 and not states._refs and core.stats().speculation.accepted > 0
+    abort_one_by_one(llm, prompts(), LONG, 12)
+    states = llm.engine.cache.states
+    assert states is not None and not states._refs and llm.engine.stats().speculation.accepted > 0
 
 
 def test_restored_prefixes(folder: Path, truth: Truth) -> None:

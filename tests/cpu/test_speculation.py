@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from headrace import LLM, SamplingParams
-from headrace.types import CHUNK, Request, Structured
-from tests.support.drafting import answered, drafts_from, free_rows
+from headrace.types import CHUNK, Structured
+from tests.support.drafting import abort_one_by_one, answered, drafts_from, free_rows
 from tests.support.traces import GREEDY, Trace, engine, prompts_of, run, same
 
 LONG = replace(GREEDY, max_tokens=70)
@@ -112,15 +111,5 @@ def test_what_is_kept_of_an_answer_is_what_was_drawn(llm: LLM) -> None:
 def test_abort_in_the_middle(llm: LLM) -> None:
     _, known = whole(llm)
     drafting = speculating(llm, known)
-    core = drafting.engine
-    for number, prompt in enumerate(prompts_of(llm)):
-        core.add(Request(f"r-{number}", prompt, LONG, arrival_s=time.monotonic()))
-    for step in range(12):
-        core.step()
-        core.scheduler.check()
-        assert core.abort(f"r-{step}")
-        core.scheduler.check()
-    while core.has_work:
-        core.step()
-        core.scheduler.check()
-    assert core.cache.used == 0 and core.stats().speculation.accepted > 0
+    abort_one_by_one(drafting, prompts_of(llm), LONG, 12)
+    assert drafting.engine.stats().speculation.accepted > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from headrace.engine.executor import Computed
 from headrace.engine.sequence import SequenceState
 from headrace.engine.speculation import draft_model
 from headrace.engine.speculation.lengths import StepCost
+from headrace.types import Request, SamplingParams
 from tests.support.traces import Trace
 
 
@@ -73,3 +75,19 @@ def draft_model_says(monkeypatch: pytest.MonkeyPatch, known: Sequence[Sequence[i
         return {own: (oracle.propose(own.tokens + own.draft, 1) or [found[own]])[0] for own in found}
 
     monkeypatch.setattr(draft_model, "last_tokens", said)
+
+
+def abort_one_by_one(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, steps: int) -> None:
+    """Asks all prompts, aborts one after each of so many steps, and has the others answered: nothing is left then."""
+    core = llm.engine
+    for number, prompt in enumerate(prompts):
+        core.add(Request(f"r-{number}", prompt, params, arrival_s=time.monotonic()))
+    for step in range(steps):
+        core.step()
+        core.scheduler.check()
+        assert core.abort(f"r-{step}")
+        core.scheduler.check()
+    while core.has_work:
+        core.step()
+        core.scheduler.check()
+    assert core.cache.used == 0
