@@ -81,7 +81,6 @@ def settings(case: Case, folder: Path, directory: Path, remote_url: str) -> dict
     given: dict[str, Any] = {
         "dtype": "bfloat16", "threads": 1, "context_parallel_size": ranks, "tensor_parallel_size": int(case["tensor"]),
         "prefill_strategy": case["strategy"] if ranks > 1 else "auto",
-        "scheduling_policy": "fcfs",  # whose prompts come first decides what is preempted, and what was evicted then
         "max_batch_tokens": 192 if not tight else 320 if case["strategy"] == "ring-q" else 1024,
         "kv_cache_dtype": case["kv"], "quantization": case["weights"],
         "enable_prefix_caching": case["prefixes"] == "shared",

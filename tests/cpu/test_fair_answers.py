@@ -76,6 +76,21 @@ def test_all_schedules_give_the_same_answers() -> None:
             assert llm.engine.cache.used == 0
 
 
+def test_prompts_that_begin_alike_are_not_parted_by_their_lengths() -> None:
+    """Documents with questions of many lengths, in a pool for a few of them: what is shared is found as by arrival."""
+    rng = random.Random(1)
+    documents = [[rng.randrange(10, 500) for _ in range(rng.randrange(200, 400))] for _ in range(6)]
+    prompts = [
+        text + [rng.randrange(10, 500) for _ in range(rng.randrange(5, 300))] for text in documents for _ in "1234"
+    ]
+    cached = {}
+    for policy in ("fcfs", "fair"):
+        with LLM("tiny", scheduling_policy=policy, kv_cache_tokens=1536, max_batch_tokens=256) as llm:  # type: ignore[arg-type]
+            llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+            cached[policy] = llm.engine.stats().tokens.cached
+    assert cached["fair"] == cached["fcfs"] == sum(3 * (len(text) // 64 * 64) for text in documents)
+
+
 def test_priorities_of_python_calls() -> None:
     with LLM("tiny", max_batch_tokens=64) as llm:
         prompts = [[number] * 60 for number in range(10, 14)]

@@ -92,7 +92,7 @@ def test_families(kind: str, tmp_path: Path) -> None:
 def test_preempted(folder: Path) -> None:
     given = prompts()[2:7]
     small = {"max_batch_tokens": 512, "recurrent_states": 4, "max_model_len": 512}
-    llm = ranked(folder, 2, tokens=512, **small, scheduling_policy="fcfs")
+    llm = ranked(folder, 2, tokens=512, **small)
     same(watched(llm, given, LONG), alone(folder, given, LONG))
     assert llm.engine.stats().scheduler.preemptions > 0
     close(llm)

@@ -63,9 +63,7 @@ def long_truth(llm: LLM) -> list[Trace]:
 @pytest.mark.parametrize("sharing", [True, False])
 def test_preempted_is_the_same_as_undisturbed(sharing: bool, llm: LLM, long_truth: list[Trace]) -> None:
     """Answers outgrow a small cache: sequences are preempted, chunks evicted, and everything is computed again."""
-    small = engine(
-        kv_cache_tokens=1024, max_batch_tokens=200, enable_prefix_caching=sharing, scheduling_policy="fcfs"
-    )  # which starts all it can
+    small = engine(kv_cache_tokens=1024, max_batch_tokens=200, enable_prefix_caching=sharing)
     same(run(small, prompts_of(llm), LONG), long_truth)
     stats = small.engine.stats()
     assert stats.scheduler.preemptions > 0 and (stats.kv.evictions > 0 or not sharing)

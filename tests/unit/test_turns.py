@@ -111,7 +111,7 @@ def line_of(*sequences: SequenceState, patience: int = 1000) -> TenantLine:
 
 
 def test_order_within_a_tenant() -> None:
-    """Priority, then who gave up its place, then the tokens left, then arrival."""
+    """Priority, then who gave up its place, then arrival; but a prompt with a quarter of the oldest's tokens passes."""
     long, short, also = sequence(0, 500), sequence(1, 20), sequence(2, 20)
     urgent, late, back = sequence(3, 900, -1), sequence(4, 1, 7), sequence(5, 700, preemptions=1)
     line = line_of(long, short, also, urgent, late, back)
@@ -119,6 +119,15 @@ def test_order_within_a_tenant() -> None:
     line.leave(back)
     assert line.first is urgent and back not in line.waiting
     line.check([long, short, also, urgent, late])
+    line.leave(urgent)
+    assert line.first is short
+    line.leave(short)
+    line.leave(also)
+    line.add(nearly := sequence(6, 500 // SHORTER + 1))
+    assert line.first is long, "nearly is not much shorter, and came later"
+    line.add(much := sequence(7, 500 // SHORTER))
+    assert line.first is much
+    line.check([long, late, nearly, much])
 
 
 def test_a_half_computed_prompt_is_overtaken_by_much_shorter_ones_alone() -> None:
@@ -163,6 +172,7 @@ def test_the_count_begins_anew_with_the_next_oldest() -> None:
     line.leave(third)
     line.note(third, 10)
     assert line.due is first and line.first is first and line.in_order([third, first]) == [first, third]
+    line.leave(first)
     line.end(first)
     assert line.due is None
     line.look([third])

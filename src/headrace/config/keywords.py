@@ -53,8 +53,8 @@ class SettingKeywords(TypedDict, total=False):
     """Most sequences running at once."""
 
     scheduling_policy: Literal["fair", "fcfs"]
-    """Whose prompt is computed next: fair (tenants take turns by weight; within a tenant by priority, then the
-    shortest) or fcfs (as they came)."""
+    """Whose prompt is computed next: fair (tenants take turns by weight; within a tenant by priority, then as they
+    came, much shorter ones first) or fcfs (as they came)."""
 
     seed: int
     """Seed of requests that bring none."""

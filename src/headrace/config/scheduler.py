@@ -26,8 +26,8 @@ class SchedulerSettings(SettingsRecord):
     max_sequences: int = setting(256, "Most sequences running at once.", "--max-num-seqs", check=at_least(1))
     policy: SchedulingPolicy = setting(
         "fair",
-        "Whose prompt is computed next: fair (tenants take turns by weight; within a tenant by priority, then the "
-        "shortest) or fcfs (as they came).",
+        "Whose prompt is computed next: fair (tenants take turns by weight; within a tenant by priority, then as "
+        "they came, much shorter ones first) or fcfs (as they came).",
         name="scheduling_policy",
     )
     seed: int = setting(0, "Seed of requests that bring none.")

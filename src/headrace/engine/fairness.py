@@ -3,7 +3,7 @@
 It differs from Scheduler in whose prompt is computed next (engine.turns) and in whose sequence is preempted:
 
 - Prompts: tenants take turns in tokens; what one cannot use is lent to the others in the same step. Within a tenant the
-  priority decides, then the tokens left, and no prompt is overtaken for long.
+  priority decides, then the order of arrival, but for much shorter prompts, and none is overtaken for long.
 - Places and chunks: a tenant's share is its weight's part of them, among the tenants that have sequences. A tenant
   beyond its share begins nothing that leaves no room for one that waits within its share; if there is no room, its
   latest sequences give way. A sequence gives way MOST_YIELDS times in its life; then only the order of arrival counts

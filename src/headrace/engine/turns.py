@@ -108,7 +108,8 @@ class TenantLine:
         self.running = 0
         self.tokens = 0
         self.waiting: list[SequenceState] = []
-        self._arrivals: list[SequenceState] = []
+        self._arrivals: dict[int, list[SequenceState]] = {}
+        """Those that wait by their priority, oldest first."""
         self._oldest: SequenceState | None = None
         self._overtaken = 0
 
@@ -121,17 +122,21 @@ class TenantLine:
         self.weight = sequence.request.weight
         self.tokens += sequence.remaining
         insort(self.waiting, sequence, key=place_in_line)
-        insort(self._arrivals, sequence, key=_by_arrival)
+        insort(self._arrivals.setdefault(sequence.request.priority, []), sequence, key=_by_arrival)
 
     def leave(self, sequence: SequenceState) -> None:
         """It waits no more. Called while it is as it was when it was added, without a table."""
         self.tokens -= sequence.remaining
         del self.waiting[bisect_left(self.waiting, place_in_line(sequence), key=place_in_line)]
-        del self._arrivals[bisect_left(self._arrivals, sequence.order, key=_by_arrival)]
+        alike = self._arrivals[sequence.request.priority]
+        del alike[bisect_left(alike, sequence.order, key=_by_arrival)]
+        if not alike:
+            del self._arrivals[sequence.request.priority]
 
     def look(self, started: Iterable[SequenceState]) -> None:
         """A step begins; started: prompts that are half computed."""
-        oldest = min([*started, *self._arrivals[:1]], key=_by_arrival, default=None)
+        heads = [alike[0] for alike in self._arrivals.values()]
+        oldest = min([*started, *heads], key=_by_arrival, default=None)
         if oldest is not self._oldest:
             self._oldest, self._overtaken = oldest, 0
 
@@ -152,11 +157,17 @@ class TenantLine:
 
     @property
     def first(self) -> SequenceState | None:
-        """Which waiting sequence begins next."""
+        """Which waiting sequence begins next. Of those that nothing else tells apart the oldest, unless another is much
+        shorter: prompts that come together often begin alike, and would else be parted by their lengths, and what they
+        share evicted between them."""
         due = self.due
         if due is not None and due.table is None:
             return due
-        return self.waiting[0] if self.waiting else None
+        if not self.waiting or self.waiting[0].preemptions:
+            return self.waiting[0] if self.waiting else None
+        shortest = self.waiting[0]
+        oldest = self._arrivals[shortest.request.priority][0]
+        return shortest if shortest.remaining * SHORTER <= oldest.remaining else oldest
 
     def in_order(self, started: Iterable[SequenceState]) -> list[SequenceState]:
         """Half computed prompts, as they go on."""
@@ -175,4 +186,8 @@ class TenantLine:
         """Raises AssertionError unless just these wait, in order. For tests."""
         assert self.waiting == sorted(waiting, key=place_in_line), "a line is out of order"
         assert self.tokens == sum(each.remaining for each in waiting), "tokens are miscounted"
-        assert self._arrivals == sorted(waiting, key=_by_arrival), "a line is out of order of arrival"
+        arrivals = [each for alike in self._arrivals.values() for each in alike]
+        assert sorted(arrivals, key=_by_arrival) == sorted(waiting, key=_by_arrival), "a line has lost an arrival"
+        for priority, alike in self._arrivals.items():
+            assert alike == sorted(alike, key=_by_arrival), "a line is out of order of arrival"
+            assert {each.request.priority for each in alike} == {priority}, "a line has two priorities in one"
