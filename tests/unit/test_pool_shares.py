@@ -88,10 +88,12 @@ class SharedPool(Harness):
         self.scheduler.add(sequence)
         return sequence
 
-    def pin(self, name: str, tokens: list[int], ttl_s: float, tenant: str = "", public: int = 0) -> Pin:
+    def pin(
+        self, name: str, tokens: list[int], ttl_s: float, tenant: str = "", public: int = 0, soft: bool = False
+    ) -> Pin:
         """As the handler of the call does it, beside the request that computes the prefix."""
         sequence = self.ask(prompt_to_pin(tokens), 1, tenant, public)
-        pin = self.pins.begin(name, tenant, ttl_s, self.open(SequenceState(sequence.request, 0, 0)))
+        pin = self.pins.begin(name, tenant, ttl_s, self.open(SequenceState(sequence.request, 0, 0)), soft)
         self.waiting.append((pin, sequence))
         return pin
 
@@ -105,7 +107,9 @@ class SharedPool(Harness):
 
     def follow_pins(self) -> None:
         for pin, sequence in list(self.waiting):
-            if self.pins.attach(pin):
+            if pin.over:
+                self.waiting.remove((pin, sequence))
+            elif self.pins.attach(pin):
                 self.pins.settle(pin)
                 self.waiting.remove((pin, sequence))
             elif sequence not in self.live:
@@ -183,10 +187,11 @@ class PoolMachine(RuleBasedStateMachine):
         name=st.sampled_from("xyz"),
         tenant=st.sampled_from(TENANTS),
         public=st.sampled_from([0, 128]),
+        soft=st.booleans(),
     )
-    def pin(self, chunks: int, seed: int, name: str, tenant: str, public: int) -> None:
+    def pin(self, chunks: int, seed: int, name: str, tenant: str, public: int, soft: bool) -> None:
         try:
-            self.pool.pin(name, prompt(chunks * CHUNK, seed), 60.0, tenant, public)
+            self.pool.pin(name, prompt(chunks * CHUNK, seed), 60.0, tenant, public, soft)
         except InvalidRequest as error:
             assert error.code in ("kv_pool_exceeded", "pins_full")
 
@@ -369,4 +374,47 @@ def test_a_pin_may_end_under_a_request() -> None:
     pool.now = 60.0
     pool.step()
     assert not pool.pins.chunks and pool.cache.used == 6, "the request has them still"
+    pool.end()
+
+
+def test_a_soft_pin_stays_under_a_flood_and_costs_no_request_its_room() -> None:
+    pool = SharedPool(20)
+    tokens = held(pool, "a", 8)
+    soft = pool.pin("s", tokens, 60.0, "a", soft=True)
+    while pool.live:
+        pool.step()
+    flood(pool, "b")
+    assert pool.pins.of("a") == [soft] and pool.resident(tokens, "a") == 8
+    large = pool.ask(prompt(18 * CHUNK, 5), 60, "b")
+    assert pool.live[large] == 60, "it is let in whole"
+    while pool.live:
+        assert pool.step()
+    assert soft.over and not pool.pins.of("a")
+    pool.end()
+
+
+def test_a_soft_pin_that_waits_for_its_prefix_gives_way_too() -> None:
+    pool = SharedPool(20, budget=2 * CHUNK)
+    soft = pool.pin("s", prompt(9 * CHUNK, 7), 60.0, "a", soft=True)
+    pool.step()
+    assert soft.table.nodes and not soft.whole
+    assert pool.pins.give_way() and soft.over and not pool.pins.give_way()
+    while pool.live:
+        assert pool.step()
+    assert not pool.pins.chunks and pool.cache.used == 0
+    pool.end()
+
+
+def test_soft_pins_end_for_a_firm_one() -> None:
+    pool = SharedPool(20)
+    soft = [pool.pin(name, held(pool, name, 4), 60.0, name, soft=True) for name in "ab"]
+    firm = pool.pin("f", prompt(5 * CHUNK, 9), 60.0, "c")
+    while pool.live:
+        pool.step()
+    assert [pin.over for pin in soft] == [True, False] and pool.pins.of("c") == [firm], "of ten chunks nine stay"
+    with pytest.raises(InvalidRequest, match="max_pinned_share"):
+        pool.pin("g", prompt(6 * CHUNK, 11), 60.0, "c")
+    assert not soft[1].over, "nobody gives way to what is refused"
+    while pool.live:
+        pool.step()
     pool.end()

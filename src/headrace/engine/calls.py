@@ -34,8 +34,9 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
     tenant has already it takes the place of that pin, whose time it so extends.
 
     after: the id of the request that computes them, which must have been sent before: the answer comes when it has
-    ended. Such a request has `kv.pins.prompt_to_pin(tokens)` for its prompt and its salt; empty: they are computed.
-    Refused if they are not, or with no room for them. Answer: a Pin as `kv.pins.told` has it.
+    ended. Such a request has `kv.pins.prompt_to_pin(tokens)` for its prompt and the same salt; empty: they are
+    computed. Refused if they are not, or with no room for them. soft: it ends as soon as a request needs the room.
+    Answer: a Pin as `kv.pins.Pins.told` has it.
     """
 
     id: str
@@ -45,6 +46,7 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
     salt: str | None = None
     public_prefix_tokens: int = 0
     after: str = ""
+    soft: bool = False
 
 
 class ReleasePrefix(msgspec.Struct, tag=True, frozen=True):

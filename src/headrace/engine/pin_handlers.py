@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def pin_prefix(core: EngineCore, call: PinPrefix) -> Generator[None, None, Answer]:
     """Waits, between steps, for the request that computes the prefix."""
     pins = core.pins
-    pin = pins.begin(call.id, call.tenant, call.ttl_s, _open(core, call))
+    pin = pins.begin(call.id, call.tenant, call.ttl_s, _open(core, call), call.soft)
     settled = False
     try:
         while not pins.attach(pin):
@@ -27,10 +27,12 @@ def pin_prefix(core: EngineCore, call: PinPrefix) -> Generator[None, None, Answe
                 )
                 raise InvalidRequest(told, None, "not_computed")
             yield
+            if pin.over:
+                raise InvalidRequest("a request needed the room", None, "gave_way")
         pins.settle(pin)
         settled = True
     finally:
-        if not settled:
+        if not settled and not pin.over:
             pins.drop(pin)
     return pins.told(pin, core.loaded.capacity.kv_bytes_per_token)
 

@@ -49,6 +49,8 @@ class Scheduler:
     owners: a function of (sequence, start, count), the slice that is about to be taken: who shall own its new chunks
     (see KVCache.extend), or None where the cache shall choose.
     below: what lies below the pool, with one rank.
+    give_way: may be set to a function that lets go of something in the pool that no request needs; False if there is
+    nothing left of that kind.
 
     There are at most max_batch_tokens - align + 1 sequences at a time: with a prompt among them, the others leave at
     least `align` tokens of each step, so that the first prompt in the order of arrival goes on at every step. Nor are
@@ -83,6 +85,7 @@ class Scheduler:
         self.below = NothingBelow(cache) if below is None else below
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
+        self.give_way: Callable[[], bool] = lambda: False
         self.preemptions = 0
         self._slices: dict[SequenceState, Slice] = {}
         self._budget = 0
@@ -194,10 +197,10 @@ class Scheduler:
 
     def _room(self, table: ChunkTable, least: int) -> int:
         """Tokens by which the table can be extended, after making room if they are less than `least`."""
-        room = self.cache.room(table)
-        if room < least:
+        if self.cache.room(table) < least:
             self.below.make_room()
-            room = self.cache.room(table)
+        while (room := self.cache.room(table)) < least and self.give_way():
+            pass
         return room
 
     def _take(self, sequence: SequenceState, table: ChunkTable, count: int) -> None:
@@ -232,7 +235,10 @@ class Scheduler:
         """Whether more than so many chunks can be had for the table."""
         if chunks >= self.cache.available_for(table.account):
             self.below.make_room()
-        return chunks < self.cache.available_for(table.account)
+        while chunks >= self.cache.available_for(table.account):
+            if not self.give_way():
+                return False
+        return True
 
     def _preempt_for(self, sequence: SequenceState, itself: bool = False) -> bool:
         """Preempts the latest sequence that arrived after this one, at last itself if that may be, and can leave it

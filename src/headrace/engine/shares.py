@@ -41,6 +41,7 @@ class Shares:
         self._bounded: set[str] = set()
         self._most_sequences = scheduler.max_sequences
         pins.make_way, pins.changed = self.make_way, self._leave_states
+        scheduler.give_way = pins.give_way
 
     @classmethod
     def of(
@@ -72,7 +73,7 @@ class Shares:
     def admit(self, request: Request) -> Request:
         """The request, its answer bounded if its length was left open. Raises InvalidRequest if it does not fit."""
         self._follow(request)
-        if self.cache.tree.accounts is None and not self.pins.chunks:
+        if self.cache.tree.accounts is None and not self.pins.firm_chunks:
             return request
         most = self._most(request, self.room(self.account(request)))
         if most is None:
@@ -92,7 +93,7 @@ class Shares:
 
     def make_way(self, pin: Pin) -> None:
         """Bounds open answers so that they fit beside the pin. Raises InvalidRequest if something else does not."""
-        new, bounds = self.pins.new_chunks(pin), []
+        new, bounds = self.pins.new_firm_chunks(pin), []
         for sequence in self._live():
             most = self._fitting(sequence, new, pin)
             if most is None:
@@ -154,7 +155,7 @@ class Shares:
         table = sequence.table or self._open_table(sequence)
         whole, common = len(sequence.tokens) // CHUNK if table.shares else 0, 0
         names = set() if pin is None else set(pin.names)
-        while common < whole and (self.pins.is_pinned(name := table.digest(common)) or name in names):
+        while common < whole and (self.pins.is_firm(name := table.digest(common)) or name in names):
             common += 1
         if sequence.table is None:
             self.cache.close(table)
@@ -187,7 +188,7 @@ class Shares:
 
     def _refusal(self, request: Request) -> InvalidRequest:
         account, tokens = self.account(request), len(request.prompt_token_ids) + self._asked(request)
-        room, pinned = max(0, self.room(account)) * CHUNK, self.pins.chunks * CHUNK
+        room, pinned = max(0, self.room(account)) * CHUNK, self.pins.firm_chunks * CHUNK
         told = (f"prompt and answer may have {tokens:,} tokens, and the KV pool has {room:,} for them: of "
                 f"{self.cache.pool.total * CHUNK:,} pinned prefixes hold {pinned:,}, and tenants have shares; "
                 "ask for less, release pins, lower kv_share, or raise --kv-cache-tokens")  # fmt: skip

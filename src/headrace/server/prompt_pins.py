@@ -81,6 +81,7 @@ class PromptPins:
             salt=job.cache_salt,
             public_prefix_tokens=max(job.public_prefix_tokens, job.prompts[0].public_tokens),
             after=job.prompt_id(0),
+            soft=not asked.id,
         )
         own = self._soft_of(owner)
         if not asked.id and call.id not in own and len(own) >= self.most:
