@@ -26,7 +26,7 @@ from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, TokenBatch, load_decoder
 from headrace.models.layers import OneByOne
 from headrace.models.shards import Share, cut
-from headrace.models.spec import expected
+from headrace.models.slots import expected
 from headrace.models.weights import load_weights
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost

@@ -14,7 +14,8 @@ from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import Pools, Step, StepOver
 from headrace.kernels.records import Pool, StepInputs
-from headrace.models.spec import ExpertsSpec, ModelConfig, RopeSpec, expected
+from headrace.models.slots import expected
+from headrace.models.spec import ExpertsSpec, ModelConfig, RopeSpec
 
 PLAIN = dict(norm="layer", gated=False, activation="gelu")
 BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)

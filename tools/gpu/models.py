@@ -15,7 +15,7 @@ from headrace.bench.shapes import SHAPES, CheckpointShape, write_outline
 from headrace.engine import loader
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder
-from headrace.models.spec import expected
+from headrace.models.slots import expected
 
 MODELS = {
     "S1": SHAPES["S1"],

@@ -23,7 +23,8 @@ from headrace.kernels.block import Blocks, obstacle
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch, compute_dtype
 from headrace.models.sizes import BYTES, LOOKED_UP, compute_type, weight_bytes
-from headrace.models.spec import ModelConfig, expected
+from headrace.models.slots import expected
+from headrace.models.spec import ModelConfig
 from headrace.types import CHUNK, chunks_for
 
 TOKENS = 2048

@@ -16,7 +16,7 @@ from headrace.engine.outside import ExpertsOutside
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.files import stored_types, weight_files
 from headrace.models.sizes import compute_type, refuse_rounding, weight_bytes
-from headrace.models.spec import expected
+from headrace.models.slots import expected
 from headrace.offload.weights.read_rate import read_rate
 
 Facts = dict[str, dict[str, Any]]

@@ -1,18 +1,19 @@
 """Text to token ids and back, through the model's own tokenizer and chat template.
 
 Decoding token by token needs the bytes of each token. Tokenizers whose decoder works token by token (byte-level BPE;
-the sentencepiece kinds with the space mark and byte fallback) get a rule for that here; for the others the detokenizer
-decodes small windows.
+the sentencepiece kinds with the space mark and byte fallback) have a rule for that (pieces.py); for the others the
+detokenizer decodes small windows.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.engine.pieces import piece_rule
+from headrace.engine.plain_messages import check_text, plain_messages
 from headrace.engine.templates import Renderer
 from headrace.logs import shown
 from headrace.models.files import is_gguf, read_json
@@ -28,9 +29,6 @@ _TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
 
 NO_LIMIT = 1 << 62
 """model_max_length of a tokenizer, which transformers only warns by; the model's own length is what counts."""
-
-PieceRule = Callable[[str], bytes]
-"""From a token as the vocabulary spells it to the bytes it stands for inside a text."""
 
 
 class Tokenizer:
@@ -48,7 +46,7 @@ class Tokenizer:
             )
         self._hf: Any = _load(folder)
         backend = getattr(self._hf, "backend_tokenizer", None)
-        self._rule = _piece_rule(backend.decoder) if backend is not None else None
+        self._rule = piece_rule(backend.decoder) if backend is not None else None
         self._special = {token for token, added in self._hf.added_tokens_decoder.items() if added.special}
         self._bytes: dict[int, bytes] = {}
         self._renderer = Renderer()
@@ -137,7 +135,7 @@ class Tokenizer:
 
         Raises InvalidRequest naming `param` for anything but a well-formed string.
         """
-        _check_text(text, param)
+        check_text(text, param)
         return list(self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def apply_chat(
@@ -178,7 +176,7 @@ class Tokenizer:
         self._check_template_kwargs(template_kwargs)
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise InvalidRequest("tools must be a list of JSON objects", "tools")
-        return self._render(_plain_messages(messages), add_generation_prompt, tools, template_kwargs)
+        return self._render(plain_messages(messages), add_generation_prompt, tools, template_kwargs)
 
     def warm_up(self) -> None:
         """Starts what the first conversation would wait for."""
@@ -319,111 +317,3 @@ def _try_out(made: Any) -> None:
             raise ValueError(f"{name} must be a text")
     if not isinstance(made.eos_token_id, int | None):
         raise ValueError("eos_token must be one token")
-
-
-# ---- checks of what a request brings ---------------------------------------------------------------------------------
-
-
-def _check_text(text: Any, param: str) -> None:
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{param} must be a string, got {type(text).__name__}", param)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{param} has half a surrogate pair at character {error.start}", param) from None
-
-
-def _plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages with text-only content, checked. Other fields (tool_calls, name) go to the template as they are."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InvalidRequest("messages must be a non-empty list", "messages")
-    return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _plain_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"{where} must be an object with a string `role`", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    elif content is None:
-        if message["role"] != "assistant":
-            raise InvalidRequest(f"{where}.content is missing", "messages")
-    elif not isinstance(content, str):
-        raise InvalidRequest(f"{where}.content must be a string or a list of text parts", "messages")
-    return {**message, "content": content}
-
-
-def _part_text(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise InvalidRequest(f"{where}: type {kind!r} is not supported, only 'text' is", "messages")
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequest(f"{where}.text must be a string", "messages")
-    return str(part["text"])
-
-
-# ---- bytes of a token ------------------------------------------------------------------------------------------------
-
-
-def _piece_rule(decoder: Any) -> PieceRule | None:
-    """The rule for a decoder of the tokenizers library, None where its tokens cannot be decoded one by one."""
-    if decoder is None:
-        return None
-    spec = json.loads(decoder.__getstate__())
-    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return _byte_level
-    marks = [mark for step in steps if (mark := _space_mark(step))]
-    # Strip takes a space from the beginning of the whole text, but only after Fuse; before, from every token.
-    if "Strip" in kinds and ("Fuse" not in kinds or kinds.index("Strip") < kinds.index("Fuse")):
-        return None
-    if len(marks) == 1 and all(_space_mark(step) or _is_neutral(step) for step in steps):
-        mark, fallback = marks[0], "ByteFallback" in kinds
-        return lambda piece: _marked(piece, mark, fallback)
-    return None
-
-
-def _space_mark(step: Mapping[str, Any]) -> str | None:
-    """The character that this decoder step turns into a space, if that is what it does."""
-    found: str | None = None
-    if step["type"] == "Metaspace":
-        found = step["replacement"]
-    if step["type"] == "Replace" and step["content"] == " ":
-        found = step["pattern"].get("String")
-    return found
-
-
-def _is_neutral(step: Mapping[str, Any]) -> bool:
-    """Whether the step changes nothing inside a text, but for bytes and the text's first space."""
-    if step["type"] == "Strip":
-        return bool(step["content"] == " " and step["start"] <= 1 and step["stop"] == 0)
-    return step["type"] in ("ByteFallback", "Fuse")
-
-
-def _marked(piece: str, mark: str, fallback: bool) -> bytes:
-    if fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return bytes([int(piece[3:5], 16)])
-        except ValueError:
-            pass
-    return piece.replace(mark, " ").encode()
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable ones stand for themselves, the rest from U+0100 on in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_level_alphabet()
-
-
-def _byte_level(piece: str) -> bytes:
-    """An added token with a character outside the alphabet stands for itself, as in the tokenizers library."""
-    try:
-        return bytes([_ALPHABET[char] for char in piece])
-    except KeyError:
-        return piece.encode()

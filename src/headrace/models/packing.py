@@ -17,7 +17,7 @@ from headrace.kernels.formats import Coded
 from headrace.kernels.triton import weights as gpu_weights
 from headrace.models.layers import Matrices, Weights
 from headrace.models.sizes import LOOKED_UP
-from headrace.models.spec import expert_of, is_exact
+from headrace.models.slots import expert_of, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix
 from headrace.stats import ExpertStats
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headrace.config import AttentionSpec, KVDType, Quantization
 from headrace.models.shards import Share
-from headrace.models.spec import ModelConfig, Slot, expected, expert_of, is_exact
+from headrace.models.slots import Slot, expected, expert_of, is_exact
+from headrace.models.spec import ModelConfig
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into the decoder's tensors (models.spec.expected): renamed, fused, converted, checked."""
+"""Weights from a checkpoint into the decoder's tensors (models.slots.expected): renamed, fused, converted, checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from headrace.models.families import FAMILIES
 from headrace.models.families.base import Family, Names
 from headrace.models.shards import Share
 from headrace.models.sizes import LOOKED_UP
-from headrace.models.spec import CLASSIFIER, ModelConfig, Slot, expected, expert_of
+from headrace.models.slots import Slot, expected, expert_of
+from headrace.models.spec import CLASSIFIER, ModelConfig
 from headrace.types import UnsupportedModel
 
 OnProgress = Callable[[int, int], None]

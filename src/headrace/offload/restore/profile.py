@@ -19,7 +19,7 @@ from headrace.kernels import ops
 from headrace.kernels.backend import Backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.models.spec import expert_prefix
+from headrace.models.slots import expert_prefix
 from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
 from headrace.offload.restore import timing

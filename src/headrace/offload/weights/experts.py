@@ -24,7 +24,8 @@ from torch import Tensor
 from headrace.kernels import ops
 from headrace.kernels.experts import OUTSIDE, OutsideColumn
 from headrace.memory import give_back
-from headrace.models.spec import ModelConfig, expected, expert_of
+from headrace.models.slots import expected, expert_of
+from headrace.models.spec import ModelConfig
 from headrace.offload.weights.layers import on_tensors, tensors_of
 from headrace.offload.weights.most_used import MostUsed
 from headrace.stats import ExpertStats

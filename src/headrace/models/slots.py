@@ -1,0 +1,160 @@
+"""The tensors that a decoder is made of, by name: their shapes follow from the model's facts (models.spec) alone.
+
+Names and letters are those at the head of models.spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, LayerInputs, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector).
+
+    filter: a convolution's, [rows, 1, columns]. wide: kept in fp32, whatever is computed in.
+    """
+
+    parts: tuple[int, ...]
+    columns: int | None = None
+    filter: bool = False
+    wide: bool = False
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        if self.columns is None:
+            return (rows,)
+        return (rows, 1, self.columns) if self.filter else (rows, self.columns)
+
+    @property
+    def count(self) -> int:
+        """Numbers in the tensor."""
+        return sum(self.parts) * (self.columns or 1)
+
+
+def expected(config: ModelConfig) -> dict[str, Slot]:
+    """Our tensors and their shapes, from the model's facts alone."""
+    hidden, embed = config.hidden_size, config.embed_size
+    slots = {"embed.weight": Slot((config.vocab_size,), embed)}
+    if config.positions == "learned":
+        slots["positions.weight"] = Slot((config.max_model_len + LEARNED_OFFSET,), hidden)
+    if embed != hidden:
+        slots |= _linear("project_in", (hidden,), embed, False) | _linear("project_out", (embed,), hidden, False)
+    if config.layer_inputs is not None:
+        slots |= _layer_inputs(config, config.layer_inputs)
+    for index in range(config.layers):
+        layer = _recurrent_layer if index in config.recurrent_layers else _attention_layer
+        slots |= _norm(config, f"layers.{index}.attention_norm") | layer(config, index)
+        slots |= _mlp(config, index)
+        if config.layer_inputs is not None:
+            slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
+        if config.layer_scale:
+            slots[f"layers.{index}.whole.layer_scalar"] = Slot((1,))
+    if config.final_norm:
+        slots |= _norm(config, "final_norm")
+    if config.labels:
+        slots |= _linear("score", (len(config.labels),), embed, False)
+    return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
+
+
+def _layer_inputs(config: ModelConfig, spec: LayerInputs) -> dict[str, Slot]:
+    every = config.layers * spec.width
+    return {
+        "layer_embed.weight": Slot((spec.vocab_size,), every),
+        "layer_inputs.weight": Slot((every,), config.hidden_size),
+        "layer_inputs_norm.weight": Slot((spec.width,)),
+    }
+
+
+def _gated_inputs(config: ModelConfig, prefix: str, width: int) -> dict[str, Slot]:
+    gate = _linear(prefix + "input_gate", (width,), config.hidden_size, False)
+    out = _linear(prefix + "input_out", (config.hidden_size,), width, False)
+    return gate | out | _norm(config, prefix + "input_norm")
+
+
+def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    prefix, hidden, spec = f"layers.{layer}.", config.hidden_size, config.attention
+    dim = spec.shape(layer)[1] if config.recurrent is None else spec.head_dim
+    q, *kv = (heads * dim for heads in config.projected_heads(layer))
+    slots = _linear(prefix + "qkv", (q * (1 + config.attention_gate), *kv), hidden, config.qkv_bias)
+    if config.qk_norm:
+        names = ("q_norm", "k_norm") if kv else ("q_norm",)
+        widths = (q, *kv[:1]) if config.qk_norm_whole else (dim,) * len(names)
+        slots |= {prefix + f"{name}.weight": Slot((n,)) for name, n in zip(names, widths, strict=True)}
+    if spec.sinks:
+        slots[prefix + "attention.sinks"] = Slot((spec.heads,))
+    return slots | _linear(prefix + "out", (hidden,), q, config.out_bias)
+
+
+def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    prefix, spec, hidden = f"layers.{layer}.", config.recurrent, config.hidden_size
+    assert spec is not None, "there are recurrent layers"
+    return {
+        prefix + "mixed.weight": Slot((spec.channels, spec.values), hidden),
+        prefix + "gates.weight": Slot((spec.value_heads, spec.value_heads), hidden),
+        prefix + "conv.weight": Slot((spec.channels,), spec.kernel, filter=True, wide=True),
+        prefix + "delta.A_log": Slot((spec.value_heads,), wide=True),
+        prefix + "delta.dt_bias": Slot((spec.value_heads,), wide=True),
+        prefix + "delta_norm.weight": Slot((spec.value_dim,), wide=True),
+        prefix + "out.weight": Slot((hidden,), spec.values),
+    }
+
+
+def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    prefix, spec = f"layers.{layer}.", config.experts_of(layer)
+    slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm else {}
+    if config.block == "sandwich":
+        slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
+    if spec is None or spec.beside:
+        slots |= _up_and_down(config, prefix, config.inner(layer))
+    if spec is None:
+        return slots
+    slots |= _linear(prefix + "router", (spec.count,), config.hidden_size, config.mlp_bias)
+    for expert in range(spec.count):
+        slots |= _up_and_down(config, expert_prefix(layer, expert), spec.inner)
+    if spec.beside:
+        slots[prefix + "routing.scale"] = Slot((config.hidden_size,))
+        slots[prefix + "routing.per_expert_scale"] = Slot((spec.count,))
+        for name in ("dense_out_norm", "experts_norm", "experts_out_norm"):
+            slots |= _norm(config, prefix + name)
+    if spec.shared and spec.shared_gate:
+        slots |= _linear(prefix + "shared_gate", (1,), config.hidden_size, False)
+    if spec.shared:
+        slots |= _up_and_down(config, prefix + "shared.", spec.shared)
+    return slots
+
+
+def expert_prefix(layer: int, expert: int) -> str:
+    """What the names of an expert's matrices begin with."""
+    return f"layers.{layer}.experts.{expert}."
+
+
+def expert_of(name: str) -> tuple[int, int] | None:
+    """(Layer, expert) of a tensor of ours that belongs to one; None for others."""
+    words = name.split(".")
+    return (int(words[1]), int(words[3])) if len(words) > 3 and words[2] == "experts" else None
+
+
+def is_exact(name: str) -> bool:
+    """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, how
+    much a state forgets, or a text's class. They are small, and what they decide lasts."""
+    return name == CLASSIFIER or name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
+
+
+def _up_and_down(config: ModelConfig, prefix: str, inner: int) -> dict[str, Slot]:
+    hidden, bias = config.hidden_size, config.mlp_bias
+    up = _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, bias)
+    return up | _linear(prefix + "down", (hidden,), inner, bias)
+
+
+def _linear(name: str, parts: tuple[int, ...], columns: int, bias: bool) -> dict[str, Slot]:
+    weight = {name + ".weight": Slot(parts, columns)}
+    return weight | {name + ".bias": Slot(parts)} if bias else weight
+
+
+def _norm(config: ModelConfig, name: str) -> dict[str, Slot]:
+    if not config.norm_affine:
+        return {}
+    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": Slot((config.hidden_size,)) for kind in kinds}
