@@ -3,7 +3,8 @@
 A function with many cases in three parameters or more keeps some of them: each two values of two parameters stand
 together in one at least (pairwise cover). With two parameters each value is met. Before that, of parameters in SPREAD a
 function keeps some values, others than the next function does. The draw is seeded: HEADRACE_TEST_SEED, or 1. A case
-marked `matrix`, one that differs from others in little and takes long, is not kept either. With --matrices rest (`make
+marked `matrix`, one that differs from others in little and takes long, is not kept either, and a function of the files
+in SLOW keeps one case alone. With --matrices rest (`make
 test-matrix`) exactly the cases run that the sample leaves out. Without this plugin everything does.
 """
 
@@ -23,6 +24,25 @@ SPREAD = {"isa": 1, "kind": 3, "model": 4}
 """Parameter -> values that a function keeps: instruction sets and families of models stand in many functions, which
 together meet them all."""
 
+SLOW = frozenset(
+    {
+        "cpu/test_device_sampler.py",
+        "cpu/test_draft_model.py",
+        "cpu/test_gguf_experts.py",
+        "cpu/test_gpu_weights.py",
+        "cpu/test_offload_damage.py",
+        "cpu/test_ranked_remote.py",
+        "cpu/test_ranked_stream.py",
+        "cpu/test_ranked_tiers.py",
+        "cpu/test_stream.py",
+        "cpu/test_stream_order_decoding.py",
+        "cpu/test_tensor_tiers.py",
+        "cpu/test_triton.py",
+        "cpu/test_triton_layers.py",
+    }
+)
+"""Files whose cases take seconds each, and of a function do much the same."""
+
 Case = dict[str, str]
 
 
@@ -38,7 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             functions.setdefault(item.nodeid.split("[")[0], []).append(item)
     left_out = {item.nodeid for item in items if marked(item)}
     for name, cases in functions.items():
-        drawn = draw([values(case) for case in cases], Random(f"{seed()}/{name}"))
+        random = Random(f"{seed()}/{name}")
+        drawn = {random.randrange(len(cases))} if is_slow(name) else draw([values(case) for case in cases], random)
         left_out |= {case.nodeid for number, case in enumerate(cases) if number not in drawn}
     if config.getoption("matrices") == "rest":
         left_out = {item.nodeid for item in items} - left_out
@@ -54,6 +75,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def marked(item: pytest.Item) -> bool:
     return item.get_closest_marker("matrix") is not None
+
+
+def is_slow(nodeid: str) -> bool:
+    """Whether a test is of a file in SLOW."""
+    return nodeid.split("::")[0].removeprefix("tests/") in SLOW
 
 
 def seed() -> str:

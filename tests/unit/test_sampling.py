@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.sampling import FEW, SPREAD, Case, draw, met
+from tests.support.sampling import FEW, SLOW, SPREAD, Case, draw, met
 from tests.support.scheduling import LONGEST, place
 
 ROOT = Path(__file__).parents[2]
@@ -74,15 +74,39 @@ def test_plain(): pass
 )
 def test_every_case_is_in_one_of_both(matrices: str, drawn: int, others: set[str], tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
-    options = ["--collect-only", "-q", "-p", "tests.support.sampling", "-p", "no:cacheprovider", "--matrices", matrices]
-    command = [sys.executable, "-m", "pytest", *options, "-c", str(ROOT / "pyproject.toml"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    kept = [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
-    assert sum(name.startswith("test_drawn") for name in kept) == drawn, done.stdout + done.stderr
+    kept = collected(tmp_path, matrices)
+    assert sum(name.startswith("test_drawn") for name in kept) == drawn, kept
     assert {name for name in kept if not name.startswith("test_drawn")} == others
 
 
+@pytest.mark.parametrize(("matrices", "count"), [("sample", 1), ("rest", 59)])
+def test_a_function_of_a_slow_file_keeps_one_case(matrices: str, count: int, tmp_path: Path) -> None:
+    slow = tmp_path / "tests" / min(SLOW)
+    slow.parent.mkdir(parents=True)
+    slow.write_text(CASES)
+    kept = collected(tmp_path, matrices)
+    assert sum(name.startswith("test_drawn") for name in kept) == count, kept
+
+
+def collected(folder: Path, matrices: str) -> list[str]:
+    """Names of the cases that pytest would run in a folder."""
+    options = ["--collect-only", "-q", "-p", "tests.support.sampling", "-p", "no:cacheprovider", "--matrices", matrices]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        "--rootdir",
+        str(folder),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        str(folder),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+
+
 def test_the_longest_files_are_there_and_come_first() -> None:
-    assert all((ROOT / "tests" / name).exists() for name in LONGEST)
+    assert all((ROOT / "tests" / name).exists() for name in (*LONGEST, *SLOW))
     names = ["unit/test_cut.py::a", "cpu/test_kernels.py::b[x]", "processes/test_links.py::c", f"{LONGEST[0]}::d"]
     assert sorted((f"tests/{name}" for name in names), key=place) == [f"tests/{name}" for name in reversed(names)]
