@@ -31,14 +31,6 @@ def test_a_disk_with_less_room_is_told_of(tmp_path: Path, caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_rows_are_not_rounded_on_a_gpu() -> None:
-    model = plain_config(model_folder("tiny"))
-    with pytest.raises(ValueError, match=r"quantization w8a8: .* round rows, .*; use int8"):
-        preflight.check_fit(EngineConfig(attention_backend="triton", quantization="w8a8"), model)
-    preflight.check_fit(EngineConfig(attention_backend="triton", quantization="int8"), model)
-    preflight.check_fit(EngineConfig(quantization="w8a8"), model)
-
-
 def test_attention_sinks_are_refused_on_a_gpu() -> None:
     model = plain_config(model_folder("tiny"))
     sunk = replace(model, attention=replace(model.attention, sinks=True))

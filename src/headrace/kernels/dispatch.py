@@ -145,6 +145,7 @@ def reasons(gpu: bool = False) -> dict[str, str]:
         return {name: str(choice) for name, choice in table().items()}
     ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own, one launch")
     ours |= {f"linear_{scheme}": "triton: codes are widened as they are multiplied" for scheme in ("int8", "int4")}
+    ours["linear_w8a8"] = "triton: whole numbers"
     return (
         {name: "torch: one row or element at a time" for name in NATIVE_OPS}
         | ours

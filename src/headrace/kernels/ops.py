@@ -34,14 +34,16 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself.
 
     Quantised where that is asked for. Without the C++ kernels, and off a GPU, a tensor of the rounded values takes its
-    place, in the weight's own type. Raises ValueError for a matrix that cannot be quantised so, and for w8a8 without
-    the C++ kernels.
+    place, in the weight's own type. Raises ValueError for a matrix that cannot be quantised so, and for w8a8 where
+    there are neither.
 
     gated: half of the outputs are gates of the others, and `gated_linear` will multiply.
     """
     gated = gated and weight.shape[0] % (2 * cpu.COLUMNS) == 0
-    if quantization == "w8a8" and not dispatch.native(weight):
-        raise ValueError("quantization w8a8 needs the C++ kernels, which round rows as they multiply; use int8")
+    if quantization == "w8a8" and not (dispatch.native(weight) or dispatch.on_gpu(weight)):
+        raise ValueError(
+            "quantization w8a8 needs the C++ kernels or a GPU, which round rows as they multiply; use int8"
+        )
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
         if dispatch.on_gpu(weight):

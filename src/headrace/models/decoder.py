@@ -294,8 +294,8 @@ def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:
     """Where rows are not rounded though the file asks for it."""
     scheme = None if config.stored is None else config.stored.scheme
     on_cpu = device is None or device.type == "cpu"
-    if scheme is not None and scheme.rounds_rows and not (on_cpu and dispatch.in_cpp()):
-        log.warning("%s: only the C++ kernels round activations; the weights alone are used", scheme.name)
+    if scheme is not None and scheme.rounds_rows and on_cpu and not dispatch.in_cpp():
+        log.warning("%s: only the C++ kernels and a GPU round activations; the weights alone are used", scheme.name)
 
 
 def compute_dtype(config: ModelConfig, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:

@@ -1,0 +1,210 @@
+"""Products of rounded rows as a GPU has them, in Triton's interpreter: the numbers of the definition, and of C++.
+
+tests/gpu/test_triton_rounded.py asks the GPU itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
+
+from headrace import LLM, SamplingParams
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine.runner import Runner
+from headrace.kernels import cpu, dispatch, rounded_rows
+from headrace.kernels import experts as truth_of
+from headrace.kernels.formats import FORMATS, Coded
+from headrace.kernels.quantized import Quantized, Rounded, linear
+from headrace.kernels.triton import rounded, weights
+from headrace.models.packing import StoredPacking
+from headrace.models.weights import StoredMatrix
+from tests.support.fake_device import fake_device
+from tests.support.traces import run, same
+
+CPU = torch.device("cpu")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def odd_rows(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Among others one of zeros, one too small for a scale, two that are not finite, and halves of a step."""
+    x = random(rows, inputs, dtype=dtype)
+    x[0] = 0
+    x[1] *= 1e-33
+    x[2, 1], x[3, 0] = float("nan"), float("-inf")
+    x[4] = torch.arange(inputs) % 254 / 2 - 63.5
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_are_rounded_as_defined(dtype: torch.dtype) -> None:
+    x = odd_rows(7, 300, dtype)
+    codes, scales = rounded.round_rows(x)
+    want, by = rounded_rows.round_rows(x)
+    assert torch.equal(codes[:, :300], want) and not codes[:, 300:].any() and codes.shape == (7, 384)
+    assert torch.equal(scales.nan_to_num(-1), by.nan_to_num(-1)) and scales.isnan().tolist()[2:4] == [True, True]
+
+
+def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = odd_rows(6, 300)
+    whole = rounded.round_rows(x)
+    monkeypatch.setattr(rounded, "BLOCK", 128)
+    for part, other in zip(rounded.round_rows(x), whole, strict=True):
+        assert torch.equal(part.nan_to_num(-1), other.nan_to_num(-1))
+
+
+LARGE = [pytest.param(tile, marks=pytest.mark.matrix) for tile in rounded.TILES[:2]]
+
+
+@pytest.mark.parametrize("tile", [*LARGE, *rounded.TILES[2:]], ids=str)
+def test_every_tile_has_the_numbers_of_the_definition(tile: rounded.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded, "agreeing", lambda device: (tile,))
+    x, coded = odd_rows(tile.rows + 5, 132), Rounded(random(tile.columns + 6, 132, seed=1), "w8a8")
+    ours = weights.linear(x, weights.pack(coded, CPU))
+    truth = rounded_rows.product(x, coded.codes, coded.scales.view(-1))
+    assert torch.equal(ours.nan_to_num(7), truth.nan_to_num(7))
+    assert ours.isnan().any(1).nonzero().flatten().tolist() == [2, 3] and not ours[:2].any()
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+def test_the_numbers_of_the_cpu() -> None:
+    x, coded = odd_rows(9, 132), Rounded(random(70, 132, seed=1), "w8a8")
+    for given in (x, x[5:, :].bfloat16().float()):
+        ours, theirs = weights.linear(given, weights.pack(coded, CPU)), linear(given, Quantized(coded))
+        assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+
+
+def test_bias_types_and_rows_apart() -> None:
+    weight, bias = weights.pack(Rounded(random(65, 64), "w8a8"), CPU), random(65, seed=3)
+    x = random(4, 2, 64)[:, 1]
+    plain = weights.linear(x, weight)
+    assert torch.equal(plain, weights.linear(x.contiguous(), weight))
+    assert (weights.linear(x, weight, bias) - plain - bias).abs().max() <= 1e-6 * plain.abs().max()
+    half = weights.linear(x.half(), weight)
+    assert half.dtype == torch.float16 and torch.equal(weights.linear(x.half(), weight, wide=True).half(), half)
+    assert weights.linear(x[:0], weight).shape == (0, 65)
+    assert weight.nbytes == 65 * 128 + 65 * 4
+
+
+def test_parts_of_a_weight() -> None:
+    coded, numbers = Rounded(random(24, 64), "w8a8"), random(9, 64, seed=2)
+    x = random(3, 64, seed=4)
+    ours = weights.linear(x, weights.pack_parts([coded, numbers], torch.float32, CPU))  # type: ignore[arg-type]
+    assert torch.equal(ours[:, :24], rounded_rows.product(x, coded.codes, coded.scales.view(-1)))
+    assert (ours[:, 24:] - x @ numbers.T).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("biased", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_a_mixture(biased: bool) -> None:
+    """Some experts have more rows than one tile, some none; rows are rounded before each of the two products."""
+    count, chosen, hidden, inner, rows = 4, 2, 64, 32, 21
+    x, logits = random(rows, hidden), random(rows, count)
+    logits[:, 3] -= 100.0
+    logits[:, 1] += 3.0
+    given, biases = [], []
+    for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
+        given.append([Rounded(random(outputs, inputs, seed=e + inputs), "w8a8") for e in range(count)])
+        biases.append([random(outputs, seed=e) for e in range(count)] if biased else None)
+    packed = [[weights.pack_parts([each], torch.float32, CPU) for each in matrices] for matrices in given]
+    ours = truth_of.mixture(packed[0], biases[0], packed[1], biases[1], "silu", chosen, True)(x, logits)
+    routes = truth_of.route(logits, chosen, True)
+
+    def each_expert(rows: Tensor, matrices: list[Rounded], added: list[Tensor] | None) -> Tensor:
+        parts = []
+        for e, coded in enumerate(matrices):
+            mine = rows[routes.begin[e] : routes.begin[e + 1]]
+            made = rounded_rows.product(mine, coded.codes, coded.scales.view(-1))
+            parts.append(made if added is None else made + added[e])
+        return torch.cat(parts)
+
+    with dispatch.force("torch"):
+        gate, up = each_expert(x[routes.order // chosen], given[0], biases[0]).chunk(2, 1)
+        middle = torch.nn.functional.silu(gate) * up
+        truth = truth_of.combine(each_expert(middle, given[1], biases[1]), routes)
+    # An activation that differs in its last bit may be rounded to the code beside it: a step of its row.
+    assert (ours - truth).abs().max() <= 2e-2 * truth.abs().max()
+    assert ((ours - truth).abs() > 1e-5 * truth.abs().max()).float().mean() < 0.2
+
+
+def test_tiles_by_rows_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.kernels.triton.attention.processors", lambda device: 132)
+
+    def taken(rows: int, outputs: int) -> tuple[int, int]:
+        tile = rounded.tile_for(rows, outputs, CPU)
+        return tile.columns, tile.rows
+
+    assert [taken(rows, 28_672) for rows in (1, 16, 17, 64, 100, 2000)] == [
+        (64, 16), (64, 16), (64, 32), (64, 64), (128, 128), (128, 256)
+    ]  # fmt: skip
+    assert [taken(rows, 4096) for rows in (16, 40, 64, 100)] == [(32, 16), (64, 32), (64, 32), (64, 64)]
+
+
+def test_tiles_of_other_numbers_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    coded, x = Rounded(random(64, 64), "w8a8"), random(3, 64, seed=1)
+    weight, truth = rounded.GpuRounded(coded, CPU), rounded_rows.product(x, coded.codes, coded.scales.view(-1))
+    assert rounded._agrees(rounded.TILES[-1], x, weight, truth)
+    assert not rounded._agrees(rounded.TILES[-1], x, weight, truth + 1) and "is left alone" in caplog.text
+
+    def too_large(*given: object) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(rounded, "_launch", too_large)
+    assert not rounded._agrees(rounded.TILES[0], x, weight, truth)
+
+
+def test_files_that_ask_for_rounded_rows() -> None:
+    coded = Coded(FORMATS["w8a8"], random(16, 64).mul(40).char(), torch.ones(16, 1))
+    stored = {"layers.0.out.weight": StoredMatrix((16, 64), partial(list, [coded]), coded=True)}
+    matrices = StoredPacking(torch.bfloat16, torch.device("meta"), False, "none", None).all_of(stored, None)
+    assert isinstance(matrices["layers.0.out.weight"], rounded.GpuRounded)
+
+
+def test_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and together, in steps that are replayed: the same bits."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    shape = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=256)
+    folder, params = write_checkpoint(shape, tmp_path), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with fake_device(monkeypatch):
+        llm = LLM(
+            str(folder), attention_backend="triton", dtype="float32", quantization="w8a8", kv_cache_tokens=512,
+            max_sequences=2,
+        )  # fmt: skip
+        matrices = llm.engine.loaded.decoder.matrices
+        rounding = {name for name, weight in matrices.items() if isinstance(weight, rounded.GpuRounded)}
+        assert {*matrices} - rounding == {"head.weight"} and isinstance(matrices["head.weight"], weights.GpuQuantized)
+        prompts = [[5 + (7 * i + j) % 50 for j in range(3 + 4 * i)] for i in range(2)]
+        alone = [run(llm, [prompt], params)[0] for prompt in prompts]
+        same(run(llm, prompts, params), alone)
+        assert llm.engine.stats().graphs.replayed > 0
+
+
+@pytest.mark.matrix
+def test_all_of_it_compiles_for_a_gpu(tmp_path: Path) -> None:
+    """For an H100, which need not be there: everything stays in registers and in shared memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.support.compiled_rounded", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 13 and all(not each["spills"] and each["shared"] <= each["limit"] for each in found.values())
+    others = [name for name, each in found.items() if not each["tensor"]]
+    assert others == ["round rows, sm_90", "w8a8 32 x 16, sm_90", "w8a8 32 x 16, experts, sm_90"]  # mma.sync
