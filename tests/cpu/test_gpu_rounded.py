@@ -20,17 +20,23 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
 
+from triton.runtime.errors import OutOfResources
+
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.config import Quantization
 from headrace.engine.runner import Runner
 from headrace.kernels import cpu, dispatch, rounded_rows
 from headrace.kernels import experts as truth_of
 from headrace.kernels.formats import FORMATS, Coded
 from headrace.kernels.quantized import Quantized, Rounded, linear
 from headrace.kernels.triton import rounded, weights
+from headrace.models.decoder import Decoder
 from headrace.models.packing import StoredPacking
+from headrace.models.sizes import weight_bytes
 from headrace.models.weights import StoredMatrix
 from tests.support.fake_device import fake_device
+from tests.support.small_decoders import EXPERTS, model, weights_of
 from tests.support.traces import run, same
 
 CPU = torch.device("cpu")
@@ -50,12 +56,15 @@ def odd_rows(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tens
     return x
 
 
+@pytest.mark.parametrize("kind", rounded.TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_are_rounded_as_defined(dtype: torch.dtype) -> None:
+def test_rows_are_rounded_as_defined(dtype: torch.dtype, kind: rounded_rows.Codes) -> None:
     x = odd_rows(7, 300, dtype)
-    codes, scales = rounded.round_rows(x)
-    want, by = rounded_rows.round_rows(x)
-    assert torch.equal(codes[:, :300], want) and not codes[:, 300:].any() and codes.shape == (7, 384)
+    x[5] *= torch.logspace(-6, 0, 300)  # down to subnormal codes and below
+    codes, scales = rounded.round_rows(x, kind)
+    want, by = rounded_rows.round_rows(x, kind)
+    assert codes.dtype == want.dtype and codes.shape == (7, 384)
+    assert torch.equal(codes[:, :300].view(torch.int8), want.view(torch.int8)) and not codes[:, 300:].float().any()
     assert torch.equal(scales.nan_to_num(-1), by.nan_to_num(-1)) and scales.isnan().tolist()[2:4] == [True, True]
 
 
@@ -67,12 +76,22 @@ def test_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(part.nan_to_num(-1), other.nan_to_num(-1))
 
 
-LARGE = [pytest.param(tile, marks=pytest.mark.matrix) for tile in rounded.TILES[:2]]
+def test_every_code_is_its_own() -> None:
+    """Of e4m3, in halves between two neighbours too, which go to the even one."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    x = torch.stack((values, -values, torch.cat([(values[1:] + values[:-1]) / 2, values[-1:]])))
+    codes, scales = rounded.round_rows(x, "e4m3")
+    assert torch.equal(scales, torch.ones(3)) and torch.equal(codes[0, :127].float(), values)
+    assert torch.equal(codes[:, :127].view(torch.int8), x.to(torch.float8_e4m3fn).view(torch.int8))
 
 
-@pytest.mark.parametrize("tile", [*LARGE, *rounded.TILES[2:]], ids=str)
+TILES = rounded.TILES["int8"]
+LARGE = [pytest.param(tile, marks=pytest.mark.matrix) for tile in TILES[:2]]
+
+
+@pytest.mark.parametrize("tile", [*LARGE, *TILES[2:]], ids=str)
 def test_every_tile_has_the_numbers_of_the_definition(tile: rounded.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounded, "agreeing", lambda device: (tile,))
+    monkeypatch.setattr(rounded, "agreeing", lambda device, kind: (tile,))
     x, coded = odd_rows(tile.rows + 5, 132), Rounded(random(tile.columns + 6, 132, seed=1), "w8a8")
     ours = weights.linear(x, weights.pack(coded, CPU))
     truth = rounded_rows.product(x, coded.codes, coded.scales.view(-1))
@@ -144,7 +163,8 @@ def test_tiles_by_rows_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.kernels.triton.attention.processors", lambda device: 132)
 
     def taken(rows: int, outputs: int) -> tuple[int, int]:
-        tile = rounded.tile_for(rows, outputs, CPU)
+        weight = rounded.GpuRounded(Coded(FORMATS["w8a8"], *(torch.zeros(outputs, n) for n in (4, 1))), CPU)
+        tile = rounded.tile_for(rows, weight, CPU)
         return tile.columns, tile.rows
 
     assert [taken(rows, 28_672) for rows in (1, 16, 17, 64, 100, 2000)] == [
@@ -153,21 +173,64 @@ def test_tiles_by_rows_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [taken(rows, 4096) for rows in (16, 40, 64, 100)] == [(32, 16), (64, 32), (64, 32), (64, 64)]
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_rowwise"])
 def test_tiles_of_other_numbers_are_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scheme: Quantization, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from triton.runtime.errors import OutOfResources
+    """One too large, one with other numbers; and where rows or all products are others, every tile."""
+    launch, x = rounded._launch, random(3, 64, seed=1)
+    weight = rounded.GpuRounded(Rounded(random(64, 64), scheme), CPU)
+    tiles = rounded.TILES[weight.kind]
 
-    coded, x = Rounded(random(64, 64), "w8a8"), random(3, 64, seed=1)
-    weight, truth = rounded.GpuRounded(coded, CPU), rounded_rows.product(x, coded.codes, coded.scales.view(-1))
-    assert rounded._agrees(rounded.TILES[-1], x, weight, truth)
-    assert not rounded._agrees(rounded.TILES[-1], x, weight, truth + 1) and "is left alone" in caplog.text
+    def broken(tile: rounded.Tile, x: Tensor, weight: rounded.GpuRounded, bias: None, out: Tensor, among: None) -> None:
+        if tile == tiles[0]:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        launch(tiles[-1], x, weight, bias, out, among)
+        if tile in wrong:
+            out[-1, -1] *= 1.1
 
-    def too_large(*given: object) -> None:
-        raise OutOfResources(300_000, 232_448, "shared memory")
+    monkeypatch.setattr(rounded, "_launch", broken)
+    wrong = {tiles[1]}
+    assert rounded.agreeing_on(x, weight) == tiles[2:] and "is left alone" in caplog.text
+    wrong = {*tiles}
+    assert rounded.agreeing_on(x, weight) == ()
+    monkeypatch.setattr(rounded, "_launch", launch)
+    monkeypatch.setattr(rounded_rows, "LEAST", 1e30)
+    assert rounded.agreeing_on(x, weight) == () and "rows are rounded otherwise" in caplog.text
 
-    monkeypatch.setattr(rounded, "_launch", too_large)
-    assert not rounded._agrees(rounded.TILES[0], x, weight, truth)
+
+@pytest.mark.parametrize("tile", rounded.TILES["e4m3"][1:], ids=str)
+def test_products_of_fp8(tile: rounded.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded, "agreeing", lambda device, kind: (tile,))
+    x, coded = odd_rows(tile.rows + 5, 132), Rounded(random(tile.columns + 6, 132, seed=1), "fp8_rowwise")
+    weight = rounded.pack(coded, CPU)
+    ours, truth = weights.linear(x, weight), rounded_rows.product(x, weight.codes[:, :132], weight.scales, "e4m3")
+    assert ((ours - truth).abs() <= 1e-6 * (x.abs() @ coded.dequantised().abs().T))[4:].all()
+    assert ours.isnan().any(1).nonzero().flatten().tolist() == [2, 3] and not ours[:2].any()
+
+
+def test_weights_of_fp8() -> None:
+    """Near the numbers, a scale for each output, and no code is NaN."""
+    numbers = random(9, 64) * torch.logspace(-8, 8, 9)[:, None]
+    coded = Rounded(numbers, "fp8_rowwise")
+    assert ((coded.dequantised() - numbers).abs() <= numbers.abs() / 16 + numbers.abs().amax(1)[:, None] * 2e-6).all()
+    assert coded.codes.view(torch.float8_e4m3fn).float().abs().amax(1).tolist() == [448.0] * 9
+
+
+def test_feed_forward_layers_alone_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model(experts=EXPERTS)
+    given = {name: weight.float() for name, weight in weights_of(config).items()}
+    with dispatch.force("torch"):
+        with pytest.raises(ValueError, match="only a GPU multiplies FP8; use w8a8"):
+            Decoder(config, dict(given), "fp8_rowwise")
+        monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+        matrices = Decoder(config, dict(given), "fp8_rowwise").matrices
+    told = weight_bytes(config, "float32", "fp8_rowwise") - weight_bytes(config, "float32")
+    in_fp8 = {name: weight.shape for name, weight in matrices.items() if isinstance(weight, rounded.GpuRounded)}
+    assert told == sum(outputs * (4 - 3 * inputs) for outputs, inputs in in_fp8.values())
+    rounding = {name.rsplit(".", 2)[1] for name in in_fp8}
+    others = {name.rsplit(".", 2)[-2] for name, weight in matrices.items() if isinstance(weight, Tensor)}
+    assert rounding == {"up", "down"} and others == {"qkv", "out", "router", "head"}
 
 
 def test_files_that_ask_for_rounded_rows() -> None:
@@ -177,19 +240,21 @@ def test_files_that_ask_for_rounded_rows() -> None:
     assert isinstance(matrices["layers.0.out.weight"], rounded.GpuRounded)
 
 
-def test_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["w8a8", pytest.param("fp8_rowwise", marks=pytest.mark.matrix)])
+def test_an_engine(scheme: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and together, in steps that are replayed: the same bits."""
     monkeypatch.setattr(Runner, "record", lambda self: None)
     shape = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=256)
     folder, params = write_checkpoint(shape, tmp_path), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     with fake_device(monkeypatch):
         llm = LLM(
-            str(folder), attention_backend="triton", dtype="float32", quantization="w8a8", kv_cache_tokens=512,
+            str(folder), attention_backend="triton", dtype="float32", quantization=scheme, kv_cache_tokens=512,
             max_sequences=2,
         )  # fmt: skip
         matrices = llm.engine.loaded.decoder.matrices
         rounding = {name for name, weight in matrices.items() if isinstance(weight, rounded.GpuRounded)}
-        assert {*matrices} - rounding == {"head.weight"} and isinstance(matrices["head.weight"], weights.GpuQuantized)
+        assert len(rounding) == (4 if scheme == "w8a8" else 2)
+        assert isinstance(matrices["head.weight"], weights.GpuQuantized if scheme == "w8a8" else Tensor)
         prompts = [[5 + (7 * i + j) % 50 for j in range(3 + 4 * i)] for i in range(2)]
         alone = [run(llm, [prompt], params)[0] for prompt in prompts]
         same(run(llm, prompts, params), alone)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from headrace import LLM
+from headrace.config import Quantization
 from headrace.kernels import cpu, rounded_rows
 from headrace.kernels import experts as truth_of
 from headrace.kernels.quantized import Quantized, Rounded, linear
@@ -18,6 +19,10 @@ from tests.support.traces import alone, prompts_of, run, same
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CUDA = torch.device("cuda", 0)
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU that multiplies FP8"
+)
+SCHEMES = ["w8a8", pytest.param("fp8_rowwise", marks=needs_fp8)]
 ROWS = [1, 2, 16, 17, 33, 64, 65, 300]
 
 
@@ -30,14 +35,17 @@ def odd_rows(rows: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
     return x.cuda()
 
 
+@pytest.mark.parametrize("kind", rounded_rows.LARGEST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_are_rounded_as_defined(dtype: torch.dtype) -> None:
+def test_rows_are_rounded_as_defined(dtype: torch.dtype, kind: rounded_rows.Codes) -> None:
     from headrace.kernels.triton import rounded
 
     for inputs in (64, 1156, 11_008):
         x = odd_rows(70, inputs, dtype)
-        codes, scales = rounded.round_rows(x)
-        want, by = rounded_rows.round_rows(x.cpu())
+        x[5] *= torch.logspace(-6, 0, inputs, device="cuda").to(dtype)  # down to subnormal codes of FP8 and below
+        codes, scales = rounded.round_rows(x, kind)
+        want, by = rounded_rows.round_rows(x.cpu(), kind)
+        codes, want = codes.view(torch.int8), want.view(torch.int8)
         assert torch.equal(codes[:, :inputs].cpu(), want) and not codes[:, inputs:].any()
         assert torch.equal(scales.cpu().nan_to_num(-1), by.nan_to_num(-1))
 
@@ -65,14 +73,34 @@ def test_the_numbers_of_the_cpu(dtype: torch.dtype) -> None:
             assert torch.equal(ours.nan_to_num(7), added[part].nan_to_num(7))
 
 
-def test_all_tiles_agree() -> None:
+@needs_fp8
+def test_products_of_fp8() -> None:
+    """Near the definition, and a row has its bits whatever rows ride along."""
+    from headrace.kernels.triton import rounded, weights
+
+    coded = Rounded(torch.randn(200, 4100), "fp8_rowwise")
+    x, weight = odd_rows(ROWS[-1], 4100, torch.bfloat16), rounded.pack(coded, CUDA)
+    every = weights.linear(x, weight, wide=True)
+    truth = rounded_rows.product(x, weight.codes[:, :4100], weight.scales, "e4m3")
+    sizes = x.double().abs() @ coded.dequantised().cuda().double().abs().T
+    assert ((every - truth).abs() <= 2**-11 * sizes)[4:].all() and every[2:4].isnan().all() and not every[:2].any()
+    for rows in ROWS:
+        for first in (0, ROWS[-1] - rows):
+            part = slice(first, first + rows)
+            ours = weights.linear(x[part], weight, wide=True)
+            assert torch.equal(ours.nan_to_num(7), every[part].nan_to_num(7))
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("e4m3", marks=needs_fp8)])
+def test_all_tiles_agree(kind: rounded_rows.Codes) -> None:
     """On a GPU that has room for them."""
     from headrace.kernels.triton import rounded
 
-    assert rounded.agreeing(CUDA) == rounded.TILES
+    assert rounded.agreeing(CUDA, kind) == rounded.TILES[kind]
 
 
-def test_experts() -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts(scheme: Quantization) -> None:
     """Every row alone, and with all others."""
     from headrace.kernels.triton import weights
 
@@ -81,7 +109,7 @@ def test_experts() -> None:
     x, logits = torch.randn(700, hidden, device="cuda").bfloat16(), torch.randn(700, count, device="cuda")
     logits[:, 3] -= 100.0
     given = [
-        [weights.pack(Rounded(torch.randn(outputs, inputs) / inputs**0.5, "w8a8"), CUDA) for _ in range(count)]
+        [weights.pack(Rounded(torch.randn(outputs, inputs) / inputs**0.5, scheme), CUDA) for _ in range(count)]
         for outputs, inputs in ((2 * inner, hidden), (hidden, inner))
     ]
     mixture = truth_of.mixture(given[0], None, given[1], None, "silu", chosen, True)
@@ -93,9 +121,10 @@ def test_experts() -> None:
             assert torch.equal(mixture(x[part], logits[part]), every[part])
 
 
-def test_the_promise_with_rounded_rows() -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_promise_with_rounded_rows(scheme: Quantization) -> None:
     def engine(**more: int) -> LLM:
-        settings = dict(dtype="bfloat16", attention_backend="triton", quantization="w8a8", kv_cache_tokens=40_000)
+        settings = dict(dtype="bfloat16", attention_backend="triton", quantization=scheme, kv_cache_tokens=40_000)
         return LLM("tiny", **settings, **more)
 
     llm = engine()

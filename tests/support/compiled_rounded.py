@@ -17,28 +17,32 @@ from headrace.kernels.triton import rounded, rounded_kernels
 from tests.support.compile_triton import ARCHITECTURES, compiled
 from tests.support.compiled_rows import Compiled
 
-TYPES = {"codes": "*i8", "weight": "*i8", "x_scales": "*fp32", "scales": "*fp32", "table": "*i64", "begin": "*i32"}
+TYPES = {"codes": "*i8", "x_scales": "*fp32", "scales": "*fp32", "table": "*i64", "begin": "*i32"}
 TYPES |= {"order": "*i32"} | dict.fromkeys(("k_stride", "out_stride", "experts", "chosen"), "i32")
-ROUND = {"LARGEST": rounded_rows.LARGEST, "LEAST": rounded_rows.LEAST, "BLOCK": rounded.BLOCK}
+ROUND = {"LEAST": rounded_rows.LEAST, "BLOCK": rounded.BLOCK}
+POINTERS = {"int8": "*i8", "e4m3": "*fp8e4nv"}
 
 
-def cases() -> Iterator[Compiled]:
-    yield Compiled("round rows", rounded_kernels.round_rows, ROUND, {"num_warps": 8}, TYPES)
-    for tile in rounded.TILES:
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": rounded.STEP, "BIAS": True}
-        for name, experts in (("", 0), (", experts", 32)):
-            constants = sizes | {"EXPERTS": experts, "SENT": experts > 0}
-            types = TYPES | {"x": "*i8"}
-            yield Compiled(
-                f"w8a8 {tile.columns} x {tile.rows}{name}", rounded_kernels.product, constants, options, types
-            )
+def cases(architecture: int) -> Iterator[Compiled]:
+    for kind, tiles in rounded.TILES.items():
+        e4m3 = {"E4M3": kind == "e4m3"}
+        constants = ROUND | e4m3 | {"LARGEST": rounded_rows.LARGEST[kind]}
+        yield Compiled(f"round rows to {kind}", rounded_kernels.round_rows, constants, {"num_warps": 8}, TYPES)
+        if e4m3["E4M3"] and architecture < 89:
+            continue
+        types = TYPES | dict.fromkeys(("x", "weight"), POINTERS[kind])
+        for tile in tiles:
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            sizes = e4m3 | {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": rounded.STEP, "BIAS": True}
+            for told, experts in (("", 0), (", experts", 32)) if tile == tiles[0] else (("", 0),):
+                name, those = f"{kind} {tile.columns} x {tile.rows}{told}", {"EXPERTS": experts, "SENT": experts > 0}
+                yield Compiled(name, rounded_kernels.product, sizes | those, options, types)
 
 
 def main() -> None:
     found = {}
     for architecture in [int(each) for each in sys.argv[1:]] or ARCHITECTURES:
-        for case in cases():
+        for case in cases(architecture):
             used = compiled(case, architecture)
             name = f"{case.name}, sm_{architecture}"
             print(f"{name:32} {used.registers:4} {used.spills:5} {used.shared:7} {used.tensor}", flush=True)

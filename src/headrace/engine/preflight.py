@@ -125,6 +125,10 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
             f"attention_backend 'triton': {model.architecture} has attention sinks, with which logits were wrong on an "
             "H200; use 'auto'"
         )
+    if config.model.quantization == "fp8_rowwise" and not config.model.on_gpu:
+        raise ValueError(
+            "quantization fp8_rowwise: only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"
+        )
     if asked is None:
         return
     if asked > model.max_model_len:

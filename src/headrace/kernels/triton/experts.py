@@ -99,7 +99,8 @@ class GpuExperts:
         x = x if x.stride(1) == 1 else x.contiguous()
         if isinstance(self.first, rounded.GpuRounded):
             bias = self.operands[0][3] if self.biased else None
-            rounded.product_of_experts(x, self.first, bias, out, rounded.Grouping(self.table, routes, experts, sent))
+            grouping = rounded.Grouping(self.table, routes.begin, routes.order, chosen, experts, sent)
+            rounded.product_of_experts(x, self.first, bias, out, grouping)
             return out
         tile = tile_for(-(-pairs // experts), x.dtype, x.device, self.plain)
         weight, scales, offsets, bias = self.operands[0]
@@ -149,7 +150,7 @@ def _form(weight: GpuQuantized | rounded.GpuRounded | Tensor) -> tuple[object, .
     if isinstance(weight, Tensor):
         return (weight.shape, weight.dtype)
     if isinstance(weight, rounded.GpuRounded):
-        return (weight.shape,)
+        return (weight.shape, weight.kind)
     if weight.order is not None:
         return (id(weight),)
     return (weight.shape, weight.kind, weight.group, weight.offsets is None)

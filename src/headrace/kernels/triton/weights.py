@@ -26,7 +26,7 @@ KINDS: dict[str, Codes] = {
     "int8": "int8", "bytes": "int8", "uint5": "int8", "int6": "int8", "int4": "int4", "uint4": "uint4", "e2m1": "e2m1",
     "e4m3": "e4m3",
 }  # fmt: skip
-"""Of kernels.formats.CODES: codes of five and six bits take a byte. Those of w8a8 are in `rounded`."""
+"""Of kernels.formats.CODES: codes of five and six bits take a byte. `rounded` has those that rows are rounded for."""
 STEP, STEPS = 64, 2
 """Inputs of one product of a tile at most, and such products by which codes and segments are whole."""
 LEAST_STEP = 16
@@ -135,7 +135,7 @@ GpuWeight = GpuQuantized | rounded.GpuRounded | GpuParts
 def pack(coded: Coded, device: torch.device) -> GpuQuantized | rounded.GpuRounded:
     """A weight in a GPU's memory, which is asked here which tiles it may take: while a step is recorded it cannot be.
     Raises ValueError where it has an `obstacle`."""
-    if coded.format.name == "w8a8":
+    if coded.format.name in rounded.KINDS:
         return rounded.pack(coded, device)
     agreeing(device, plain=False)
     return GpuQuantized(coded, device)
