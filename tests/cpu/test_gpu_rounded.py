@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from headrace.models.weights import StoredMatrix
 from tests.support.fake_device import fake_device
 from tests.support.small_decoders import EXPERTS, model, weights_of
 from tests.support.traces import run, same
+from tools.gpu import rounded_products, timing
 
 CPU = torch.device("cpu")
 
@@ -259,6 +261,23 @@ def test_an_engine(scheme: Quantization, tmp_path: Path, monkeypatch: pytest.Mon
         alone = [run(llm, [prompt], params)[0] for prompt in prompts]
         same(run(llm, prompts, params), alone)
         assert llm.engine.stats().graphs.replayed > 0
+
+
+def test_the_table_of_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """tools/gpu/rounded_products.py, on a GPU before FP8."""
+
+    def in_turns(runs: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]:
+        return {name: run().shape[1] / 1e3 for name, run in runs.items()}
+
+    monkeypatch.setattr(timing, "in_turns", in_turns)
+    monkeypatch.setattr(timing, "CUDA", CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(rounded_products, "MATRICES", {"out": (64, 32)})
+    monkeypatch.setattr(rounded_products, "ROWS", (1, 3))
+    with fake_device(monkeypatch):
+        rounded_products.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found == {"out": {rows: {"none": 32.0, "int8": 32.0, "w8a8": 32.0} for rows in ("1", "3")}}
 
 
 @pytest.mark.matrix

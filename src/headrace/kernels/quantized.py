@@ -55,7 +55,7 @@ class Int8Weights:
     inputs = 2
 
     def scales(self, weight: Tensor) -> Tensor:
-        return weight.abs().amax(-1, keepdim=True) / 127
+        return _greatest_over(127.0, weight)
 
     def codes(self, steps: Tensor) -> Tensor:
         return steps.round_().clamp_(-127, 127).to(torch.int8)
@@ -91,10 +91,16 @@ class Fp8RowwiseWeights:
     inputs = 2
 
     def scales(self, weight: Tensor) -> Tensor:
-        return weight.abs().amax(-1, keepdim=True) / rounded_rows.LARGEST["e4m3"]
+        return _greatest_over(rounded_rows.LARGEST["e4m3"], weight)
 
     def codes(self, steps: Tensor) -> Tensor:
         return rounded_rows.codes_of(steps, "e4m3").view(torch.int8)
+
+
+def _greatest_over(largest: float, weight: Tensor) -> Tensor:
+    """Of each output [N, K] its greatest magnitude over a number: [N, 1]."""
+    top = weight.abs().amax(-1, keepdim=True)
+    return top / torch.full_like(top, largest)  # torch takes a division by a number as a product on a GPU
 
 
 _EACH: tuple[Rounding, ...] = (Int8Weights(), Int4Weights(), W8A8Weights(), Fp8RowwiseWeights())
