@@ -282,13 +282,12 @@ def test_the_table_of_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 @pytest.mark.matrix
 def test_all_of_it_compiles_for_a_gpu(tmp_path: Path) -> None:
-    """For an H100, which need not be there: everything stays in registers and in shared memory."""
+    """For an H100, which need not be there: the largest tiles stay in registers and in shared memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.support.compiled_rounded", "90"]
+    command = [sys.executable, "-m", "tests.support.compiled_rounded", "90", "128 x"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 13 and all(not each["spills"] and each["shared"] <= each["limit"] for each in found.values())
-    others = [name for name, each in found.items() if not each["tensor"]]
-    assert others == ["round rows, sm_90", "w8a8 32 x 16, sm_90", "w8a8 32 x 16, experts, sm_90"]  # mma.sync
+    assert len(found) == 5 and all(each["tensor"] and not each["spills"] for each in found.values())
+    assert all(each["shared"] <= each["limit"] for each in found.values())

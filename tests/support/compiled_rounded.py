@@ -1,9 +1,9 @@
 """Compiles the kernels of rounded rows, as models of Llama's size launch them, for GPUs that need not be there.
 
-    python -m tests.support.compiled_rounded [ARCHITECTURE ...]
+    python -m tests.support.compiled_rounded [ARCHITECTURE [NAME]]
 
-Prints compile_triton's table and JSON. Run in a process of its own by test_gpu_rounded.py, whose kernels are
-interpreted.
+Prints compile_triton's table and JSON, of the kernels whose names have NAME in them. Run in a process of its own by
+test_gpu_rounded.py, whose kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cases(architecture: int) -> Iterator[Compiled]:
     for kind, tiles in rounded.TILES.items():
         e4m3 = {"E4M3": kind == "e4m3"}
         constants = ROUND | e4m3 | {"LARGEST": rounded_rows.LARGEST[kind]}
-        yield Compiled(f"round rows to {kind}", rounded_kernels.round_rows, constants, {"num_warps": 8}, TYPES)
+        yield Compiled(f"round rows to {kind}", rounded_kernels.round_rows, constants, {"num_warps": 16}, TYPES)
         if e4m3["E4M3"] and architecture < 89:
             continue
         types = TYPES | dict.fromkeys(("x", "weight"), POINTERS[kind])
@@ -41,8 +41,9 @@ def cases(architecture: int) -> Iterator[Compiled]:
 
 def main() -> None:
     found = {}
-    for architecture in [int(each) for each in sys.argv[1:]] or ARCHITECTURES:
-        for case in cases(architecture):
+    part = sys.argv[2] if len(sys.argv) > 2 else ""
+    for architecture in [int(each) for each in sys.argv[1:2]] or ARCHITECTURES:
+        for case in (each for each in cases(architecture) if part in each.name):
             used = compiled(case, architecture)
             name = f"{case.name}, sm_{architecture}"
             print(f"{name:32} {used.registers:4} {used.spills:5} {used.shared:7} {used.tensor}", flush=True)

@@ -28,8 +28,8 @@ FP8_SINCE = (8, 9)
 """Compute capability of the first GPUs that multiply e4m3."""
 STEP = 128
 """Inputs of a step of a tile: a line of memory."""
-BLOCK = 4096
-"""Inputs of a row that are rounded at once."""
+BLOCK = 8192
+"""Inputs of a row that are rounded at once, at most."""
 ENOUGH = 0.6
 """Tiles for each multiprocessor."""
 
@@ -124,7 +124,7 @@ def round_rows(x: Tensor, kind: Codes = "int8") -> tuple[Tensor, Tensor]:
     block = min(BLOCK, 1 << (padded - 1).bit_length())
     rounded_kernels.round_rows[(rows,)](
         x, codes, scales, inputs, padded, x.stride(0), LARGEST=LARGEST[kind], LEAST=LEAST, E4M3=kind == "e4m3",
-        BLOCK=block, num_warps=max(1, block // 512),
+        BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return codes.view(TYPES[kind]), scales
 

@@ -33,18 +33,28 @@ def _e4m3(steps):
     return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 128)).to(tl.int8)
 
 
+@triton.jit
+def _codes(part, zero, inverse, LARGEST: tl.constexpr, E4M3: tl.constexpr):
+    """int8 of fp32 numbers times an inverse scale; of none if `zero`."""
+    # Held to its range, a product is rounded before anything is added: the two are no multiply-add.
+    steps = tl.clamp(tl.where(zero, 0.0, part * inverse), -LARGEST, LARGEST)
+    return _e4m3(steps) if E4M3 else _whole(steps)
+
+
 @triton.jit(do_not_specialize=["inputs"])
 def round_rows(
     x, codes, scales, inputs, k_stride, x_stride,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, E4M3: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each row of x [T, K], rows x_stride apart, as codes int8 [T, K'] under a scale: fp32 [T]. k_stride: K', of which
-    zeros fill what is behind K. E4M3: codes are bits of that type."""
+    zeros fill what is behind K. E4M3: codes are bits of that type. The first BLOCK inputs are read once."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    most = tl.zeros((BLOCK,), tl.int32)
-    for at in range(0, inputs, BLOCK):
-        part = tl.load(x + row * x_stride + at + k, mask=at + k < inputs, other=0.0).to(tl.float32)
-        most = tl.maximum(most, part.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # as bits NaN is above infinity
+    x, codes = x + row * x_stride + k, codes + row * k_stride + k
+    first = tl.load(x, mask=k < inputs, other=0.0).to(tl.float32)
+    most = first.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as bits NaN is above infinity
+    for at in range(BLOCK, inputs, BLOCK):
+        part = tl.load(x + at, mask=at + k < inputs, other=0.0).to(tl.float32)
+        most = tl.maximum(most, part.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     bits = tl.max(most, 0)
     finite, top = bits < 0x7F800000, bits.to(tl.float32, bitcast=True)
     zero = (bits >= 0x7F800000) | (top < LEAST)
@@ -52,11 +62,10 @@ def round_rows(
     scale = tl.where(zero, 0.0, tl.div_rn(top, LARGEST))
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
     inverse = tl.div_rn(LARGEST, top)
-    for at in range(0, k_stride, BLOCK):
-        part = tl.load(x + row * x_stride + at + k, mask=at + k < inputs, other=0.0).to(tl.float32)
-        # Held to its range, a product is rounded before anything is added: the two are no multiply-add.
-        steps = tl.clamp(tl.where(zero, 0.0, part * inverse), -LARGEST, LARGEST)
-        tl.store(codes + row * k_stride + at + k, _e4m3(steps) if E4M3 else _whole(steps), mask=at + k < k_stride)
+    tl.store(codes, _codes(first, zero, inverse, LARGEST, E4M3), mask=k < k_stride)
+    for at in range(BLOCK, k_stride, BLOCK):
+        part = tl.load(x + at, mask=at + k < inputs, other=0.0).to(tl.float32)
+        tl.store(codes + at, _codes(part, zero, inverse, LARGEST, E4M3), mask=at + k < k_stride)
 
 
 @triton.jit(do_not_specialize=["rows"])
