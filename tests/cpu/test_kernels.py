@@ -122,11 +122,13 @@ def test_choose() -> None:
     products = {"linear", "linear_int8", "linear_int4", "linear_w8a8"}
     assert set(dispatch.reasons()) == {*dispatch.NATIVE_OPS, *products, "layer"}
     assert dispatch.reasons()["attend"] == f"cpu: C++ {cpu.isa()}"
-    assert set(dispatch.reasons(gpu=True)) == {*dispatch.NATIVE_OPS, *products} - {"linear_w8a8"}
+    assert set(dispatch.reasons(gpu=True)) == {*dispatch.NATIVE_OPS, *products, "linear_fp8_rowwise"}
     assert {name for name, why in dispatch.reasons(gpu=True).items() if why.startswith("triton: ")} == {
         *dispatch.TRITON_OPS,
         "linear_int8",
         "linear_int4",
+        "linear_w8a8",
+        "linear_fp8_rowwise",
     }
 
 

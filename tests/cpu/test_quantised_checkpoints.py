@@ -294,7 +294,7 @@ def test_activations_without_kernels(tmp_path: Path, caplog: pytest.LogCaptureFi
         exact = model(torch.tensor([tokens])).logits[0]
     with dispatch.force("torch"), caplog.at_level("WARNING"):
         assert (prompt_logits(load_decoder(folder, "float32"), tokens) - exact).abs().max() <= TOLERANCE
-    assert "W8A8: only the C++ kernels round activations" in caplog.text
+    assert "W8A8: only the C++ kernels and a GPU round activations" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_rounding_is_part_of_the_caches_identity() -> None:
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch, folder_of: FolderOf) -> None:
-    with pytest.raises(ValueError, match="quantization must be one of none, int8, int4, w8a8, got 'fp8'"):
+    with pytest.raises(ValueError, match="quantization must be one of none, int8, int4, w8a8, fp8_rowwise, got 'fp8'"):
         EngineConfig(quantization="fp8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="quantization must be one of none, int8, int4"):
         load_decoder(folder_of("llama"), quantization="q4")  # type: ignore[arg-type]

@@ -31,12 +31,11 @@ def test_a_disk_with_less_room_is_told_of(tmp_path: Path, caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_rows_are_not_rounded_on_a_gpu() -> None:
+def test_only_a_gpu_multiplies_fp8() -> None:
     model = plain_config(model_folder("tiny"))
-    with pytest.raises(ValueError, match=r"quantization w8a8: .* round rows, .*; use int8"):
-        preflight.check_fit(EngineConfig(attention_backend="triton", quantization="w8a8"), model)
-    preflight.check_fit(EngineConfig(attention_backend="triton", quantization="int8"), model)
-    preflight.check_fit(EngineConfig(quantization="w8a8"), model)
+    with pytest.raises(ValueError, match="only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"):
+        preflight.check_fit(EngineConfig(quantization="fp8_rowwise"), model)
+    preflight.check_fit(EngineConfig(attention_backend="triton", quantization="fp8_rowwise"), model)
 
 
 def test_attention_sinks_are_refused_on_a_gpu() -> None:

@@ -14,9 +14,10 @@ class SettingKeywords(TypedDict, total=False):
     dtype: Literal["auto", "bfloat16", "float32"]
     """Compute type: bfloat16, float32, or auto (the checkpoint's; float16 becomes bfloat16)."""
 
-    quantization: Literal["none", "int8", "int4", "w8a8"]
+    quantization: Literal["none", "int8", "int4", "w8a8", "fp8_rowwise"]
     """Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs); w8a8: int8, and
-    activations row by row, so that prompts are computed faster."""
+    activations row by row, so that prompts are computed faster; fp8_rowwise: the same in FP8, of feed-forward layers
+    alone, on a GPU."""
 
     max_model_len: str | int | None
     """Longest sequence, prompt and answer together, in tokens, as 8192 or 128k."""

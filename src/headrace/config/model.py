@@ -11,7 +11,7 @@ from headrace.kernels.registry import BACKENDS
 DType = Literal["auto", "bfloat16", "float32"]
 FLOAT16 = ("float16", "fp16", "half")
 INSTEAD = ("bfloat16", "computed in bfloat16, which has the same size; float32 keeps all digits")
-Quantization = Literal["none", "int8", "int4", "w8a8"]
+Quantization = Literal["none", "int8", "int4", "w8a8", "fp8_rowwise"]
 BACKENDS_TOLD = [f"{name} ({entry.told})" for name, entry in reversed(BACKENDS.items())]
 
 if TYPE_CHECKING:  # a type checker reads no computed Literal
@@ -38,7 +38,8 @@ class ModelSettings(SettingsRecord):
     quantization: Quantization = setting(
         "none",
         "Weights rounded as they load: none, int8 (a scale per output), int4 (a scale per 64 inputs); w8a8: int8, "
-        "and activations row by row, so that prompts are computed faster.",
+        "and activations row by row, so that prompts are computed faster; fp8_rowwise: the same in FP8, "
+        "of feed-forward layers alone, on a GPU.",
         common=True,
     )
     max_len: int | None = setting(

@@ -107,7 +107,7 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
-    longer than the model's, or than the KV cache holds, rounded rows or attention sinks on a GPU."""
+    longer than the model's, or than the KV cache holds, attention sinks on a GPU."""
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
     refuse_rounding(model, config.model.quantization)
@@ -125,8 +125,10 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
             f"attention_backend 'triton': {model.architecture} has attention sinks, with which logits were wrong on an "
             "H200; use 'auto'"
         )
-    if config.model.on_gpu and config.model.quantization == "w8a8":
-        raise ValueError("quantization w8a8: the C++ kernels round rows, those of a GPU do not; use int8")
+    if config.model.quantization == "fp8_rowwise" and not config.model.on_gpu:
+        raise ValueError(
+            "quantization fp8_rowwise: only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"
+        )
     if asked is None:
         return
     if asked > model.max_model_len:

@@ -14,6 +14,7 @@ from headrace.config import AttentionBackend, Quantization
 from headrace.device import current
 from headrace.kernels import cpu, registry
 from headrace.kernels.backend import backend_of, listed
+from headrace.kernels.quantized import GPU_ALONE
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,9 @@ def in_cpp() -> bool:
 def table() -> dict[str, OpChoice]:
     """The choice for each operation on CPU tensors of bfloat16 or float32."""
     products = {"linear": _linear_choice()} | {
-        f"linear_{scheme}": _w8a8_choice() if scheme == "w8a8" else _quantized_choice() for scheme in QUANTIZED
+        f"linear_{scheme}": _w8a8_choice() if scheme == "w8a8" else _quantized_choice()
+        for scheme in QUANTIZED
+        if scheme not in GPU_ALONE
     }
     return {name: _native_choice() for name in NATIVE_OPS} | products | {"layer": layer_choice()}
 
@@ -145,6 +148,7 @@ def reasons(gpu: bool = False) -> dict[str, str]:
         return {name: str(choice) for name, choice in table().items()}
     ours = dict.fromkeys(TRITON_OPS, "triton: sums in an order of its own, one launch")
     ours |= {f"linear_{scheme}": "triton: codes are widened as they are multiplied" for scheme in ("int8", "int4")}
+    ours |= {"linear_w8a8": "triton: whole numbers", "linear_fp8_rowwise": "triton: FP8 in feed-forward layers"}
     return (
         {name: "torch: one row or element at a time" for name in NATIVE_OPS}
         | ours

@@ -126,6 +126,7 @@ FORMATS = _listed(
     Format("int8", CODES["int8"], "fp32", 0, 0),
     Format("int4", CODES["int4"], "bf16", 64, 64),
     Format("w8a8", CODES["w8a8"], "fp32", 0, 0),
+    Format("fp8_rowwise", CODES["e4m3"], "fp32", 0, 0),
     Format("Q8_0", CODES["bytes"], "fp16", 32, 32),
     Format("Q4_0", CODES["int4"], "fp16", 32, 32),
     Format("Q4_K", CODES["uint4"], "fp16", 256, 32, "minimum"),

@@ -34,14 +34,13 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
     """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself.
 
     Quantised where that is asked for. Without the C++ kernels, and off a GPU, a tensor of the rounded values takes its
-    place, in the weight's own type. Raises ValueError for a matrix that cannot be quantised so, and for w8a8 without
-    the C++ kernels.
+    place, in the weight's own type. Raises ValueError for a matrix that cannot be quantised so, for w8a8 where there
+    are neither, and for fp8_rowwise off a GPU that multiplies FP8.
 
     gated: half of the outputs are gates of the others, and `gated_linear` will multiply.
     """
     gated = gated and weight.shape[0] % (2 * cpu.COLUMNS) == 0
-    if quantization == "w8a8" and not dispatch.native(weight):
-        raise ValueError("quantization w8a8 needs the C++ kernels, which round rows as they multiply; use int8")
+    _refuse_rounded_rows(weight, quantization)
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
         if dispatch.on_gpu(weight):
@@ -52,6 +51,15 @@ def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = Fals
 
         return products.prepare(weight)
     return cpu.Packed(weight, gated) if dispatch.native(weight) and cpu.can_pack(weight) else weight
+
+
+def _refuse_rounded_rows(weight: Tensor, quantization: Quantization) -> None:
+    if dispatch.on_gpu(weight):
+        return
+    if quantization in quantized.GPU_ALONE:
+        raise ValueError("quantization fp8_rowwise: only a GPU multiplies FP8; use w8a8")
+    if quantization == "w8a8" and not dispatch.native(weight):
+        raise ValueError("quantization w8a8 needs the C++ kernels or a GPU, which round rows; use int8")
 
 
 def pack_stored(parts: Sequence[Tensor | Coded], dtype: torch.dtype, gated: bool = False) -> Weight:

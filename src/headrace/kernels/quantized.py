@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import Quantization
-from headrace.kernels import cpu
+from headrace.kernels import cpu, rounded_rows
 from headrace.kernels.backend import listed
 from headrace.kernels.extension import require, type_of
 from headrace.kernels.formats import FORMATS as STORED
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 GROUP = 64
 """Inputs under one scale in int4."""
+GPU_ALONE = ("fp8_rowwise",)
+"""Formats that the C++ kernels have no products with."""
 MOST_RUN = 64
 """Inputs whose products the kernels add up before they multiply by a scale: a group, or a part of one."""
 
@@ -38,34 +40,41 @@ class Rounding(Protocol):
     name: Quantization
     inputs: int
     """A matrix's inputs are a multiple of this."""
-    codes: tuple[int, int]
-    """The least and the greatest."""
 
     def scales(self, weight: Tensor) -> Tensor:
         """Scales fp32 [N, G] of a weight fp32 [N, K]: K / G inputs in a row share one."""
+
+    def codes(self, steps: Tensor) -> Tensor:
+        """int8 of numbers in units of their scale, which may be changed."""
 
 
 class Int8Weights:
     """One scale per output."""
 
     name: Quantization = "int8"
-    inputs, codes = 2, (-127, 127)
+    inputs = 2
 
     def scales(self, weight: Tensor) -> Tensor:
-        return weight.abs().amax(-1, keepdim=True) / 127
+        return _greatest_over(127.0, weight)
+
+    def codes(self, steps: Tensor) -> Tensor:
+        return steps.round_().clamp_(-127, 127).to(torch.int8)
 
 
 class Int4Weights:
     """One scale per output and 64 inputs."""
 
     name: Quantization = "int4"
-    inputs, codes = GROUP, (-8, 7)
+    inputs = GROUP
 
     def scales(self, weight: Tensor) -> Tensor:
         """Values of bf16: the element furthest from 0 becomes -8."""
         groups = weight.view(len(weight), -1, GROUP)
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         return (furthest.squeeze(-1) / -8).bfloat16().float()
+
+    def codes(self, steps: Tensor) -> Tensor:
+        return steps.round_().clamp_(-8, 7).to(torch.int8)
 
 
 class W8A8Weights(Int8Weights):
@@ -75,7 +84,26 @@ class W8A8Weights(Int8Weights):
     inputs = 4
 
 
-_EACH: tuple[Rounding, ...] = (Int8Weights(), Int4Weights(), W8A8Weights())
+class Fp8RowwiseWeights:
+    """Numbers of FP8 (e4m3) under one scale per output, for a GPU; rows are rounded, too."""
+
+    name: Quantization = "fp8_rowwise"
+    inputs = 2
+
+    def scales(self, weight: Tensor) -> Tensor:
+        return _greatest_over(rounded_rows.LARGEST["e4m3"], weight)
+
+    def codes(self, steps: Tensor) -> Tensor:
+        return rounded_rows.codes_of(steps, "e4m3").view(torch.int8)
+
+
+def _greatest_over(largest: float, weight: Tensor) -> Tensor:
+    """Of each output [N, K] its greatest magnitude over a number: [N, 1]."""
+    top = weight.abs().amax(-1, keepdim=True)
+    return top / torch.full_like(top, largest)  # torch takes a division by a number as a product on a GPU
+
+
+_EACH: tuple[Rounding, ...] = (Int8Weights(), Int4Weights(), W8A8Weights(), Fp8RowwiseWeights())
 FORMATS = {each.name: each for each in _EACH}
 
 
@@ -91,8 +119,8 @@ class Rounded(Coded):
         wide = weight.float()
         scales = rounding.scales(wide)
         steps = torch.where(scales == 0, 1, scales)[..., None]
-        codes = (wide.view(outputs, steps.shape[1], -1) / steps).round_().clamp_(*rounding.codes)
-        super().__init__(STORED[scheme], codes.to(torch.int8).view(outputs, inputs), scales)
+        codes = rounding.codes(wide.view(outputs, steps.shape[1], -1) / steps)
+        super().__init__(STORED[scheme], codes.view(outputs, inputs), scales)
 
 
 class Quantized:
@@ -233,7 +261,9 @@ def _check(weight: Tensor, scheme: Quantization) -> None:
     step = FORMATS[scheme].inputs
     if weight.dim() != 2 or weight.shape[1] % step or not weight.numel():
         others = [
-            name for name, other in FORMATS.items() if other.inputs < step and weight.shape[-1] % other.inputs == 0
+            name
+            for name, other in FORMATS.items()
+            if other.inputs < step and weight.shape[-1] % other.inputs == 0 and name not in GPU_ALONE
         ]
         remedy = f"use {listed([*others, 'none'], 'or')}"
         raise ValueError(

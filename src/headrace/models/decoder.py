@@ -294,8 +294,8 @@ def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:
     """Where rows are not rounded though the file asks for it."""
     scheme = None if config.stored is None else config.stored.scheme
     on_cpu = device is None or device.type == "cpu"
-    if scheme is not None and scheme.rounds_rows and not (on_cpu and dispatch.in_cpp()):
-        log.warning("%s: only the C++ kernels round activations; the weights alone are used", scheme.name)
+    if scheme is not None and scheme.rounds_rows and on_cpu and not dispatch.in_cpp():
+        log.warning("%s: only the C++ kernels and a GPU round activations; the weights alone are used", scheme.name)
 
 
 def compute_dtype(config: ModelConfig, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:
@@ -316,11 +316,11 @@ def load_decoder(
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
-    `quantization` rounds every matrix that rows are multiplied by, the head among them, and with w8a8 the rows too;
-    embeddings, norms and biases stay. progress and packed are told of bytes, as weights are read and then as matrices
-    are packed. With `tensor` only this rank's share is read and kept. device: of the weights and of all that is
-    computed; the CPU, if it is not given. outside: takes the experts one by one, so that memory never holds them all.
-    facts: of the model, if they have been read.
+    `quantization` rounds every matrix that rows are multiplied by, the head among them, and with w8a8 the rows too
+    (fp8_rowwise: both, of feed-forward layers alone); embeddings, norms and biases stay. progress and packed are told
+    of bytes, as weights are read and then as matrices are packed. With `tensor` only this rank's share is read and
+    kept. device: of the weights and of all that is computed; the CPU, if it is not given. outside: takes the experts
+    one by one, so that memory never holds them all. facts: of the model, if they have been read.
     Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
     model that the ranks cannot share.
     """

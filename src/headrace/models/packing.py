@@ -17,7 +17,7 @@ from headrace.kernels.formats import Coded
 from headrace.kernels.triton import weights as gpu_weights
 from headrace.models.layers import Matrices, Weights
 from headrace.models.sizes import LOOKED_UP
-from headrace.models.slots import expert_of, is_exact
+from headrace.models.slots import expert_of, in_feed_forward, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix
 from headrace.stats import ExpertStats
 
@@ -66,8 +66,8 @@ def pack_all(
 
 def _rounding(name: str, asked: Quantization) -> Quantization:
     """How the numbers of a matrix are kept. With w8a8 the head's weights are int8 and its rows are not rounded: a step
-    has few of them, and logits feel it most."""
-    if is_exact(name):
+    has few of them, and logits feel it most. FP8 is for feed-forward layers alone."""
+    if is_exact(name) or (asked == "fp8_rowwise" and not in_feed_forward(name)):
         return "none"
     return "int8" if asked == "w8a8" and name == HEAD else asked
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.config import AttentionSpec, KVDType, Quantization
 from headrace.models.shards import Share
-from headrace.models.slots import Slot, expected, expert_of, is_exact
+from headrace.models.slots import Slot, expected, expert_of, in_feed_forward, is_exact
 from headrace.models.spec import ModelConfig
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -75,10 +75,11 @@ def _bytes(name: str, slot: Slot, rows: int, each: int, quantization: Quantizati
     columns = slot.columns or 1
     if slot.wide:
         return rows * columns * BYTES["float32"]
-    if quantization == "none" or slot.columns is None or name in LOOKED_UP or is_exact(name):
+    exact = name in LOOKED_UP or is_exact(name) or (quantization == "fp8_rowwise" and not in_feed_forward(name))
+    if quantization == "none" or slot.columns is None or exact:
         return rows * columns * each
     if quantization == "w8a8" and name != "head.weight":
         return rows * (columns + 2 * SCALE_BYTES)  # and the sum of an output's codes
-    if quantization in ("int8", "w8a8"):
+    if quantization in ("int8", "w8a8", "fp8_rowwise"):
         return rows * (columns + SCALE_BYTES)
     return rows * columns // 2 + rows * columns // 64 * 2

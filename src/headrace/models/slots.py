@@ -142,6 +142,11 @@ def is_exact(name: str) -> bool:
     return name == CLASSIFIER or name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
 
 
+def in_feed_forward(name: str) -> bool:
+    """Whether a matrix of ours is one of a feed-forward layer's, or of an expert's."""
+    return name.endswith((".up.weight", ".down.weight"))
+
+
 def _up_and_down(config: ModelConfig, prefix: str, inner: int) -> dict[str, Slot]:
     hidden, bias = config.hidden_size, config.mlp_bias
     up = _linear(prefix + "up", (inner, inner) if config.gated else (inner,), hidden, bias)

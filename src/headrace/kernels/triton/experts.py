@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.triton import weight_kernels
+from headrace.kernels.triton import rounded, weight_kernels
 from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
 
 COUNTED = 4096
@@ -75,7 +75,7 @@ class GpuExperts:
     """
 
     def __init__(self, weights: Sequence[object], biases: Sequence[Tensor] | None) -> None:
-        each = [weight for weight in weights if isinstance(weight, GpuQuantized | Tensor)]
+        each = [weight for weight in weights if isinstance(weight, GpuQuantized | rounded.GpuRounded | Tensor)]
         if len(each) < len(weights) or len({_form(weight) for weight in each}) > 1:
             raise ValueError("the experts of a layer differ in their formats, and a GPU multiplies them together")
         self.first, self.count, self.biased = each[0], len(each), biases is not None
@@ -85,7 +85,8 @@ class GpuExperts:
         if any(address % 16 for row in rows for address in row):
             raise ValueError("the matrices of experts lie at multiples of 16 bytes on a GPU")
         self.table = torch.tensor(rows, dtype=torch.int64, device=self.operands[0][0].device)
-        agreeing(self.table.device, self.plain)
+        if not isinstance(self.first, rounded.GpuRounded):
+            agreeing(self.table.device, self.plain)
 
     def __call__(self, x: Tensor, routes: GpuRoutes, sent: bool) -> Tensor:
         """Of each pair the product of its row with its expert's matrix: [M, N]. x [M, K], a row for each pair, or, if
@@ -96,6 +97,11 @@ class GpuExperts:
         if not pairs:
             return out
         x = x if x.stride(1) == 1 else x.contiguous()
+        if isinstance(self.first, rounded.GpuRounded):
+            bias = self.operands[0][3] if self.biased else None
+            grouping = rounded.Grouping(self.table, routes.begin, routes.order, chosen, experts, sent)
+            rounded.product_of_experts(x, self.first, bias, out, grouping)
+            return out
         tile = tile_for(-(-pairs // experts), x.dtype, x.device, self.plain)
         weight, scales, offsets, bias = self.operands[0]
         grid = (pairs // tile.rows + min(experts, pairs), -(-outputs // tile.columns))
@@ -140,9 +146,11 @@ def _rounded(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _form(weight: GpuQuantized | Tensor) -> tuple[object, ...]:
+def _form(weight: GpuQuantized | rounded.GpuRounded | Tensor) -> tuple[object, ...]:
     if isinstance(weight, Tensor):
         return (weight.shape, weight.dtype)
+    if isinstance(weight, rounded.GpuRounded):
+        return (weight.shape, weight.kind)
     if weight.order is not None:
         return (id(weight),)
     return (weight.shape, weight.kind, weight.group, weight.offsets is None)

@@ -16,16 +16,17 @@ from torch import Tensor
 
 from headrace.kernels.formats import Coded
 from headrace.kernels.quantized import Rounded
+from headrace.kernels.triton import rounded
 
 log = logging.getLogger(__name__)
 
 Codes = Literal["int8", "int4", "uint4", "e2m1", "e4m3", "plain"]
 """What a byte, or half of one, stands for; plain: weights are numbers."""
 KINDS: dict[str, Codes] = {
-    "int8": "int8", "bytes": "int8", "w8a8": "int8", "uint5": "int8", "int6": "int8", "int4": "int4", "uint4": "uint4",
-    "e2m1": "e2m1", "e4m3": "e4m3",
+    "int8": "int8", "bytes": "int8", "uint5": "int8", "int6": "int8", "int4": "int4", "uint4": "uint4", "e2m1": "e2m1",
+    "e4m3": "e4m3",
 }  # fmt: skip
-"""Of kernels.formats.CODES: codes of five and six bits take a byte."""
+"""Of kernels.formats.CODES: codes of five and six bits take a byte. `rounded` has those that rows are rounded for."""
 STEP, STEPS = 64, 2
 """Inputs of one product of a tile at most, and such products by which codes and segments are whole."""
 LEAST_STEP = 16
@@ -119,7 +120,7 @@ class GpuParts:
     __slots__ = ("parts", "shape")
     gated = False
 
-    def __init__(self, parts: Sequence[GpuQuantized | Tensor]) -> None:
+    def __init__(self, parts: Sequence[GpuQuantized | rounded.GpuRounded | Tensor]) -> None:
         self.parts = list(parts)
         self.shape: tuple[int, int] = (sum(part.shape[0] for part in parts), parts[0].shape[1])
 
@@ -128,12 +129,14 @@ class GpuParts:
         return sum(part.nbytes for part in self.parts)
 
 
-GpuWeight = GpuQuantized | GpuParts
+GpuWeight = GpuQuantized | rounded.GpuRounded | GpuParts
 
 
-def pack(coded: Coded, device: torch.device) -> GpuQuantized:
+def pack(coded: Coded, device: torch.device) -> GpuQuantized | rounded.GpuRounded:
     """A weight in a GPU's memory, which is asked here which tiles it may take: while a step is recorded it cannot be.
     Raises ValueError where it has an `obstacle`."""
+    if coded.format.name in rounded.KINDS:
+        return rounded.pack(coded, device)
     agreeing(device, plain=False)
     return GpuQuantized(coded, device)
 
@@ -151,10 +154,14 @@ def pack_parts(parts: Sequence[Tensor | Coded], dtype: torch.dtype, device: torc
     return torch.cat([part for part in parts if isinstance(part, Tensor)]).to(device, dtype)
 
 
-def operands(weight: GpuQuantized | Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def operands(
+    weight: GpuQuantized | rounded.GpuRounded | Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weight, scales, offsets and bias as the kernel takes them; in the place of what there is none of, another."""
     if isinstance(weight, Tensor):
         return weight, weight, weight, weight if bias is None else bias
+    if isinstance(weight, rounded.GpuRounded):
+        return weight.codes, weight.scales, weight.scales, weight.scales if bias is None else bias
     scales = weight.scales
     return weight.codes, scales, scales if weight.offsets is None else weight.offsets, scales if bias is None else bias
 
@@ -262,7 +269,9 @@ def linear(x: Tensor, weight: GpuWeight, bias: Tensor | None = None, wide: bool 
     return out
 
 
-def _product(x: Tensor, weight: GpuQuantized | Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _product(x: Tensor, weight: GpuQuantized | rounded.GpuRounded | Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if isinstance(weight, rounded.GpuRounded):
+        return rounded.product(x, weight, bias, out)
     if isinstance(weight, GpuQuantized) and weight.order is not None:
         x = x[:, weight.order]
     segments = segments_of(weight.shape)
