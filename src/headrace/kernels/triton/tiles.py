@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.triton import product_kernels
 from headrace.kernels.triton.attention import processors
+from headrace.kernels.triton.launch_entries import Blocks, block_form
+from headrace.kernels.triton.launching import direct
 
 TOGETHER = 8
 """Tiles of rows that share columns of weights."""
@@ -53,19 +54,21 @@ def product(
         sizes |= {"KIND": kind, "GATED": gated, "AHEAD": ahead} | ({"launch_pdl": True} if ahead else {})
     added, count = weight if bias is None else bias, -(-outputs // tile.columns)
     if tile.way == "plain":
-        product_kernels.product[(-(-rows // tile.rows) * count,)](
+        direct(product_kernels.product)[(-(-rows // tile.rows) * count,)](
             x, weight, added, out, rows, inputs, outputs, x.stride(0), TOGETHER=TOGETHER, EVEN=inputs % step == 0,
             PRECISION="ieee", **sizes,
         )  # fmt: skip
         return
-    from_x = TensorDescriptor.from_tensor(x, [tile.rows, step])
-    from_w = TensorDescriptor.from_tensor(weight, [tile.columns, step])
+    from_x = Blocks(x, block_form(tile.rows, step))
+    from_w = Blocks(weight, block_form(tile.columns, step))
     if tile.way == "few":
-        product_kernels.product_of_few[(count,)](from_x, from_w, weight, added, out, rows, inputs, outputs, **sizes)
+        direct(product_kernels.product_of_few)[(count,)](
+            from_x, from_w, weight, added, out, rows, inputs, outputs, **sizes
+        )
         return
     programs = min(-(-rows // tile.rows) * count, processors(x.device))
-    into = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
-    product_kernels.product_by_blocks[(programs,)](
+    into = Blocks(out, block_form(tile.rows, tile.columns // 2))
+    direct(product_kernels.product_by_blocks)[(programs,)](
         from_x, from_w, added, into, rows, inputs, outputs, TOGETHER=TOGETHER, **sizes
     )
 
