@@ -76,13 +76,15 @@ def compared(seen: list[Launched], monkeypatch: pytest.MonkeyPatch) -> dict[str,
     two must ask the driver for the same. How many there were, by kernel."""
     launch, by_triton, counts = DirectKernel.launch, DirectKernel._by_triton, dict[str, int]()
 
-    def thrice(self: DirectKernel, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        launch(self, grid, *arguments, **constants)
+    def thrice(
+        self: DirectKernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        launch(self, grid, arguments, constants)
         seen.clear()
         by_triton(self, grid, arguments, constants)
         with monkeypatch.context() as patch:
             patch.setattr(DirectKernel, "_by_triton", None)
-            launch(self, grid, *arguments, **constants)
+            launch(self, grid, arguments, constants)
         assert len(seen) == 2 and seen[0] == seen[1], self.kernel.__name__
         counts[self.kernel.__name__] = counts.get(self.kernel.__name__, 0) + 1
 

@@ -95,13 +95,14 @@ def timed(llm: LLM, decoding: int, prompt: int, profile: cProfile.Profile | None
     engine = llm.engine
     timer = Timed(engine.loaded.executor.eager)
     engine.loaded.executor.eager.run = timer
+    generator = torch.Generator().manual_seed(16 * prompt + decoding)  # no prompt is cached
     params = SamplingParams(temperature=0.0, max_tokens=4 * STEPS, ignore_eos=True)
     for i in range(decoding):
         engine.add(Request(f"d{prompt}-{i}", [i + 1] * 300, params, arrival_s=time.monotonic()))
         engine.step()
     found = []
     for i in range(STEPS):
-        tokens = torch.randint(VOCAB, (prompt,), generator=torch.Generator().manual_seed(i)).tolist()
+        tokens = torch.randint(VOCAB, (prompt,), generator=generator).tolist()
         one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         engine.add(Request(f"p{prompt}-{i}", tokens, one, arrival_s=time.monotonic()))
         timer.seconds.clear()

@@ -46,8 +46,8 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class TaskArena:
-    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash. used:
-    items in use; spans: see TileSchedule."""
+    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash;
+    count_of: the same on the device, from each on. used: items in use; spans: see TileSchedule."""
 
     counts: Part
     bases: Part
@@ -56,6 +56,10 @@ class TaskArena:
     items: Part
     used: int = 0
     spans: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    count_of: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count_of = [self.counts.there[number:] for number in range(len(self.counts.host))]
 
     def fits(self, done: TileSchedule) -> bool:
         if len(done.rounds) > len(self.rounds) or len(done.flash) > len(self.flash.host):

@@ -104,18 +104,18 @@ class TileWork:
         return out
 
     def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
-        tasks, count = self.arena.rounds[number].there, self.arena.counts.there[number:]
+        tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]
         grid = (self.rounds[number], tile_schedule.LANES)
         self._walk(q, pool, mask, q, tasks, count, *grid, SPLIT=True, RESUME=number > 0)
 
     def _flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
-        tasks, count = self.arena.flash.there, self.arena.counts.there[-1:]
+        tasks, count = self.arena.flash.there, self.arena.count_of[-1]
         self._walk(q, pool, mask, out, tasks, count, self.flash, self.flash_lanes, SPLIT=False, RESUME=False)
 
     def _hopper_split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
         there = hopper.SPLIT_PROGRAMS * processors(q.device) // self.heads.columns
         hopper.split(
-            q, pool, self.arena.items.there, self.arena.rounds[number].there, self.arena.counts.there[number:],
+            q, pool, self.arena.items.there, self.arena.rounds[number].there, self.arena.count_of[number],
             self.arena.bases.there, mask, self.states, mask.scale * LOG2_E, tile_schedule.SPAN,
             min(self.rounds[number], max(1, there)), resume=number > 0,
         )  # fmt: skip
@@ -208,7 +208,8 @@ class ArenaStep:
 
     def _attended(self, q: Tensor, pool: Pool, window: int | None, sinks: Tensor | None) -> Tensor:
         out = None if self.out is None else self.out[: len(q)]
-        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks), out)
+        mask = self.masks[window] if sinks is None else replace(self.masks[window], sinks=sinks)
+        return self.work[window].run(q, pool, mask, out)
 
 
 class TritonStep(ArenaStep):

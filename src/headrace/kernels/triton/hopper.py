@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.triton.launch_entries import Blocks, block_form
+from headrace.kernels.triton.launch_entries import BlockForm, Blocks, block_form
 from headrace.kernels.triton.launching import direct
 
 FLASH_GROUPS = 2
@@ -84,8 +84,7 @@ def split(
 def _described(q: Tensor, pool: Pool, span: int) -> tuple[Any, Any, dict[str, int], int]:
     """Keys and values as blocks of a chunk's KV head, the sizes that the kernels know, and bytes of one such pair."""
     _, kv_heads, dim = pool.shape
-    k = Blocks(pool.k.view(-1, 64), block_form(dim, 64, layout=_layout()))
-    v = Blocks(pool.v.view(-1, dim), block_form(64, dim, layout=_layout()))
+    k, v = Blocks(pool.k, _form(dim, 64)), Blocks(pool.v, _form(64, dim))
     return k, v, {"HEADS": q.shape[1], "KV_HEADS": kv_heads, "D": dim, "SPAN": span}, 2 * 2 * 64 * dim
 
 
@@ -98,8 +97,8 @@ def _kernels() -> Any:
 
 
 @cache
-def _layout() -> Any:
-    """How a block lies in shared memory."""
+def _form(rows: int, columns: int) -> BlockForm:
+    """Blocks of all chunks and KV heads, one behind the other."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(128, 16, 2)
+    return block_form(rows, columns, layout=NVMMASharedLayout(128, 16, 2), flat=True)

@@ -25,13 +25,15 @@ class Unexpected(Exception):
 
 
 class BlockForm:
-    """Blocks by which a GPU copies a tensor by itself (TMA). layout: in shared memory, of a kernel in Gluon."""
+    """Blocks by which a GPU copies a tensor by itself (TMA). layout: in shared memory, of a kernel in Gluon. flat: the
+    tensor is taken as rows of a block's width."""
 
-    def __init__(self, block: tuple[int, ...], layout: object) -> None:
-        self.block, self.layout = list(block), layout
+    def __init__(self, block: tuple[int, ...], layout: object, flat: bool) -> None:
+        self.block, self.layout, self.flat = list(block), layout, flat
 
     def described(self, tensor: Tensor) -> Any:
         """As Triton takes the tensor. Raises AssertionError for one that cannot be copied so."""
+        tensor = tensor.view(-1, self.block[-1]) if self.flat else tensor
         if self.layout is None:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -42,9 +44,9 @@ class BlockForm:
 
 
 @cache
-def block_form(*block: int, layout: object = None) -> BlockForm:
+def block_form(*block: int, layout: object = None, flat: bool = False) -> BlockForm:
     """The one form of its kind: forms are told apart by identity."""
-    return BlockForm(block, layout)
+    return BlockForm(block, layout, flat)
 
 
 class Blocks(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import triton
@@ -48,20 +48,20 @@ class DirectKernel:
         self._entries: dict[tuple[Any, ...], Entry | None] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return partial(self.launch, grid)
+        return lambda *arguments, **constants: self.launch(grid, arguments, constants)
 
-    def launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """kernel[grid](*arguments, **constants)."""
         found = self._kinds(arguments) if self._able and not _watched() else None
         if found is None:
             self._by_triton(grid, arguments, constants)
             return
-        kinds, values = found
-        device = driver.active.get_current_device()
+        (kinds, values), active = found, driver.active
+        device = active.get_current_device()
         key = (device, *kinds, *constants, *constants.values())
         entry = self._entries.get(key)
         if entry is not None:
-            entry(grid, driver.active.get_current_stream(device), values)
+            entry(grid, active.get_current_stream(device), values)
             return
         compiled = self._by_triton(grid, arguments, constants)
         if key not in self._entries:
@@ -78,17 +78,19 @@ class DirectKernel:
         values: list[Any] = []
         for each in arguments:
             kind = type(each)
-            if kind is Tensor or isinstance(each, Tensor):
+            if kind is Tensor:
                 address = each.data_ptr()
+                kinds.append(each.dtype)
+                kinds.append(not address & 15)
                 # One that is not on the device is of another kind: Triton looks at it, and refuses it.
-                kinds += (each.dtype, each.get_device(), not address & 15)
+                kinds.append(each.is_cuda)
                 values.append(address)
                 continue
             values.append(each)
             if kind is int and each.bit_length() <= WIDE:
                 kinds.append(each == 1 if each & 15 else 16)
             elif kind is Blocks:
-                kinds += (each.form, each.tensor.dtype, each.tensor.get_device())
+                kinds += (each.form, each.tensor.dtype, each.tensor.is_cuda)
             elif kind is float:
                 kinds.append(float)
             else:

@@ -39,10 +39,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor
     rows, done = len(x), 0
     if rows > FEW[-1].rows and bias is None and not wide:
         for count in _in_batches(rows, cublas_batches(x, weight)):
-            torch.mm(x[done : done + count], weight.t(), out=out[done : done + count])
+            whole = count == rows
+            part, into = (x, out) if whole else (x[done : done + count], out[done : done + count])
+            torch.mm(part, weight.t(), out=into)
             done += count
     if done < rows:
-        rest, into = x[done:], out[done:]
+        rest, into = (x[done:], out[done:]) if done else (x, out)
         product(_tile(rest, weight, into), rest, weight, bias, into)
     return out
 
@@ -98,9 +100,12 @@ def _of_few(tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, kind: str = "", 
     """The tiles for these rows, if they are few."""
     if len(x) > tiles[-1].rows:
         return None
-    blocks = takes_blocks(x, weight)
-    fitting = (tile for tile in tiles if len(x) <= tile.rows and (blocks or tile.way == "plain"))
-    return next((tile for tile in fitting if agrees(tile, x.dtype, x.device, kind, gated)), None)
+    rows, blocks = len(x), takes_blocks(x, weight)
+    for tile in tiles:
+        fits = rows <= tile.rows and (blocks or tile.way == "plain")
+        if fits and agrees(tile, x.dtype, x.device, kind, gated):
+            return tile
+    return None
 
 
 def _tile(x: Tensor, weight: Tensor, out: Tensor) -> Tile:

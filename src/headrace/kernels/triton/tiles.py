@@ -5,9 +5,8 @@ T: rows, K: inputs, N: outputs, I: MLP width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ AHEAD = 16
 """Lines of 128 bytes of each column that a product fetches while the kernel before it ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """Sizes of a tile and of a step over K, warps, and buffers for loads under way. way: its kernel, of which `few` and
     `many` copy blocks (takes_blocks)."""
 
@@ -47,11 +45,7 @@ def product(
     activation of that. gated: of weight and bias [2 I, ...] = (gate, up) both, f(gate) * up into out [T, I]."""
     (rows, inputs), outputs = x.shape, out.shape[1]
     step = tile.step if x.element_size() == 2 else 32
-    sizes: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "BIAS": bias is not None}
-    sizes |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    if tile.way != "many":
-        ahead = AHEAD if overlaps(x.device) else 0
-        sizes |= {"KIND": kind, "GATED": gated, "AHEAD": ahead} | ({"launch_pdl": True} if ahead else {})
+    sizes = _sizes(tile, step, bias is not None, kind, gated, AHEAD if overlaps(x.device) else 0)
     added, count = weight if bias is None else bias, -(-outputs // tile.columns)
     if tile.way == "plain":
         direct(product_kernels.product)[(-(-rows // tile.rows) * count,)](
@@ -74,6 +68,16 @@ def product(
 
 
 @cache
+def _sizes(tile: Tile, step: int, biased: bool, kind: str, gated: bool, ahead: int) -> dict[str, Any]:
+    """What a tile's kernel is compiled for."""
+    sizes: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "BIAS": biased}
+    sizes |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.way == "many":
+        return sizes
+    return sizes | {"KIND": kind, "GATED": gated, "AHEAD": ahead} | ({"launch_pdl": True} if ahead else {})
+
+
+@cache
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel may begin before the one in front of it has ended (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -82,7 +86,8 @@ def overlaps(device: torch.device) -> bool:
 def takes_blocks(*tensors: Tensor) -> bool:
     """Whether blocks of all of these can be copied: 16 bits an element, rows that begin at multiples of 16 bytes, and a
     GPU that copies blocks by itself (elsewhere they are loaded one at a time)."""
-    able = overlaps(tensors[0].device) or not tensors[0].is_cuda
-    return able and all(
-        x.element_size() == 2 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in tensors
-    )
+    for x in tensors:
+        row, column = x.stride()
+        if row % 8 or column != 1 or x.data_ptr() % 16 or x.element_size() != 2:
+            return False
+    return overlaps(tensors[0].device) or not tensors[0].is_cuda
