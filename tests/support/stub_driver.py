@@ -67,7 +67,7 @@ def _library() -> ctypes.CDLL:
     flags = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", f"-I{_INCLUDES}"]
     subprocess.run(["cc", *flags, str(source), "-o", str(made)], check=True)
     knobs.nvidia.libcuda_path = str(folder)
-    return ctypes.CDLL(str(made), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(made))
 
 
 class StubDriver(nvidia.CudaDriver):

@@ -6,6 +6,7 @@ tasks beyond the counts. A block made for one plan has its sizes; one that outli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -122,7 +123,7 @@ class Arena:
         for sizes in tasks.values():
             shapes += [(len(sizes.rounds) + 1,), (rows,), *((count, 4) for count in sizes.rounds)]
             shapes += [(sizes.flash, 4), (sizes.items, 4)]
-        lengths = [-(-int(np.prod(shape)) // ALIGN) * ALIGN for shape in shapes]
+        lengths = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
         ends = np.cumsum([0, *lengths]).tolist()
         whole = (ends[-1],)
         self._host = device.pinned(whole, torch.int32) if pinned else torch.zeros(whole, dtype=torch.int32)
@@ -152,7 +153,7 @@ class Arena:
         return all(each.grow(row, slot, key) for each in self.tasks.values())
 
     def _part(self, begin: int, shape: tuple[int, ...]) -> Part:
-        end = begin + int(np.prod(shape))
+        end = begin + math.prod(shape)
         return Part(self._host[begin:end].numpy().reshape(shape), self._there[begin:end].view(shape))
 
     def move(self, positions: NDArray[np.int64], offsets: Int32) -> None:
