@@ -52,6 +52,8 @@ from headrace.kernels.triton.sampling import Chooser, Needs
 from tests.support.launched_steps import engine
 from tests.support.stub_driver import Launched, stub_driver, uninterpreted, without_code
 
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
     attention_kernels, draw_kernels, int8_kv_kernels, launch_kernels, pinned_kernels, product_kernels, rotary_kernels,
