@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 import triton
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.compiler import BaseBackend
+from triton.runtime.interpreter import InterpretedFunction
 
 from headrace import SamplingParams
 from headrace.bench.shapes import CheckpointShape
@@ -228,6 +229,16 @@ def test_triton_launches_what_is_not_as_expected(
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     row_kernels.norm.pre_run_hooks.append(hook)
     assert by_triton(monkeypatch, num_warps=16) == 3
+
+
+def test_a_named_argument_is_refused(seen: list[Launched]) -> None:
+    """It would be taken for a constant. Also in the interpreter."""
+    interpreted = InterpretedFunction(row_kernels.norm.fn)
+    for kernel in (row_kernels.norm, interpreted):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="norm is not compiled for width, x: give it by its place"):
+                direct(kernel)[(1,)](x=torch.zeros(64), width=64, P=64)
+    assert not seen
 
 
 def test_compiled_kernels_that_are_not_launched_directly(seen: list[Launched]) -> None:

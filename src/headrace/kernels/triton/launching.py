@@ -9,6 +9,7 @@ Triton's own.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -31,8 +32,8 @@ _known: dict[int, DirectKernel] = {}
 
 
 def direct(kernel: Any) -> DirectKernel:
-    """The kernel with the same way to launch it, kernel[grid](...). What is no constant of the kernel is given in its
-    order, without names: tensors, Blocks and numbers."""
+    """The kernel with the same way to launch it, kernel[grid](...). What it is not compiled for is given in its order,
+    without names: tensors, Blocks and numbers. Raises ValueError for such an argument that is named."""
     found = _known.get(id(kernel))
     if found is None:
         found = _known[id(kernel)] = DirectKernel(kernel)
@@ -45,6 +46,8 @@ class DirectKernel:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._able = SUPPORTED and isinstance(kernel, JITFunction)
+        parameters = inspect.signature(kernel.fn).parameters.values()
+        self._unnamed = {each.name for each in parameters if "constexpr" not in str(each.annotation)}
         self._entries: dict[tuple[Any, ...], Entry | None] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -68,6 +71,11 @@ class DirectKernel:
             self._resolve(key, compiled, arguments, constants)
 
     def _by_triton(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        if not self._unnamed.isdisjoint(constants):
+            named = ", ".join(sorted(self._unnamed & constants.keys()))
+            raise ValueError(
+                f"{self.kernel.__name__} is not compiled for {named}: give it by its place, without a name"
+            )
         taken = [each.form.described(each.tensor) if type(each) is Blocks else each for each in arguments]
         return self.kernel[grid](*taken, **constants)
 
