@@ -83,14 +83,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
     """
     if isinstance(weight, cpu.Packed):
         return cpu.linear(x, weight, bias, wide)
+    if isinstance(weight, Tensor) and dispatch.on_gpu(x):
+        from headrace.kernels.triton import products
+
+        return products.linear(x, weight, bias, wide)
     if isinstance(weight, quantized.Quantized | quantized.Parts):
         return quantized.linear(x, weight, bias, wide)
     if isinstance(weight, gpu_weights.GpuWeight):
         return gpu_weights.linear(x, weight, bias, wide)
-    if dispatch.on_gpu(x):
-        from headrace.kernels.triton import products
-
-        return products.linear(x, weight, bias, wide)
     out = _plain_linear(x, weight, bias)
     return out.float() if wide else out
 

@@ -110,11 +110,13 @@ class Layer:
     def _rotary(self, queries: int, cos_sin: Tensor | None) -> QKRotary:
         """How projected heads, the first `queries` of them queries, become those that attention takes."""
         config, (first, width) = self.config, self.rotation
+        if cos_sin is not None and (first, width) != (0, cos_sin.shape[1]):
+            cos_sin = cos_sin[:, first : first + width] if width else None
         rotary = QKRotary(
             ops.rotated_heads,
             queries,
             config.attention.kv_heads,
-            None if cos_sin is None or not width else cos_sin[:, first : first + width],
+            cos_sin,
             eps=config.norm_eps,
             offset=config.norm_offset,
         )

@@ -6,6 +6,7 @@ tasks beyond the counts. A block made for one plan has its sizes; one that outli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,8 +47,8 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class TaskArena:
-    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash. used:
-    items in use; spans: see TileSchedule."""
+    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash;
+    count_of: the same on the device, from each on. used: items in use; spans: see TileSchedule."""
 
     counts: Part
     bases: Part
@@ -56,6 +57,10 @@ class TaskArena:
     items: Part
     used: int = 0
     spans: Int64 = field(default_factory=lambda: np.empty(0, np.int64))
+    count_of: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count_of = [self.counts.there[number:] for number in range(len(self.counts.host))]
 
     def fits(self, done: TileSchedule) -> bool:
         if len(done.rounds) > len(self.rounds) or len(done.flash) > len(self.flash.host):
@@ -118,7 +123,7 @@ class Arena:
         for sizes in tasks.values():
             shapes += [(len(sizes.rounds) + 1,), (rows,), *((count, 4) for count in sizes.rounds)]
             shapes += [(sizes.flash, 4), (sizes.items, 4)]
-        lengths = [-(-int(np.prod(shape)) // ALIGN) * ALIGN for shape in shapes]
+        lengths = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
         ends = np.cumsum([0, *lengths]).tolist()
         whole = (ends[-1],)
         self._host = device.pinned(whole, torch.int32) if pinned else torch.zeros(whole, dtype=torch.int32)
@@ -148,7 +153,7 @@ class Arena:
         return all(each.grow(row, slot, key) for each in self.tasks.values())
 
     def _part(self, begin: int, shape: tuple[int, ...]) -> Part:
-        end = begin + int(np.prod(shape))
+        end = begin + math.prod(shape)
         return Part(self._host[begin:end].numpy().reshape(shape), self._there[begin:end].view(shape))
 
     def move(self, positions: NDArray[np.int64], offsets: Int32) -> None:

@@ -25,6 +25,7 @@ from headrace.kernels.triton import attention_kernels, hopper, hopper_agreement,
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
+from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
@@ -103,18 +104,18 @@ class TileWork:
         return out
 
     def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
-        tasks, count = self.arena.rounds[number].there, self.arena.counts.there[number:]
+        tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]
         grid = (self.rounds[number], tile_schedule.LANES)
         self._walk(q, pool, mask, q, tasks, count, *grid, SPLIT=True, RESUME=number > 0)
 
     def _flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
-        tasks, count = self.arena.flash.there, self.arena.counts.there[-1:]
+        tasks, count = self.arena.flash.there, self.arena.count_of[-1]
         self._walk(q, pool, mask, out, tasks, count, self.flash, self.flash_lanes, SPLIT=False, RESUME=False)
 
     def _hopper_split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
         there = hopper.SPLIT_PROGRAMS * processors(q.device) // self.heads.columns
         hopper.split(
-            q, pool, self.arena.items.there, self.arena.rounds[number].there, self.arena.counts.there[number:],
+            q, pool, self.arena.items.there, self.arena.rounds[number].there, self.arena.count_of[number],
             self.arena.bases.there, mask, self.states, mask.scale * LOG2_E, tile_schedule.SPAN,
             min(self.rounds[number], max(1, there)), resume=number > 0,
         )  # fmt: skip
@@ -130,14 +131,12 @@ class TileWork:
         heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
         acc, m, z = self.states
         large = self._padded > 128
-        attention_kernels.walk[(programs, heads.columns)](
-            q=q, k=pool.k, v=pool.v, k_scale=q if pool.k_scale is None else pool.k_scale,
-            v_scale=q if pool.v_scale is None else pool.v_scale,
-            items=self.arena.items.there, tasks=tasks, count=count, positions=mask.positions,
-            bases=self.arena.bases.there, bias=q if bias is None else bias, sinks=q if sinks is None else sinks,
-            acc_of=acc, m_of=m, z_of=z, out=out, factor=mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap),
-            cap=(cap or 0.0) * LOG2_E, q_stride=q.stride(0), bias_len=0 if bias is None else bias.shape[-1],
-            window=mask.window or 0, **self._shape(mask), **way,
+        direct(attention_kernels.walk)[(programs, heads.columns)](
+            q, pool.k, pool.v, q if pool.k_scale is None else pool.k_scale, q if pool.v_scale is None else pool.v_scale,
+            self.arena.items.there, tasks, count, mask.positions, self.arena.bases.there, q if bias is None else bias,
+            q if sinks is None else sinks, acc, m, z, out,
+            mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap), (cap or 0.0) * LOG2_E, q.stride(0),
+            0 if bias is None else bias.shape[-1], mask.window or 0, **self._shape(mask), **way,
             KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, LANES=lanes,
             BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
             num_warps=8 if large else lanes // 16, num_stages=2 if large else 3,
@@ -145,9 +144,9 @@ class TileWork:
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
         acc, m, z = self.states
-        attention_kernels.merge_spans[(len(out), self.heads.heads)](
-            acc_of=acc, m_of=m, z_of=z, positions=mask.positions, bases=self.arena.bases.there,
-            sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0,
+        direct(attention_kernels.merge_spans)[(len(out), self.heads.heads)](
+            acc, m, z, mask.positions, self.arena.bases.there, acc if mask.sinks is None else mask.sinks, out,
+            mask.window or 0,
             **self._shape(mask), num_warps=1,
         )  # fmt: skip
 
@@ -209,7 +208,8 @@ class ArenaStep:
 
     def _attended(self, q: Tensor, pool: Pool, window: int | None, sinks: Tensor | None) -> Tensor:
         out = None if self.out is None else self.out[: len(q)]
-        return self.work[window].run(q, pool, replace(self.masks[window], sinks=sinks), out)
+        mask = self.masks[window] if sinks is None else replace(self.masks[window], sinks=sinks)
+        return self.work[window].run(q, pool, mask, out)
 
 
 class TritonStep(ArenaStep):
@@ -287,6 +287,6 @@ def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> 
     places, sizes = (slots, offsets, k.stride(0), v.stride(0)), {"KV_HEADS": kv_heads, "D": dim}
     sizes["P"] = max(16, 1 << (dim - 1).bit_length())
     if pool.k.dtype == torch.int8:
-        int8_kv_kernels.store[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)
+        direct(int8_kv_kernels.store)[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)
     else:
-        attention_kernels.store[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)
+        direct(attention_kernels.store)[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.triton import rounded, weight_kernels
+from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
 
 COUNTED = 4096
@@ -44,7 +45,7 @@ def route(logits: Tensor, chosen: int, normalised: bool) -> GpuRoutes:
     expert = torch.empty((rows, chosen), dtype=torch.int32, device=device)
     share = torch.empty((rows, chosen), device=device)
     if rows:
-        weight_kernels.route[(rows,)](
+        direct(weight_kernels.route)[(rows,)](
             logits, expert, share, experts, CHOSEN=chosen, P=_rounded(experts), C=_rounded(chosen), SHARED=normalised,
             num_warps=1,
         )  # fmt: skip
@@ -57,7 +58,7 @@ def _arranged(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if pairs <= COUNTED:
         order, place = torch.empty(pairs, dtype=torch.int32, device=device), torch.empty_like(expert)
         begin = torch.empty(experts + 1, dtype=torch.int32, device=device)
-        weight_kernels.arrange[(-(-pairs // BLOCK) + 1,)](
+        direct(weight_kernels.arrange)[(-(-pairs // BLOCK) + 1,)](
             expert, order, place, begin, pairs, experts, BLOCK=BLOCK, EXPERTS=_rounded(experts + 1), num_warps=4
         )
         return order, place, begin
@@ -105,7 +106,7 @@ class GpuExperts:
         tile = tile_for(-(-pairs // experts), x.dtype, x.device, self.plain)
         weight, scales, offsets, bias = self.operands[0]
         grid = (pairs // tile.rows + min(experts, pairs), -(-outputs // tile.columns))
-        weight_kernels.product[grid](
+        direct(weight_kernels.product)[grid](
             x, weight, scales, offsets, bias, out, self.table, routes.begin, routes.order, pairs, inputs, outputs,
             x.stride(0), weight.stride(0), outputs, inputs, experts, chosen, MAGIC,
             **constants(self.first, tile), BIAS=self.biased, SEGMENTS=1, APART=False, EXPERTS=_rounded(experts),
@@ -135,7 +136,7 @@ def combine(y: Tensor, routes: GpuRoutes) -> Tensor:
     out = torch.empty(rows, width, dtype=y.dtype, device=y.device)
     if rows:
         columns = min(1024, _rounded(width))
-        weight_kernels.combine[(rows, -(-width // columns))](
+        direct(weight_kernels.combine)[(rows, -(-width // columns))](
             y, routes.place, routes.share, out, width, CHOSEN=chosen, COLUMNS=columns
         )
     return out

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.records import Mask, Pool
+from headrace.kernels.triton.launch_entries import BlockForm, Blocks, block_form
+from headrace.kernels.triton.launching import direct
 
 FLASH_GROUPS = 2
 """Warp groups of a flash task, of 64 lanes each."""
@@ -58,11 +60,9 @@ def flash(
     programs: int,
 ) -> None:
     """The first `programs` tasks of rows that walk all their spans. See hopper_kernels.flash."""
-    from headrace.kernels.triton import hopper_kernels
-
     kv_heads = pool.shape[1]
     k, v, shape, stage = _described(q, pool, span)
-    hopper_kernels.flash[(programs, kv_heads)](
+    direct(_kernels().flash)[(programs, kv_heads)](
         q, k, v, items, tasks, mask.positions, q if mask.sinks is None else mask.sinks, out, factor, q.stride(0),
         **shape, SINKS=mask.sinks is not None, STAGES=RING_BYTES // stage, num_warps=4,
     )  # fmt: skip
@@ -73,10 +73,8 @@ def split(
     states: tuple[Tensor, Tensor, Tensor], factor: float, span: int, programs: int, resume: bool,
 ) -> None:  # fmt: skip
     """count[0] tasks of one span each, by at most so many programs. See hopper_kernels.split."""
-    from headrace.kernels.triton import hopper_kernels
-
     k, v, shape, stage = _described(q, pool, span)
-    hopper_kernels.split[(programs, pool.shape[1])](
+    direct(_kernels().split)[(programs, pool.shape[1])](
         q, k, v, items, tasks, count, mask.positions, bases, *states, factor, q.stride(0), mask.window or 0,
         **shape, STAGES=(RING_BYTES - (32 << 10)) // stage, RESUME=resume, WINDOW=mask.window is not None,
         num_warps=4, maxnreg=128,
@@ -85,11 +83,22 @@ def split(
 
 def _described(q: Tensor, pool: Pool, span: int) -> tuple[Any, Any, dict[str, int], int]:
     """Keys and values as blocks of a chunk's KV head, the sizes that the kernels know, and bytes of one such pair."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     _, kv_heads, dim = pool.shape
-    layout = NVMMASharedLayout(128, 16, 2)
-    k = TensorDescriptor.from_tensor(pool.k.view(-1, 64), [dim, 64], layout)
-    v = TensorDescriptor.from_tensor(pool.v.view(-1, dim), [64, dim], layout)
+    k, v = Blocks(pool.k, _form(dim, 64)), Blocks(pool.v, _form(64, dim))
     return k, v, {"HEADS": q.shape[1], "KV_HEADS": kv_heads, "D": dim, "SPAN": span}, 2 * 2 * 64 * dim
+
+
+@cache
+def _kernels() -> Any:
+    """The module of the kernels: Gluon is not in every Triton."""
+    from headrace.kernels.triton import hopper_kernels
+
+    return hopper_kernels
+
+
+@cache
+def _form(rows: int, columns: int) -> BlockForm:
+    """Blocks of all chunks and KV heads, one behind the other."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return block_form(rows, columns, layout=NVMMASharedLayout(128, 16, 2), flat=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.triton import pinned_kernels
+from headrace.kernels.triton.launching import direct
 
 WORD, BLOCK = 8, 2048
 PROGRAMS = 16
@@ -28,4 +29,4 @@ def gather(into: Tensor, parts: Sequence[Tensor]) -> None:
         words = size // WORD
         tasks = count * -(-words // BLOCK)
         grid = (min(PROGRAMS, tasks),)
-        pinned_kernels.gather[grid](table, into.view(torch.int64), tasks, words, BLOCK=BLOCK, num_warps=8)
+        direct(pinned_kernels.gather)[grid](table, into.view(torch.int64), tasks, words, BLOCK=BLOCK, num_warps=8)

@@ -6,6 +6,8 @@ cuBLAS where it gives the same bits, and by large tiles elsewhere. What does is 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -34,17 +36,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N] in x's type, or fp32 if `wide`."""
     out = torch.empty(len(x), len(weight), dtype=torch.float32 if wide else x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
-    done = 0
-    if len(x) > FEW[-1].rows and bias is None and not wide:
-        batches = cublas_batches(x, weight)
-        # A rest of few rows reads all weights again: small batches are taken for the last rows only.
-        while fitting := [rows for rows in batches if BATCH <= rows <= len(x) - done or rows == len(x) - done]:
-            torch.mm(x[done : done + fitting[-1]], weight.t(), out=out[done : done + fitting[-1]])
-            done += fitting[-1]
-    if done < len(x):
-        rest, into = x[done:], out[done:]
+    rows, done = len(x), 0
+    if rows > FEW[-1].rows and bias is None and not wide:
+        for count in _in_batches(rows, cublas_batches(x, weight)):
+            whole = count == rows
+            part, into = (x, out) if whole else (x[done : done + count], out[done : done + count])
+            torch.mm(part, weight.t(), out=into)
+            done += count
+    if done < rows:
+        rest, into = (x[done:], out[done:]) if done else (x, out)
         product(_tile(rest, weight, into), rest, weight, bias, into)
     return out
+
+
+@lru_cache(1 << 12)
+def _in_batches(rows: int, batches: tuple[int, ...]) -> list[int]:
+    """Numbers of rows that cuBLAS multiplies, one after another, of so many. A rest of few rows reads all weights
+    again: small batches are taken for the last rows only."""
+    found, left = list[int](), rows
+    while fitting := [count for count in batches if BATCH <= count <= left or count == left]:
+        found.append(fitting[-1])
+        left -= fitting[-1]
+    return found
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> Tensor:
@@ -87,9 +100,12 @@ def _of_few(tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, kind: str = "", 
     """The tiles for these rows, if they are few."""
     if len(x) > tiles[-1].rows:
         return None
-    blocks = takes_blocks(x, weight)
-    fitting = (tile for tile in tiles if len(x) <= tile.rows and (blocks or tile.way == "plain"))
-    return next((tile for tile in fitting if agrees(tile, x.dtype, x.device, kind, gated)), None)
+    rows, blocks = len(x), takes_blocks(x, weight)
+    for tile in tiles:
+        fits = rows <= tile.rows and (blocks or tile.way == "plain")
+        if fits and agrees(tile, x.dtype, x.device, kind, gated):
+            return tile
+    return None
 
 
 def _tile(x: Tensor, weight: Tensor, out: Tensor) -> Tile:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.kernels.records import Pool, QKRotary
 from headrace.kernels.triton import rotary_kernels
+from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check
 
 ELEMENTS = 1024
@@ -44,7 +45,7 @@ def _launch(heads: Tensor, rotary: QKRotary, own: int, stored: tuple[Tensor, Ten
     norms = (out if each is None else each for each in (rotary.q_norm, rotary.k_norm))
     padded = max(16, 1 << (dim - 1).bit_length())
     together = max(1, ELEMENTS // padded)
-    rotary_kernels.rotate_heads[(rows, -(-(count if stored else own) // together))](
+    direct(rotary_kernels.rotate_heads)[(rows, -(-(count if stored else own) // together))](
         heads, out if turn is None else turn, *norms,
         out, *(stored or (out, out, out, out)), heads.stride(0) // dim, 0 if turn is None else turn.stride(0),
         rotary.eps, rotary.offset, Q=rotary.heads, KV=rotary.kv_heads, D=dim, P=padded,

@@ -117,12 +117,13 @@ def tile_for(rows: int, weight: GpuRounded, device: torch.device, products: int 
 def round_rows(x: Tensor, kind: Codes = "int8") -> tuple[Tensor, Tensor]:
     """Rows [T, K] as codes [T, K'] under scales fp32 [T]."""
     from headrace.kernels.triton import rounded_kernels
+    from headrace.kernels.triton.launching import direct
 
     (rows, inputs), padded = x.shape, -(-x.shape[1] // STEP) * STEP
     codes = torch.empty(rows, padded, dtype=torch.int8, device=x.device)
     scales = torch.empty(rows, device=x.device)
     block = min(BLOCK, 1 << (padded - 1).bit_length())
-    rounded_kernels.round_rows[(rows,)](
+    direct(rounded_kernels.round_rows)[(rows,)](
         x, codes, scales, inputs, padded, x.stride(0), LARGEST=LARGEST[kind], LEAST=LEAST, E4M3=kind == "e4m3",
         BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
@@ -133,6 +134,7 @@ def _launch(
     tile: Tile, x: Tensor, weight: GpuRounded, bias: Tensor | None, out: Tensor, grouping: Grouping | None
 ) -> None:
     from headrace.kernels.triton import rounded_kernels
+    from headrace.kernels.triton.launching import direct
 
     codes, scales = round_rows(x, weight.kind)
     rows, outputs = out.shape
@@ -142,7 +144,7 @@ def _launch(
         table, begin, order = grouping.table, grouping.begin, grouping.order
         experts, sent, chosen = grouping.experts, grouping.sent, grouping.chosen
         tiles = rows // tile.rows + min(experts, rows)
-    rounded_kernels.product[(tiles, -(-outputs // tile.columns))](
+    direct(rounded_kernels.product)[(tiles, -(-outputs // tile.columns))](
         codes, scales, weight.codes, weight.scales, scales if bias is None else bias, out, table, begin, order,
         rows, codes.shape[1], outputs, out.stride(0), experts, chosen,
         ROWS=tile.rows, COLUMNS=tile.columns, STEP=STEP, BIAS=bias is not None,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.triton import row_kernels
+from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.tiles import overlaps
 
 LARGEST_ROW = 1 << 16
@@ -49,13 +50,13 @@ def _normed(
     total = x if part is None else torch.empty_like(out)
     if not x.numel():
         return total, out
-    parts = x if x.dim() == 3 else x.reshape(-1, 1, width)
-    rows, heads, _ = parts.shape
-    if parts.stride(2) != 1 or (heads > 1 and parts.stride(1) != width):
+    parts = x if x.dim() == 2 or x.dim() == 3 else x.reshape(-1, width)
+    heads = 1 if parts.dim() == 2 else parts.shape[1]
+    if parts.stride(-1) != 1 or (heads > 1 and parts.stride(1) != width):
         parts = parts.contiguous()
     added = parts if part is None else _aligned(part.contiguous())
     padded = max(16, 1 << (width - 1).bit_length())
-    row_kernels.norm[(rows, heads)](
+    direct(row_kernels.norm)[(len(parts), heads)](
         _aligned(parts), added, total, out if weight is None else weight, out if bias is None else bias, out, width,
         eps, offset, parts.stride(0), heads, P=padded, ADD=part is not None, RMS=rms, WEIGHT=weight is not None,
         BIAS=bias is not None, OVERLAPS=overlaps(x.device), num_warps=min(16, max(1, padded // 512)),
@@ -78,7 +79,7 @@ def _activated(x: Tensor, kind: str, width: int, gated: bool) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     if rows:
         x = x if x.stride(1) == 1 else x.contiguous()
-        row_kernels.activate[(rows, -(-width // block))](
+        direct(row_kernels.activate)[(rows, -(-width // block))](
             x, out, x.stride(0), width, WIDTH=block, KIND=kind, GATED=gated, OVERLAPS=overlaps(x.device), num_warps=4
         )
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.kernels.triton import draw_kernels
 from headrace.kernels.triton import sample_kernels as kernels
+from headrace.kernels.triton.launching import direct
 
 BLOCK = 2048
 """Logits of a row that one program takes, and PIECE of them at a time: part of the order of a row's sums."""
@@ -94,10 +95,12 @@ class Chooser:
         none reports. Raises ValueError for logits or rows that do not fit."""
         self._check(logits, rows)
         given = (logits, logits.stride(0), self.masks, self.words, self.asked)
-        kernels.greatest_of_blocks[self.blocks, rows](
+        direct(kernels.greatest_of_blocks)[self.blocks, rows](
             *given, self._peaks, self.width, self.blocks, BLOCK=BLOCK, num_warps=WARPS
         )
-        kernels.greatest[rows,](self.asked, self._peaks, self.tokens, self.found, self.blocks, BLOCKS=self._room)
+        direct(kernels.greatest)[rows,](
+            self.asked, self._peaks, self.tokens, self.found, self.blocks, BLOCKS=self._room
+        )
         if needs.draws:
             self._draw(given, rows, needs)
         if needs.reports:
@@ -105,12 +108,12 @@ class Chooser:
 
     def _report(self, logits: Tensor, rows: int, count: int) -> None:
         raw, grid = (logits, logits.stride(0), self.asked), (self.blocks, rows)
-        kernels.rank[grid](*raw, self.tokens, self.found, self.width, BLOCK=BLOCK, num_warps=WARPS)
+        direct(kernels.rank)[grid](*raw, self.tokens, self.found, self.width, BLOCK=BLOCK, num_warps=WARPS)
         if count:
-            kernels.leaders_of_blocks[grid](
+            direct(kernels.leaders_of_blocks)[grid](
                 *raw, self._leading, self.width, self.blocks, count, BLOCK=BLOCK, num_warps=WARPS
             )
-            kernels.leaders_of_rows[rows,](
+            direct(kernels.leaders_of_rows)[rows,](
                 self.asked, self._leading, self.leaders, self.blocks, count, SIZE=self._room * MOST_LEADERS,
                 num_warps=WARPS,
             )  # fmt: skip
@@ -124,21 +127,23 @@ class Chooser:
 
     def _draw(self, given: _Given, rows: int, needs: Needs) -> None:
         found, limits, sizes = self.found, self._limits, (self.width, self.blocks)
-        draw_kernels.weigh[self.blocks, rows](
+        direct(draw_kernels.weigh)[self.blocks, rows](
             *given, found, self._first, self._kept, *sizes, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
         )
-        draw_kernels.limit[rows,](
+        direct(draw_kernels.limit)[rows,](
             self.asked, self.counters, self._first, self._kept, found, limits, self.blocks, BLOCKS=self._room
         )
         wide = given[0].dtype == torch.float64
         for stage, needed in ((draw_kernels.BY_TOP_K, needs.top_k), (draw_kernels.BY_TOP_P, needs.top_p)):
             if needed:
                 self._search(given, rows, stage)
-                draw_kernels.cut[rows,](self.asked, found, limits, self._states, self.width, WIDE=wide, STAGE=stage)
+                direct(draw_kernels.cut)[rows,](
+                    self.asked, found, limits, self._states, self.width, WIDE=wide, STAGE=stage
+                )
         if needs.watched:
             self._watch(given, rows)
         bins = self._search(given, rows, draw_kernels.DRAW)
-        draw_kernels.pick[rows,](
+        direct(draw_kernels.pick)[rows,](
             *given,
             self.tokens,
             found,
@@ -154,24 +159,26 @@ class Chooser:
     def _watch(self, given: _Given, rows: int) -> None:
         strays, sizes, options = self._strays, (self.width, self.blocks), {"BLOCK": BLOCK, "num_warps": WARPS}
         grid, room = (self.blocks, rows), self._room
-        draw_kernels.strays_of_blocks[grid](*given, strays, *sizes, **options)
-        draw_kernels.weigh_before_stray[grid](*given, self.found, strays, *sizes, BLOCKS=room, **options)
-        draw_kernels.judge_stray[rows,](self.asked, self.found, self._limits, strays, self.blocks, BLOCKS=room)
+        direct(draw_kernels.strays_of_blocks)[grid](*given, strays, *sizes, **options)
+        direct(draw_kernels.weigh_before_stray)[grid](*given, self.found, strays, *sizes, BLOCKS=room, **options)
+        direct(draw_kernels.judge_stray)[rows,](self.asked, self.found, self._limits, strays, self.blocks, BLOCKS=room)
 
     def _search(self, given: _Given, rows: int, stage: object) -> Tensor:
         """All passes of a stage but the first, and what `states` says then; the last pass's bins."""
         bins, sizes = self._first, (self.width, self.blocks)
         options = {"STAGE": stage, "BLOCKS": self._room}
         for number, shift in enumerate(_SHIFTS):
-            draw_kernels.descend[rows,](
+            direct(draw_kernels.descend)[rows,](
                 self.asked, self._limits, bins, self._states, *sizes, FIRST=number == 0, **options
             )
-            draw_kernels.narrow[self.blocks, rows](
+            direct(draw_kernels.narrow)[self.blocks, rows](
                 *given, self.found, bins, self._states, self._bins[number % 2], *sizes, shift,
                 STAGE=stage, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
             )  # fmt: skip
             bins = self._bins[number % 2]
-        draw_kernels.descend[rows,](self.asked, self._limits, bins, self._states, *sizes, FIRST=False, **options)
+        direct(draw_kernels.descend)[rows,](
+            self.asked, self._limits, bins, self._states, *sizes, FIRST=False, **options
+        )
         return bins
 
 

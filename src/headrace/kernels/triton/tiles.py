@@ -5,16 +5,16 @@ T: rows, K: inputs, N: outputs, I: MLP width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.triton import product_kernels
 from headrace.kernels.triton.attention import processors
+from headrace.kernels.triton.launch_entries import Blocks, block_form
+from headrace.kernels.triton.launching import direct
 
 TOGETHER = 8
 """Tiles of rows that share columns of weights."""
@@ -22,8 +22,7 @@ AHEAD = 16
 """Lines of 128 bytes of each column that a product fetches while the kernel before it ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """Sizes of a tile and of a step over K, warps, and buffers for loads under way. way: its kernel, of which `few` and
     `many` copy blocks (takes_blocks)."""
 
@@ -46,28 +45,36 @@ def product(
     activation of that. gated: of weight and bias [2 I, ...] = (gate, up) both, f(gate) * up into out [T, I]."""
     (rows, inputs), outputs = x.shape, out.shape[1]
     step = tile.step if x.element_size() == 2 else 32
-    sizes: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "BIAS": bias is not None}
-    sizes |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    if tile.way != "many":
-        ahead = AHEAD if overlaps(x.device) else 0
-        sizes |= {"KIND": kind, "GATED": gated, "AHEAD": ahead} | ({"launch_pdl": True} if ahead else {})
+    sizes = _sizes(tile, step, bias is not None, kind, gated, AHEAD if overlaps(x.device) else 0)
     added, count = weight if bias is None else bias, -(-outputs // tile.columns)
     if tile.way == "plain":
-        product_kernels.product[(-(-rows // tile.rows) * count,)](
+        direct(product_kernels.product)[(-(-rows // tile.rows) * count,)](
             x, weight, added, out, rows, inputs, outputs, x.stride(0), TOGETHER=TOGETHER, EVEN=inputs % step == 0,
             PRECISION="ieee", **sizes,
         )  # fmt: skip
         return
-    from_x = TensorDescriptor.from_tensor(x, [tile.rows, step])
-    from_w = TensorDescriptor.from_tensor(weight, [tile.columns, step])
+    from_x = Blocks(x, block_form(tile.rows, step))
+    from_w = Blocks(weight, block_form(tile.columns, step))
     if tile.way == "few":
-        product_kernels.product_of_few[(count,)](from_x, from_w, weight, added, out, rows, inputs, outputs, **sizes)
+        direct(product_kernels.product_of_few)[(count,)](
+            from_x, from_w, weight, added, out, rows, inputs, outputs, **sizes
+        )
         return
     programs = min(-(-rows // tile.rows) * count, processors(x.device))
-    into = TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2])
-    product_kernels.product_by_blocks[(programs,)](
+    into = Blocks(out, block_form(tile.rows, tile.columns // 2))
+    direct(product_kernels.product_by_blocks)[(programs,)](
         from_x, from_w, added, into, rows, inputs, outputs, TOGETHER=TOGETHER, **sizes
     )
+
+
+@cache
+def _sizes(tile: Tile, step: int, biased: bool, kind: str, gated: bool, ahead: int) -> dict[str, Any]:
+    """What a tile's kernel is compiled for."""
+    sizes: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": step, "BIAS": biased}
+    sizes |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.way == "many":
+        return sizes
+    return sizes | {"KIND": kind, "GATED": gated, "AHEAD": ahead} | ({"launch_pdl": True} if ahead else {})
 
 
 @cache
@@ -79,7 +86,8 @@ def overlaps(device: torch.device) -> bool:
 def takes_blocks(*tensors: Tensor) -> bool:
     """Whether blocks of all of these can be copied: 16 bits an element, rows that begin at multiples of 16 bytes, and a
     GPU that copies blocks by itself (elsewhere they are loaded one at a time)."""
-    able = overlaps(tensors[0].device) or not tensors[0].is_cuda
-    return able and all(
-        x.element_size() == 2 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) == 1 for x in tensors
-    )
+    for x in tensors:
+        row, column = x.stride()
+        if row % 8 or column != 1 or x.data_ptr() % 16 or x.element_size() != 2:
+            return False
+    return overlaps(tensors[0].device) or not tensors[0].is_cuda

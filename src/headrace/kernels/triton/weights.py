@@ -283,6 +283,7 @@ def _launch(
     tile: Tile, x: Tensor, weight: GpuQuantized | Tensor, bias: Tensor | None, out: Tensor, segments: int
 ) -> None:
     from headrace.kernels.triton import weight_kernels
+    from headrace.kernels.triton.launching import direct
 
     (rows, inputs), outputs, form = x.shape, weight.shape[0], constants(weight, tile)
     codes, scales, offsets, added = operands(weight, bias)
@@ -290,13 +291,13 @@ def _launch(
     apart = segments > 1 and rows <= FEW
     into = torch.empty(segments, rows, outputs, device=x.device) if apart else out
     grid = (-(-rows // tile.rows), -(-outputs // tile.columns), segments if apart else 1)
-    weight_kernels.product[grid](
+    direct(weight_kernels.product)[grid](
         x, codes, scales, offsets, added, into, out, out, out, rows, inputs, outputs, x.stride(0), codes.stride(0),
         into.stride(-2), tiles, 0, 0, MAGIC,
         **form, BIAS=bias is not None, SEGMENTS=1 if apart else segments, APART=apart, EXPERTS=0, SENT=False,
     )  # fmt: skip
     if apart:
-        weight_kernels.add_segments[(rows, -(-outputs // 1024))](
+        direct(weight_kernels.add_segments)[(rows, -(-outputs // 1024))](
             into, scales, added, out, rows, outputs, out.stride(0), WIDTH=1024, SEGMENTS=segments,
             SCALED=form["GROUP"] == 0 and form["BITS"] < 16, BIAS=bias is not None,
         )  # fmt: skip
