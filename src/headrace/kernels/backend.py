@@ -21,6 +21,7 @@ from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState
+from headrace.types import BLOCK_CHUNKS
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -32,7 +33,8 @@ class Capabilities:
     """What a backend can do. kernels: what a sentence calls it, for `it` or `they`.
 
     devices: types of torch devices, none: any; dtypes: those computed in, none: any; int8: whether keys and values may
-    be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend;
+    be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend, whose
+    canonical order merges chunks left to right inside blocks of `block_chunks` chunks, and these left to right;
     prepared_step: whether `prepare` gives a step, for pools of the rows' own type, prepared_int8, whether for those of
     int8, and all_layers, whether it has `over`; graphs: whether steps are recorded as CUDA graphs; automatic: whether
     'auto' may choose it.
@@ -46,6 +48,7 @@ class Capabilities:
     int8: bool = False
     capped: bool = False
     pieces: bool = False
+    block_chunks: int = BLOCK_CHUNKS
     prepared_step: bool = False
     prepared_int8: bool = False
     all_layers: bool = False
