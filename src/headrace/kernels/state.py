@@ -39,9 +39,9 @@ class RunningState:
     """Rows in the midst of the canonical merge, with all that is needed to go on to the same bits.
 
     total: the blocks that are finished, merged; block: the one that is not; block_of int32 [T]: its index (position of
-    a key // 2,048, or the length of the backend's blocks), -1 before the first. m counts in `unit` natural logarithms: 1, or log 2 in kernels that work in
-    base 2. It stays in the unit of the kernels that merged, because a conversion would cost bits; only these kernels
-    can go on merging.
+    a key // length of the backend's blocks), -1 before the first. m counts in `unit` natural logarithms: 1, or log 2 in
+    kernels that work in base 2. It stays in the unit of the kernels that merged, because a conversion would cost bits;
+    only these kernels can go on merging.
     """
 
     total: Partial
@@ -77,9 +77,7 @@ def empty_partial(rows: int, heads: int, head_dim: int, device: torch.device = C
     return Partial(state.out, state.lse, torch.zeros_like(state.lse))
 
 
-def empty_running(
-    rows: int, heads: int, head_dim: int, unit: float = 1.0, device: torch.device = CPU
-) -> RunningState:
+def empty_running(rows: int, heads: int, head_dim: int, unit: float = 1.0, device: torch.device = CPU) -> RunningState:
     """The state of rows that have met no chunk."""
     total, block = (empty_partial(rows, heads, head_dim, device) for _ in range(2))
     return RunningState(total, block, torch.full((rows,), -1, dtype=torch.int32, device=device), unit)

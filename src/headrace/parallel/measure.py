@@ -110,7 +110,7 @@ def _products(rank: Rank, matrices: Sequence[ops.Weight]) -> Callable[[], object
 def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     spec, kernels = rank.kernels.spec, rank.kernels
     chunks = keys // CHUNK
-    buffer = LayerBuffer(spec.shape(0), chunks, rank.storage.dtype)
+    buffer = LayerBuffer(spec.shape(0), chunks, rank.storage.dtype, rank.decoder.device)
     q = torch.ones(rows, spec.heads, spec.shape(0)[1], dtype=rank.decoder.dtype)
     items = torch.tensor([[chunk, chunk * CHUNK, 0, rows] for chunk in range(chunks)], dtype=torch.int32)
     positions = torch.full((rows,), keys - 1, dtype=torch.int64)

@@ -1,8 +1,9 @@
 """Attention of a rank's rows over chunks that arrive one by one, in the canonical order whatever comes first.
 
 T: rows, Hq: query heads, D: head size. If everything is there, it is one `attend`. Otherwise each run merges its chunks
-from left to right as far as they are there; beyond a gap, whole blocks of 2,048 keys (of the length that the backend's canonical order has) are merged apart and put in when
-their turn comes (kernels.state.merge_blocks). The bits are those of one `attend` in any case (docs/attention.md).
+from left to right as far as they are there; beyond a gap, whole blocks of 2,048 keys (on a GPU 512) are merged apart
+and put in when their turn comes (kernels.state.merge_blocks). The bits are those of one `attend` in any case
+(docs/attention.md).
 """
 
 from __future__ import annotations
@@ -91,13 +92,13 @@ class Rows:
 
     def attend(self, layer: int, q: Tensor, pool: Pool, arrivals: list[Arriving]) -> Tensor:
         """q [T, Hq, D] over all that the rows see -> [T, Hq, D]. Returns when every arrival has come."""
-        pending = [each for each in arrivals if not each.done]
+        ready = np.ones(len(pool.k), dtype=bool)
+        for each in arrivals:
+            ready[each.begin : each.end] = False
+        pending = _note(arrivals, ready)
         if not pending:
             items = self.items[self.kernels.spec.windows[layer]]
             return self.kernels.attend(layer, q, pool, items, self.positions)
-        ready = np.ones(len(pool.k), dtype=bool)
-        for each in pending:
-            ready[each.begin : each.end] = False
         merging = self._runs(layer, q, pool)
         while not all(run.finished for run in merging):
             pending = _note(pending, ready)
@@ -122,6 +123,7 @@ def _note(pending: list[Arriving], ready: np.ndarray) -> list[Arriving]:
     left = []
     for each in pending:
         if each.done:
+            each.wait()  # on a device it orders what reads the chunks behind their arrival
             ready[each.begin : each.end] = True
         else:
             left.append(each)
@@ -185,7 +187,7 @@ class _MergingRun:
     def look_ahead(self, ready: np.ndarray) -> bool:
         """Merges one whole block beyond the gap, apart; False if there is none."""
         for block in range(self.next // self._block + 1, -(-len(self.table) // self._block)):
-            begin, end = block * BLOCK_CHUNKS, min((block + 1) * self._block, len(self.table))
+            begin, end = block * self._block, min((block + 1) * self._block, len(self.table))
             if block not in self.early and ready[self.table[begin:end]].all():
                 self.early[block] = self._partial(begin, end, None)
                 return True

@@ -3,9 +3,9 @@
 Queries go round the ring; every rank attends for them to the keys that it owns, and the states come home by all-to-all.
 T: rows of a rank in the group, Hq: query heads, D: head size.
 
-What comes home is one unnormalised state for each row and block of 2,048 keys (on a GPU: span of 512), not one for each
-rank: the home merges blocks from left to right, which gives the bits of one rank. Where a block has several owners its state goes from one to
-the next (parallel.split_blocks).
+What comes home is one unnormalised state for each row and block of 2,048 keys (on a GPU 512), not one for each rank:
+the home merges blocks from left to right, which gives the bits of one rank. Where a block has several owners its state
+goes from one to the next (parallel.split_blocks).
 New keys go first of all to the owner of their chunk. A rank that has no rows sends none, and one that owns none of
 the chunks is not visited: small batches need no dummy queries.
 """

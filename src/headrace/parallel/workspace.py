@@ -46,7 +46,9 @@ class Workspace:
             self.drain()
             self.chunks = chunks
             shapes = self.spec.every_shape
-            self.buffers = {each: [LayerBuffer(each, chunks, self.dtype, self.device) for _ in range(DEPTH)] for each in shapes}
+            self.buffers = {
+                each: [LayerBuffer(each, chunks, self.dtype, self.device) for _ in range(DEPTH)] for each in shapes
+            }
 
     def at(self, layer: int) -> LayerBuffer:
         return self.buffers[self.spec.shape(layer)][layer % DEPTH]

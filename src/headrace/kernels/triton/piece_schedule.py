@@ -46,7 +46,8 @@ def _piece(items: Int32, positions: Int64, bounds: Bounds) -> Piece:
 
 
 def _states(first: Int64, last: Int64) -> Int64:
-    return np.maximum(0, last - first + 1)
+    count: Int64 = np.maximum(0, last - first + 1)
+    return count
 
 
 def _reach(items: Int32, positions: Int64) -> tuple[Int64, Int64]:

@@ -33,7 +33,7 @@ def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> R
 
 def partial(q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None) -> RunningState:
     """Merges the mask's chunks for q [R, Hq, D] on from `state` (None: from nothing): a new state."""
-    _, heads, dim = q.shape
+    rows, heads, dim = q.shape
     check(q.dtype, dim)
     if state is not None:
         state.expect(tuple(q.shape), LOG_2)
@@ -42,12 +42,10 @@ def partial(q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None
     items, positions = mask.items.numpy(), mask.positions.numpy()
     for piece in pieces(items, positions, limits):
         state = _merged(piece, each, q, pool, mask, state)
-    return algebra.empty_running(*q.shape, LOG_2, q.device) if state is None else state
+    return algebra.empty_running(rows, heads, dim, LOG_2, q.device) if state is None else state
 
 
-def _merged(
-    piece: Piece, heads: Heads, q: Tensor, pool: Pool, mask: Mask, state: RunningState | None
-) -> RunningState:
+def _merged(piece: Piece, heads: Heads, q: Tensor, pool: Pool, mask: Mask, state: RunningState | None) -> RunningState:
     """The state gone on with by a piece."""
     done, place = piece.schedule, q.device
     arena = Arena(len(q), {mask.window: TaskSizes.of(done)}, current(), place, pinned=False)
@@ -125,9 +123,7 @@ def merge_blocks(left: RunningState, right: RunningState) -> RunningState:
     total = Partial(*(x.clone() for x in _parts(left.total)))
     merge_into(total, left.block, left.unit)
     block_of = torch.where(joins, right.block_of, left.block_of)
-    return RunningState(
-        choose(joins, total, left.total), choose(joins, right.block, left.block), block_of, left.unit
-    )
+    return RunningState(choose(joins, total, left.total), choose(joins, right.block, left.block), block_of, left.unit)
 
 
 def states_of(state: RunningState) -> AttnState:
@@ -135,4 +131,3 @@ def states_of(state: RunningState) -> AttnState:
     total = Partial(*(x.clone() for x in _parts(state.total)))
     merge_into(total, state.block, state.unit)
     return algebra.normalise(replace(total, m=total.m * LOG_2))
-
