@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -65,16 +65,16 @@ class _Nccl:
     """Communicators of every direction between ranks of a context group or a tensor group. torch makes them one after
     another, all ranks in the same order, those that a communicator leaves out too."""
 
-    def __init__(self, group: Group, device: Device, new_group: Callable[..., Any] = dist.new_group) -> None:
+    def __init__(self, group: Group, device: Device) -> None:
         self.group, self.device = group, device
         context, tensor = group.mesh.size(0), group.mesh.size(1)
         lines = {
             "context": [[c * tensor + t for c in range(context)] for t in range(tensor)],
             "tensor": [[c * tensor + t for t in range(tensor)] for c in range(context)],
         }
-        self._made = {name: self._all_of(each, new_group) for name, each in lines.items()}
+        self._made = {name: self._all_of(each) for name, each in lines.items()}
 
-    def _all_of(self, lines: Sequence[Sequence[int]], new_group: Callable[..., Any]) -> dict[tuple[int, int], Any]:
+    def _all_of(self, lines: Sequence[Sequence[int]]) -> dict[tuple[int, int], Any]:
         """By (from, to), as numbered in this rank's line: those that this rank has an end of."""
         found = {}
         for line in lines:
@@ -82,7 +82,7 @@ class _Nccl:
                 for end in line:
                     if begin == end:
                         continue
-                    made = new_group([begin, end], timeout=NO_TIMEOUT, backend="nccl")
+                    made = dist.new_group([begin, end], timeout=NO_TIMEOUT, backend="nccl")
                     if self.group.rank in (begin, end):
                         found[line.index(begin), line.index(end)] = made
                         self.group.communicators.append(made)
