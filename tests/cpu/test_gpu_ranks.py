@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has ranks on it", allow_module_level=True)
 
+from headrace import device
+from headrace.attention.execute import PlanAttention
+from headrace.attention.plan import Span, build
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
-from headrace.models.decoder import load_decoder
+from headrace.kernels.backend import backend_of
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import TokenBatch, load_decoder
+from headrace.parallel.staged_transport import StagedTransport
+from headrace.parallel.tensor import TensorGroup
+from headrace.parallel.transport import LoopbackHub
 from tests.support.fake_device import FakeDevice
+from tests.support.fake_nccl import HostLinks
 from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
 from tests.support.loopback_ranks import Late
+from tests.support.tensor_ranks import on_ranks
 
 SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=2048)
 NEW = 5
@@ -47,7 +61,7 @@ def truth(decoder: Any) -> Any:
     ("strategy", "size"),
     [
         ("ring-kv", 2),
-        ("ring-q", 2),
+        pytest.param("ring-q", 2, marks=pytest.mark.matrix),
         pytest.param("chain", 3, marks=pytest.mark.matrix),
         pytest.param("gather", 2, marks=pytest.mark.matrix),
     ],
@@ -62,3 +76,25 @@ def test_every_strategy_gives_one_ranks_bits(strategy: str, size: int, decoder: 
         rank.transport.close = ends[rank.transport.rank].close  # type: ignore[attr-defined]
     ours = computed(loopback, strategy, NEW)
     assert len(ours) == len(truth()) and all(torch.equal(x, y) for x, y in zip(ours, truth(), strict=True))
+
+
+def test_tensor_ranks_give_one_ranks_bits(tmp_path: Path) -> None:
+    """Two tensor ranks whose activations go through pinned memory: hidden states and logits of a short prompt."""
+    shape = replace(SHAPE, hidden=64, layers=1, heads=2, kv_heads=2, mlp=64)
+    folder = write_checkpoint(shape, tmp_path)
+    load = partial(load_decoder, folder, "float32", device=torch.device("cpu"))
+
+    def states(group: TensorGroup | None) -> Tensor:
+        if group is not None:
+            group.transport = StagedTransport(HostLinks(hub, group.rank), device.current())
+        decoder = load(tensor=group)
+        storage = KVStorage(decoder.config.attention, 1, torch.float32)
+        plan = build([Span(np.zeros(1, np.int32), 0, 3)])
+        attend = PlanAttention(plan, storage, decoder.config.attention, backend_of("triton"))
+        positions = torch.from_numpy(plan.positions)
+        return decoder.forward(TokenBatch(torch.tensor([3, 1, 4]), positions), attend)
+
+    hub = LoopbackHub(2)
+    one, two = on_ranks(2, states, hub)
+    truth = states(None)
+    assert torch.equal(one, truth) and torch.equal(two, truth)

@@ -21,7 +21,7 @@ from headrace.attention import plan as planning
 from headrace.kernels import reference
 from headrace.kernels.backend import in_pieces
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.state import RunningState, part_of
+from headrace.kernels.state import RunningState, StateRows, part_of
 from headrace.kernels.triton import backend
 from headrace.kernels.triton.piece_schedule import pieces
 from headrace.kernels.triton.tile_schedule import SPAN, Bounds
@@ -75,10 +75,17 @@ class Call:
         return self.items[(self.items[:, 1] >= begin) & (self.items[:, 1] < end)]
 
 
-@pytest.mark.parametrize("cuts", [[], [512, 1024], [64, 448, 576]], ids=["one", "spans", "inside-spans"])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("window", "cuts"),
+    [
+        (None, [64, 448, 576]),
+        pytest.param(None, [512, 1024], marks=pytest.mark.matrix),
+        pytest.param(100, [448, 576], marks=pytest.mark.matrix),
+    ],
+)
 def test_merging_on_gives_the_bits_of_one_call(window: int | None, cuts: list[int]) -> None:
-    call, state = Call(3, window, sinks=window is None), None
+    """Cut inside spans and where they end."""
+    call, state = Call(1, window, sinks=window is None), None
     for begin, end in pairwise([0, *cuts, 2048]):
         state = call.partial(call.keys(begin, end), state)
     assert state is not None
@@ -87,6 +94,7 @@ def test_merging_on_gives_the_bits_of_one_call(window: int | None, cuts: list[in
     assert (ours - call.whole(reference)).abs().max() < 1e-5
 
 
+@pytest.mark.matrix
 def test_however_few_states_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One span at a time."""
     call = Call(2)
@@ -105,7 +113,7 @@ def test_a_given_state_stays_as_it_is() -> None:
 
 
 def test_spans_computed_apart_merge_to_the_bits_of_one_call() -> None:
-    """By merge_blocks, and by merge_into row by row."""
+    """By merge_blocks, and by merge_into in parts of their rows."""
     call = Call(2, sinks=True)
     apart = [call.partial(call.keys(begin, begin + SPAN)) for begin in (0, 512, 1024)]
     one = apart[0]
@@ -113,9 +121,9 @@ def test_spans_computed_apart_merge_to_the_bits_of_one_call() -> None:
         one = KERNELS.merge_blocks(one, block)
     assert torch.equal(call.finish(one), call.whole())
     total = KERNELS.empty_running(len(call.q), 2, 16, torch.float32)
-    for block in apart:
-        for row in range(len(call.q)):
-            KERNELS.merge_into(part_of(total.total, row, row + 1), part_of(block.block, row, row + 1), total.unit)
+    rows = len(call.q)
+    parts = [StateRows(row, end, part_of(block.block, row, end)) for block in apart for row, end in ((0, 1), (1, rows))]
+    KERNELS.merge_into(total.total, parts, total.unit)
     assert torch.equal(call.finish(total), call.whole())
     states = KERNELS.states_of(one)
     plain = Call(2)
@@ -133,7 +141,7 @@ def test_rows_without_keys_are_empty() -> None:
 def test_other_units_are_refused() -> None:
     state = KERNELS.empty_running(1, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="natural logarithms"):
-        KERNELS.merge_into(state.total, state.block, 1.0)
+        KERNELS.merge_into(state.total, [StateRows(0, 1, state.block)], 1.0)
     with pytest.raises(ValueError, match="rows, heads"):
         Call(1).partial(torch.empty(0, 4, dtype=torch.int32), state)
 

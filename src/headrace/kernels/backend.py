@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
-from headrace.kernels.state import AttnState, Partial, RunningState
+from headrace.kernels.state import AttnState, Partial, RunningState, StateRows
 from headrace.types import BLOCK_CHUNKS
 
 Int32 = NDArray[np.int32]
@@ -229,8 +229,9 @@ class PiecewiseBackend(Backend, Protocol):
     def merge_blocks(self, left: RunningState, right: RunningState) -> RunningState:
         """The merge of `left` continued by a block that was merged elsewhere."""
 
-    def merge_into(self, total: Partial, block: Partial, unit: float) -> None:
-        """total [R, Hq, D] becomes the merge of itself and then `block`, in place; both count in `unit`."""
+    def merge_into(self, total: Partial, blocks: Sequence[StateRows], unit: float) -> None:
+        """The rows of each block in total [R, Hq, D] become the merge of themselves and then that block, one block
+        after the other, in place; all count in `unit`."""
 
     def merge_states(self, left: AttnState, right: AttnState) -> AttnState:
         """Attention over the union of two disjoint segments. Two EMPTY give EMPTY."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ class Partial:
     acc: Tensor
     m: Tensor
     l: Tensor  # noqa: E741
+
+
+class StateRows(NamedTuple):
+    """A state of rows begin .. end-1 of others."""
+
+    begin: int
+    end: int
+    state: Partial
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
 from headrace.kernels.backend import Attend
 from headrace.kernels.records import Pool
-from headrace.kernels.state import Partial, RunningState, flattened, part_of, unflattened
+from headrace.kernels.state import Partial, RunningState, StateRows, flattened, part_of, unflattened
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.messages import StepGroup
@@ -303,6 +303,7 @@ class _QueryVisits:
             for segment in self.abroad[host].segments:
                 found.append((segment, part_of(state, offset, offset + segment.rows)))
                 offset += segment.rows
-        for segment, state in sorted(found, key=lambda each: each[0].block):
-            backend.merge_into(part_of(total.total, segment.begin, segment.end), state, total.unit)
+        ordered = sorted(found, key=lambda each: each[0].block)
+        blocks = [StateRows(segment.begin, segment.end, state) for segment, state in ordered]
+        backend.merge_into(total.total, blocks, total.unit)
         return self.context.kernels.finish(layer, total, q.dtype)

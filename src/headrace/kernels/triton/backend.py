@@ -3,6 +3,7 @@ triton is not everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from headrace.device import current
 from headrace.kernels.backend import GraphBackend, GraphSizes, PiecewiseBackend
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
-from headrace.kernels.state import AttnState, Partial, RunningState, merge_states
+from headrace.kernels.state import AttnState, Partial, RunningState, StateRows, merge_states
 from headrace.kernels.triton.limits import capabilities
 
 if TYPE_CHECKING:
@@ -95,10 +96,10 @@ def merge_blocks(left: RunningState, right: RunningState) -> RunningState:
     return pieces.merge_blocks(left, right)
 
 
-def merge_into(total: Partial, block: Partial, unit: float) -> None:
+def merge_into(total: Partial, blocks: Sequence[StateRows], unit: float) -> None:
     from headrace.kernels.triton import pieces
 
-    pieces.merge_into(total, block, unit)
+    pieces.merge_into(total, blocks, unit)
 
 
 if TYPE_CHECKING:  # it keeps the contracts

@@ -88,14 +88,18 @@ def fold(
 
 
 @triton.jit
-def merge(
-    acc_of, m_of, z_of, right_acc, right_m, right_z, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr
-):  # fmt: skip
-    """A state becomes the merge of itself and the right one."""
-    own = _at(tl.program_id(0).to(tl.int64), HEADS)
+def merge(acc_of, m_of, z_of, begins, addresses, HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
+    """A row's state becomes the merge of itself and those of its list, begins[row] .. begins[row + 1] - 1, of which
+    addresses int64 [n, 3] tells where acc, m and z lie."""
+    row = tl.program_id(0).to(tl.int64)
+    own, head = _at(row, HEADS), _at(0, HEADS)
     m, z, acc = _load(acc_of, m_of, z_of, own, D, P)
-    m2, z2, acc2 = _load(right_acc, right_m, right_z, own, D, P)
-    m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+    for i in range(tl.load(begins + row), tl.load(begins + row + 1)):
+        right_acc = tl.load(addresses + 3 * i).to(tl.pointer_type(tl.float32))
+        right_m = tl.load(addresses + 3 * i + 1).to(tl.pointer_type(tl.float32))
+        right_z = tl.load(addresses + 3 * i + 2).to(tl.pointer_type(tl.float32))
+        m2, z2, acc2 = _load(right_acc, right_m, right_z, head, D, P)
+        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
     _store(acc_of, m_of, z_of, own, m, z, acc, D, P)
 
 

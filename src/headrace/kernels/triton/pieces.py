@@ -6,6 +6,7 @@ R: rows, Hq: query heads, D: head size. A state's block is a span of 512 keys; m
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,13 +16,14 @@ from torch import Tensor
 from headrace.device import current
 from headrace.kernels import state as algebra
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.state import AttnState, Partial, RunningState, choose
+from headrace.kernels.state import AttnState, Partial, RunningState, StateRows, choose
 from headrace.kernels.triton import piece_kernels
 from headrace.kernels.triton.arena import Arena, TaskSizes
 from headrace.kernels.triton.attention import TileWork, bounds
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.limits import check
 from headrace.kernels.triton.piece_schedule import Piece, pieces
+from headrace.kernels.triton.tile_schedule import Int64
 
 LOG_2 = math.log(2.0)
 
@@ -106,13 +108,32 @@ def finish(state: RunningState, dtype: torch.dtype, sinks: Tensor | None = None)
     return out
 
 
-def merge_into(total: Partial, block: Partial, unit: float) -> None:
-    """total [R, Hq, D] becomes the merge of itself and then `block`, in place. Raises ValueError for another unit."""
+def merge_into(total: Partial, blocks: Sequence[StateRows], unit: float) -> None:
+    """Rows of total [R, Hq, D] become the merge of themselves and then each block, in place, by one launch. Raises
+    ValueError for another unit."""
     if unit != LOG_2:
         raise ValueError(f"the states count in {unit:.4f} natural logarithms, these kernels in {LOG_2:.4f}")
     rows, heads, _ = total.acc.shape
-    if rows:
-        piece_kernels.merge[(rows, heads)](*_parts(total), *_parts(block), **_sizes(total.acc), num_warps=1)
+    if not rows or not blocks:
+        return
+    table = torch.from_numpy(np.concatenate(_addresses(blocks, rows))).to(total.acc.device)
+    piece_kernels.merge[(rows, heads)](
+        *_parts(total), table[: rows + 1], table[rows + 1 :], **_sizes(total.acc), num_warps=1
+    )
+
+
+def _addresses(blocks: Sequence[StateRows], rows: int) -> tuple[Int64, Int64]:
+    """Where the states of each of so many rows begin in a list, [rows + 1], and that list: addresses of acc, m and l of
+    each, in the order of the blocks."""
+    counts = np.array([each.end - each.begin for each in blocks])
+    at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    row = np.repeat([each.begin for each in blocks], counts) + at
+    parts = [_parts(each.state) for each in blocks]
+    first = np.array([[x.data_ptr() for x in each] for each in parts], dtype=np.int64)
+    strides = np.array([x.stride(0) * x.element_size() for x in parts[0]], dtype=np.int64)
+    listed = np.repeat(first, counts, axis=0) + at[:, None] * strides
+    begins = np.searchsorted(np.sort(row), np.arange(rows + 1)).astype(np.int64)
+    return begins, listed[np.argsort(row, kind="stable")].reshape(-1)
 
 
 def merge_blocks(left: RunningState, right: RunningState) -> RunningState:
@@ -121,7 +142,7 @@ def merge_blocks(left: RunningState, right: RunningState) -> RunningState:
     right.expect(left.shape, left.unit)
     joins = right.block_of >= 0
     total = Partial(*(x.clone() for x in _parts(left.total)))
-    merge_into(total, left.block, left.unit)
+    merge_into(total, [StateRows(0, len(total.acc), left.block)], left.unit)
     block_of = torch.where(joins, right.block_of, left.block_of)
     return RunningState(choose(joins, total, left.total), choose(joins, right.block, left.block), block_of, left.unit)
 
@@ -129,5 +150,5 @@ def merge_blocks(left: RunningState, right: RunningState) -> RunningState:
 def states_of(state: RunningState) -> AttnState:
     """The same as a value that merges: fp32, natural logarithms."""
     total = Partial(*(x.clone() for x in _parts(state.total)))
-    merge_into(total, state.block, state.unit)
+    merge_into(total, [StateRows(0, len(total.acc), state.block)], state.unit)
     return algebra.normalise(replace(total, m=total.m * LOG_2))
