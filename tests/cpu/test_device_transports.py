@@ -21,17 +21,19 @@ from headrace.parallel.pinned_room import PinnedRoom
 from headrace.parallel.staged_transport import StagedTransport
 from headrace.parallel.transport import Links, RankLost, Tag
 from tests.support.fake_device import FakeDevice
-from tests.support.fake_nccl import FakeCommunicator, Mailbox, directions, host_links
+from tests.support.fake_nccl import FakeCommunicator, Mailbox, directions, gloo_directions, host_links
 from tests.support.stream_order import Clock, StreamOrder, ordered_threads
 
 SIZE = 3
 Ends = tuple[list[Links], dict[tuple[int, int], FakeCommunicator]]
 
 
-@pytest.fixture(params=["staged", "nccl"])
+@pytest.fixture(params=["staged", "nccl", "gloo"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    """Three ranks' ends, and their communicators."""
+    """Three ranks' ends, and their communicators. gloo: as by NCCL, over process groups whose sends wait."""
     made, of = directions(SIZE)
+    if request.param == "gloo":
+        made, of = {}, gloo_directions(SIZE)
     with device.use(FakeDevice()) as used:
         place = device.current()
         assert used is not None
@@ -79,6 +81,23 @@ def test_messages_meet_by_their_tags(ends: Ends) -> None:
         assert sends == receives
     assert links[0].traffic.messages == {1: 12} and links[1].traffic.messages == {2: 12}
     assert links[1].settle(1.0)
+
+
+def test_ranks_that_all_send_first(ends: Ends) -> None:
+    """Round a ring, and back, several at a time: nobody waits for another's receive."""
+    links, _ = ends
+    there: dict[tuple[int, int, int], Tensor] = {}
+    works = []
+    for step in range(4):
+        for rank, other in [(r, (r + way) % SIZE) for r in range(SIZE) for way in (1, 2)]:
+            works.append(links[rank].isend(torch.full((1 << 16,), 10.0 * rank + step), other, Tag(1, step, rank)))
+    for step in reversed(range(4)):
+        for rank, other in [(r, (r + way) % SIZE) for r in range(SIZE) for way in (1, 2)]:
+            there[step, rank, other] = torch.empty(1 << 16)
+            works.append(links[rank].irecv(there[step, rank, other], other, Tag(1, step, other)))
+    for work in works:
+        work.drain()
+    assert all((x == 10.0 * other + step).all() for (step, _, other), x in there.items())
 
 
 def test_who_waits_for_a_lost_rank_is_woken(ends: Ends) -> None:

@@ -18,10 +18,11 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has ranks on it", allow_module_level=True)
 
-from headrace import device
+from headrace import LLM, SamplingParams, device
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine import preflight
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import TokenBatch, load_decoder
@@ -33,6 +34,8 @@ from tests.support.fake_nccl import HostLinks
 from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
 from tests.support.loopback_ranks import Late
 from tests.support.tensor_ranks import on_ranks
+from tests.support.thread_group import ranks_as_threads
+from tests.support.traces import Trace, run, same
 
 SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=2048)
 NEW = 5
@@ -63,7 +66,6 @@ def truth(decoder: Any) -> Any:
         ("ring-kv", 2),
         pytest.param("ring-q", 2, marks=pytest.mark.matrix),
         pytest.param("chain", 3, marks=pytest.mark.matrix),
-        pytest.param("gather", 2, marks=pytest.mark.matrix),
     ],
 )
 def test_every_strategy_gives_one_ranks_bits(strategy: str, size: int, decoder: Any, truth: Any) -> None:
@@ -98,3 +100,24 @@ def test_tensor_ranks_give_one_ranks_bits(tmp_path: Path) -> None:
     one, two = on_ranks(2, states, hub)
     truth = states(None)
     assert torch.equal(one, truth) and torch.equal(two, truth)
+
+
+@pytest.mark.matrix
+def test_whole_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that no rank has room for: computed by ring pass-KV and decoded by both; then again, cached."""
+    monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
+    folder = write_checkpoint(replace(SHAPE, layers=1, context=256), tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompts = [torch.randint(64, (70,), generator=torch.Generator().manual_seed(2)).tolist()]
+
+    def answers(**settings: Any) -> list[Trace]:
+        llm = LLM(str(folder), attention_backend="triton", dtype="float32", max_sequences=1, **settings)
+        found = run(llm, prompts, params) + run(llm, prompts, params)
+        counts = llm.engine.stats().ranks.prefills
+        assert set(counts) == ({"ring-kv"} if settings.get("context_parallel_size") else set())
+        llm.close()
+        return found
+
+    truth = answers(kv_cache_tokens=128)
+    with ranks_as_threads():
+        same(answers(kv_cache_tokens=64, context_parallel_size=2, prefill_strategy="ring-kv"), truth)

@@ -114,7 +114,7 @@ def test_a_given_state_stays_as_it_is() -> None:
 
 def test_spans_computed_apart_merge_to_the_bits_of_one_call() -> None:
     """By merge_blocks, and by merge_into in parts of their rows."""
-    call = Call(2, sinks=True)
+    call = Call(1, sinks=True)
     apart = [call.partial(call.keys(begin, begin + SPAN)) for begin in (0, 512, 1024)]
     one = apart[0]
     for block in apart[1:]:
@@ -126,7 +126,7 @@ def test_spans_computed_apart_merge_to_the_bits_of_one_call() -> None:
     KERNELS.merge_into(total.total, parts, total.unit)
     assert torch.equal(call.finish(total), call.whole())
     states = KERNELS.states_of(one)
-    plain = Call(2)
+    plain = Call(1)
     torch.testing.assert_close(states.out, plain.whole(reference), rtol=1e-5, atol=1e-5)
 
 

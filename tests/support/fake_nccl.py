@@ -6,9 +6,11 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from headrace.parallel.nccl_transport import Direction
@@ -36,6 +38,45 @@ class FakeCommunicator:
 
 class _Ended:
     def wait(self) -> None: ...
+
+
+class GlooCommunicator:
+    """One end of a direction by a process group of gloo, made in this process, in which a send waits for its receive.
+    All messages have one tag: they meet in the order in which they are posted, as in NCCL."""
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+        options._timeout = timedelta(seconds=20)
+        self.group = dist.ProcessGroupGloo(store, rank, 2, options)  # type: ignore[call-arg]
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        return self.group.send(tensors, to, 0)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        return self.group.recv(tensors, source, 0)
+
+
+def gloo_directions(size: int) -> Callable[[int], Any]:
+    """What gives a rank its ends: (to, source) of NcclTransport."""
+    made: dict[tuple[int, int, int], GlooCommunicator] = {}
+
+    def make(a: int, b: int, rank: int, store: dist.Store) -> None:
+        made[a, b, rank] = GlooCommunicator(store, rank)
+
+    pairs = [(a, b, dist.HashStore()) for a in range(size) for b in range(size) if a != b]
+    threads = [threading.Thread(target=make, args=(a, b, rank, store)) for a, b, store in pairs for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def of(rank: int) -> tuple[dict[int, Direction], dict[int, Direction]]:
+        to = {b: Direction(made[a, b, 0], 1) for a, b, _ in pairs if a == rank}
+        source = {a: Direction(made[a, b, 1], 0) for a, b, _ in pairs if b == rank}
+        return to, source
+
+    return of
 
 
 def directions(size: int) -> tuple[dict[tuple[int, int], FakeCommunicator], Callable[[int], Any]]:

@@ -107,6 +107,8 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
 
 def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for what several ranks on GPUs do not do yet."""
+    if config.ranks.transport == "nccl" and not config.model.on_gpu:
+        raise ValueError("rank_transport nccl is for ranks on GPUs: leave it out, or set attention_backend triton")
     if not config.model.on_gpu or config.ranks.count == 1:
         return
     several = "several ranks on GPUs"

@@ -139,7 +139,7 @@ class NcclTransport:
                     message.transfer.over.record(stream)
                 self._handed_over(message.transfer)
                 announced.wait()
-            except (RankLost, RuntimeError) as error:
+            except RuntimeError as error:  # RankLost among them
                 self.fail(str(error))
                 return
             count += 1
@@ -147,13 +147,13 @@ class NcclTransport:
 
     def _handed_over(self, transfer: DeviceTransfer) -> None:
         """Keeps what it uses until it is over."""
-        transfer.hand_over()
 
         def keep() -> None:
             transfer.over.synchronize()
             self._under_way.discard(transfer)
 
         self._waiters.run(keep)
+        transfer.hand_over()
 
     # -- what comes
 
@@ -165,7 +165,7 @@ class NcclTransport:
             try:
                 self.host.irecv(note, source, Tag(ANNOUNCED, 0, count % TURNS)).wait()
                 self._receive(incoming, self._source[source], *note.tolist())
-            except (RankLost, RuntimeError) as error:
+            except RuntimeError as error:
                 self.fail(str(error))
                 return
             count += 1
@@ -204,7 +204,7 @@ class NcclTransport:
                     message.transfer.over.record(incoming.stream)
                 self._relay(message)
                 self._handed_over(message.transfer)
-            except RankLost as error:
+            except RuntimeError as error:
                 message.transfer.hand_over(str(error))
 
         self._waiters.run(copy)

@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.device import Device
 from headrace.parallel.device_transfer import DeviceTransfer, check_sent
 from headrace.parallel.pinned_room import PinnedRoom
-from headrace.parallel.transport import Links, RankLost, Tag, Traffic, Transfer, flat
+from headrace.parallel.transport import Links, Tag, Traffic, Transfer, flat
 from headrace.parallel.waiters import Waiters
 
 
@@ -70,7 +70,7 @@ class StagedTransport:
             try:
                 carry()
                 self._room.give(buffer)
-            except RankLost as error:  # the buffer may yet be written to
+            except Exception as error:  # who waits gets it; the buffer may yet be written to
                 transfer.hand_over(str(error))
             self._under_way.discard(transfer)
 
