@@ -43,6 +43,7 @@ from headrace.offload.sessions.session_folder import make_folder
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.weights.read_rate import read_rate
+from headrace.parallel import devices
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, Pooling, chunks_for
@@ -152,6 +153,8 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
     streaming.check(config)
     make_folder(config.sessions.path)
     if ranks.count(config) > 1:
+        if config.model.on_gpu:
+            devices.ask_for_queues()
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)
     sized = _size(config, tell)

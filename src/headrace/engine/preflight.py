@@ -191,9 +191,12 @@ def _check_table(config: EngineConfig, model: ModelConfig, path: Path) -> None:
 
 def stamp(config: EngineConfig, shape: ModelShape, machine: str, date: str = "") -> TableStamp:
     """What a tuned table of this group is made for; machine: Machine.fingerprint."""
+    link = f"gloo on {config.ranks.interface}"
+    if config.model.on_gpu:
+        link += f", tensors by {config.ranks.transport}"
     return TableStamp(
         machine=machine, model=model_folder(config.model.folder).name, shape=shape, ranks=config.ranks.context,
-        link=f"gloo on {config.ranks.interface}", version=__version__, date=date,
+        link=link, version=__version__, date=date,
     )  # fmt: skip
 
 

@@ -23,10 +23,14 @@ QUEUES = "32"
 """Of the driver for streams: each direction has some, and a stream that waits holds up those in its queue."""
 
 
+def ask_for_queues() -> None:
+    """Has this process, and those that it starts, get QUEUES. To be called before the driver is first used."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
+
+
 def claim(rank: int, here: int) -> bool:
     """Has this process compute on the device of its number on this host, one of `here` ranks; whether it shares it with
     none of them. To be called before anything lies on a device."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
     device, local = current(), int(os.environ.get("LOCAL_RANK", rank))
     device.claim(local % device.count)
     shared = here > device.count

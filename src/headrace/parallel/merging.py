@@ -79,11 +79,12 @@ class Arriving(NamedTuple):
 class Rows:
     """A rank's rows in a group, its plan over the workspace, and the tables of its runs."""
 
-    def __init__(self, runs: list[RowRange], tables: list[Int32], kernels: Kernels) -> None:
+    def __init__(self, runs: list[RowRange], tables: list[Int32], kernels: Kernels, device: torch.device) -> None:
+        """device: where keys are written. To carry slots there for each layer would hold up the host."""
         self.runs, self.tables, self.kernels = runs, tables, kernels
         plan = planning.build([planning.Span(t, r.start, r.rows) for r, t in zip(runs, tables, strict=True)])
         self.positions = torch.from_numpy(plan.positions)
-        self.slots, self.offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
+        self.slots, self.offsets = (torch.from_numpy(x).to(device) for x in (plan.row_slots, plan.row_offsets))
         windows = set(kernels.spec.windows)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in windows}
 

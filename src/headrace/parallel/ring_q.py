@@ -121,7 +121,7 @@ class RingQ(Attend):
         self.places = {
             (home, owner): places
             for home in range(self.size)
-            for owner, places in _places(group, home, per_rank).items()
+            for owner, places in _places(group, home, per_rank, context.workspace.device).items()
             if self.rank in (home, owner)
         }
 
@@ -191,8 +191,8 @@ class KeyPlaces:
     offsets: Tensor
 
 
-def _places(group: StepGroup, home: int, per_rank: int) -> dict[int, KeyPlaces]:
-    """By owner."""
+def _places(group: StepGroup, home: int, per_rank: int, device: torch.device) -> dict[int, KeyPlaces]:
+    """By owner; on the device, where they are used in each layer."""
     runs = group_layout.runs(group, home)
     plan = planning.build([planning.Span(group_layout.slots_of(group, run), run.start, run.rows) for run in runs])
     owners = plan.row_slots // per_rank
@@ -200,7 +200,7 @@ def _places(group: StepGroup, home: int, per_rank: int) -> dict[int, KeyPlaces]:
     for owner in np.unique(owners).tolist():
         rows = np.flatnonzero(owners == owner)
         slots, offsets = plan.row_slots[rows] % per_rank, plan.row_offsets[rows]
-        found[owner] = KeyPlaces(torch.from_numpy(rows), torch.from_numpy(slots), torch.from_numpy(offsets))
+        found[owner] = KeyPlaces(*(torch.from_numpy(x).to(device) for x in (rows, slots, offsets)))
     return found
 
 

@@ -56,7 +56,7 @@ def _merged(piece: Piece, heads: Heads, q: Tensor, pool: Pool, mask: Mask, state
     arena.send()
     tasks = arena.tasks[mask.window]
     work = TileWork.of(done, tasks, heads)
-    reach = torch.from_numpy(np.stack((piece.first, piece.last))).to(place)
+    reach = torch.from_numpy(np.stack((piece.first, piece.last))).to(place, non_blocking=True)
     spans = (*work.states, tasks.bases.there, *reach)
     if state is None:
         work.states[1].fill_(-torch.inf)  # tasks write those of what their rows see
@@ -116,7 +116,7 @@ def merge_into(total: Partial, blocks: Sequence[StateRows], unit: float) -> None
     rows, heads, _ = total.acc.shape
     if not rows or not blocks:
         return
-    table = torch.from_numpy(np.concatenate(_addresses(blocks, rows))).to(total.acc.device)
+    table = torch.from_numpy(np.concatenate(_addresses(blocks, rows))).to(total.acc.device, non_blocking=True)
     piece_kernels.merge[(rows, heads)](
         *_parts(total), table[: rows + 1], table[rows + 1 :], **_sizes(total.acc), num_warps=1
     )
