@@ -60,6 +60,14 @@ class Device(Protocol):
     @property
     def processors(self) -> int: ...
 
+    @property
+    def count(self) -> int:
+        """Devices of this kind that this process may use."""
+        return 1
+
+    def claim(self, index: int) -> None:
+        """Has this process compute on the device of that number. To be called before anything lies on one."""
+
     def missing(self) -> str | None:
         """Why there is no such device here; None where there is."""
 
@@ -128,6 +136,14 @@ class Cuda(Device):
     @property
     def processors(self) -> int:
         return int(torch.cuda.get_device_properties(self.place).multi_processor_count)
+
+    @property
+    def count(self) -> int:
+        return max(1, torch.cuda.device_count())
+
+    def claim(self, index: int) -> None:
+        torch.cuda.set_device(index)
+        self.place = torch.device("cuda", index)
 
     def missing(self) -> str | None:
         return None if torch.cuda.is_available() else "no CUDA device"

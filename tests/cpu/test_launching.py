@@ -26,7 +26,8 @@ from headrace import SamplingParams
 from headrace.bench.shapes import CheckpointShape
 from headrace.engine.programs import Eager, Logits, StepRows
 from headrace.kernels.quantized import Rounded
-from headrace.kernels.records import Pool
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.state import StateRows
 from headrace.kernels.triton import (
     attention,
     attention_kernels,
@@ -37,6 +38,8 @@ from headrace.kernels.triton import (
     launch_entries,
     launch_kernels,
     launching,
+    piece_kernels,
+    pieces,
     pinned,
     pinned_kernels,
     product_kernels,
@@ -59,8 +62,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
-    attention_kernels, draw_kernels, int8_kv_kernels, launch_kernels, pinned_kernels, product_kernels, rotary_kernels,
-    rounded_kernels, row_kernels, sample_kernels, weight_kernels,
+    attention_kernels, draw_kernels, int8_kv_kernels, launch_kernels, piece_kernels, pinned_kernels, product_kernels,
+    rotary_kernels, rounded_kernels, row_kernels, sample_kernels, weight_kernels,
 )  # fmt: skip
 SHAPE = CheckpointShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=64, context=1024)
 
@@ -140,6 +143,18 @@ def stores() -> None:
     pinned.gather(torch.zeros(2, 64, dtype=torch.uint8), list(torch.zeros(2, 64, dtype=torch.uint8)))
 
 
+def states() -> None:
+    """A span begun by one call and ended by another, merged with what another rank has of it."""
+    parts = Pool.parts(4, 2, 64, BF16)
+    pool = Pool(*(torch.zeros(*shape, dtype=dtype) for shape, dtype in parts))
+    q, positions = torch.zeros(2, 4, 64, dtype=BF16), torch.tensor([127, 127])
+    items = (torch.tensor([[slot, 64 * slot, 0, 2]], dtype=torch.int32) for slot in (0, 1))
+    first, second = (Mask(each, positions, scale=0.125) for each in items)
+    state = pieces.partial(q, pool, second, pieces.partial(q, pool, first))
+    pieces.merge_into(state.total, [StateRows(0, 2, state.block)], state.unit)
+    pieces.finish(state, BF16)
+
+
 def choices() -> None:
     chooser = Chooser(2, 5000, CPU)
     chooser.choose(torch.zeros(2, 5000), 2, Needs(reports=True, leaders=3, draws=True, top_k=True, watched=True))
@@ -157,6 +172,7 @@ def test_a_direct_launch_asks_the_driver_for_what_triton_does(
     products(monkeypatch)
     codes()
     stores()
+    states()
     choices()
     folder = Path(launching.__file__).parent
     texts = [file.read_text() for file in folder.glob("*.py")]

@@ -27,7 +27,8 @@ class LoopbackRanks:
         self.decoder, self.size, self.slots = decoder, size, slots
         self.hub = LoopbackHub(size)
         spec, dtype = decoder.config.attention, kv or decoder.dtype
-        self.ranks = [Rank(decoder, KVStorage(spec, slots, dtype), backend, self.hub.transport(r)) for r in range(size)]
+        pools = [KVStorage(spec, slots, dtype, device=decoder.device) for _ in range(size)]
+        self.ranks = [Rank(decoder, pool, backend, self.hub.transport(r)) for r, pool in enumerate(pools)]
         self.steps = 0
         self.free = [0] * size
 

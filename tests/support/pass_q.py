@@ -108,7 +108,16 @@ class PassQ:
         """Kernels whose `finish` gives the fp32 states, not their rounding."""
         kernels = Kernels(backend_of(self.backend), self.spec, None)
         ops: Any = kernels.backend
-        names = ("append", "attend", "empty_running", "merge_blocks", "merge_into", "partial", "states_of")
+        names = (
+            "append",
+            "attend",
+            "capabilities",
+            "empty_running",
+            "merge_blocks",
+            "merge_into",
+            "partial",
+            "states_of",
+        )
         changed: Any = SimpleNamespace(
             finish=lambda state, dtype, sinks: ops.states_of(state).out, **{name: getattr(ops, name) for name in names}
         )

@@ -34,6 +34,24 @@ def ranks_as_threads() -> Iterator[None]:
         yield
 
 
+class ThreadStore:
+    """In place of headrace.parallel.link_store.LinkStore."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._values, ENDS_S)
+            return self._values[key]
+
+
 @dataclass
 class ThreadGroup:
     """A rank's place among the others: see headrace.parallel.group.Group."""
@@ -42,6 +60,7 @@ class ThreadGroup:
     size: int
     context: Loopback
     tensor: Loopback
+    store: ThreadStore
     workers: ThreadWorkers | None = None
 
     def close(self) -> None:
@@ -54,8 +73,9 @@ def open_group(config: EngineConfig, maker: str, start: object = None) -> Thread
     context, tensor = config.ranks.context, config.ranks.tensor
     outer = [LoopbackHub(context) for _ in range(tensor)]
     inner = [LoopbackHub(tensor) for _ in range(context)]
+    store = ThreadStore()
     groups = [
-        ThreadGroup(c * tensor + t, context * tensor, outer[t].transport(c), inner[c].transport(t))
+        ThreadGroup(c * tensor + t, context * tensor, outer[t].transport(c), inner[c].transport(t), store)
         for c in range(context)
         for t in range(tensor)
     ]

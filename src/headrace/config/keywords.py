@@ -162,6 +162,10 @@ class SettingKeywords(TypedDict, total=False):
     rank_interface: str
     """IPv4 address that ranks bind to talk to each other."""
 
+    rank_transport: Literal["auto", "nccl", "host"]
+    """How ranks on GPUs exchange tensors: nccl (each has a GPU to itself), host (through pinned memory), or auto (nccl
+    where it can be)."""
+
     rank_timeout_s: float
     """Seconds of silence after which a rank counts as lost."""
 

@@ -10,6 +10,7 @@ from headrace.config.fields import SettingsRecord, at_least, seconds, setting
 from headrace.strategies import OFFERED, STRATEGIES, PrefillStrategy
 
 DistributedBackend = Literal["mp", "ray"]
+RankTransport = Literal["auto", "nccl", "host"]
 StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
 
 
@@ -65,6 +66,12 @@ class RankSettings(SettingsRecord):
     )
     interface: str = setting(
         "127.0.0.1", "IPv4 address that ranks bind to talk to each other.", check=_one_interface, rare=True
+    )
+    transport: RankTransport = setting(
+        "auto",
+        "How ranks on GPUs exchange tensors: nccl (each has a GPU to itself), host (through pinned memory), or auto "
+        "(nccl where it can be).",
+        rare=True,
     )
     timeout_s: float = setting(10.0, "Seconds of silence after which a rank counts as lost.", check=seconds, rare=True)
 

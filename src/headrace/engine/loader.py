@@ -18,7 +18,7 @@ from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.draft_facts import draft_kv_bytes
 from headrace.engine.executor import Executor
-from headrace.engine.footprint import Footprint, gib, keeps_activations
+from headrace.engine.footprint import Footprint, gib, keeps_activations, ranks_here
 from headrace.engine.gpu_memory import bytes_for_cache
 from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
@@ -43,6 +43,7 @@ from headrace.offload.sessions.session_folder import make_folder
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.weights.read_rate import read_rate
+from headrace.parallel import devices
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, Pooling, chunks_for
@@ -138,7 +139,7 @@ class Sized:
         tell(LoadPhase(WEIGHTS))
         return load_decoder(
             model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
-            config.model.quantization, device=device_of(config), packed=measured(tell, "packing"),
+            config.model.quantization, device=ranks.device_of(config), packed=measured(tell, "packing"),
             outside=ranks.expert_file(config, self.model),
         )  # fmt: skip
 
@@ -152,6 +153,8 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
     streaming.check(config)
     make_folder(config.sessions.path)
     if ranks.count(config) > 1:
+        if config.model.on_gpu:
+            devices.ask_for_queues()
         torchrun.serve_if_worker(config)
     ranks.set_threads(config)
     sized = _size(config, tell)
@@ -167,7 +170,7 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     if config.model.on_gpu and config.cache.tokens is None:
         sized = _fitted(sized, decoder)
     capacity, cache = sized.capacity, sized.cache(tell)
-    slots, device = sized.per_rank // CHUNK, device_of(config)
+    slots, device = sized.per_rank // CHUNK, ranks.device_of(config)
     storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
     states = _state_storage(sized)
     if config.cache.prefault:
@@ -346,11 +349,6 @@ def _kernels(quantization: Quantization, backend: str) -> dict[str, str]:
     return {name: why for name, why in choices.items() if name == linear or not name.startswith("linear")}
 
 
-def device_of(config: EngineConfig) -> torch.device:
-    """Where an engine of one rank computes."""
-    return current().place if config.model.on_gpu else torch.device("cpu")
-
-
 def _pool_bytes(model: ModelConfig, bytes_per_token: int, hidden: int | None, dtype: torch.dtype) -> int:
     return bytes_per_token + model.attention.stored * (hidden or 0) * dtype.itemsize
 
@@ -380,12 +378,13 @@ def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -
     tokens = config.cache.tokens or 0
     if not config.model.on_gpu:
         return
-    free, asked = current().free_memory(), config.model
-    weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization)
+    asked, share = config.model, -(-ranks_here(config) // current().count)  # ranks on this device
+    free = current().free_memory() // share
+    weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
     if tokens * bytes_per_token > free - weights:
         raise ValueError(
-            f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU, "
-            f"{gib(weights)} of them for the weights: "
+            f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU"
+            f"{' for each rank' if share > 1 else ''}, {gib(weights)} of them for the weights: "
             f"at most {max(0, free - weights) // bytes_per_token // CHUNK * CHUNK:,} tokens fit"
         )
 

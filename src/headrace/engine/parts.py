@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace.engine.fairness import SCHEDULERS
-from headrace.engine.loader import Loaded, device_of
+from headrace.engine.loader import Loaded
+from headrace.engine.ranks import device_of
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState
 from headrace.engine.speculation.model_speculator import ModelSpeculator

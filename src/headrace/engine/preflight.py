@@ -105,11 +105,33 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"attention_backend 'triton': {why}, which run on the CPU; use 'auto'")
 
 
+def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what several ranks on GPUs do not do yet."""
+    if config.ranks.transport == "nccl" and not config.model.on_gpu:
+        raise ValueError("rank_transport nccl is for ranks on GPUs: leave it out, or set attention_backend triton")
+    if not config.model.on_gpu or config.ranks.count == 1:
+        return
+    several = "several ranks on GPUs"
+    if config.tiers is not None or config.streaming is not None:
+        raise ValueError(f"KV outside the pool (kv_offload settings) and {several} exclude each other: leave out one")
+    if config.ranks.launcher == "ray":
+        raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
+    if config.cache.tokens is None:
+        raise ValueError(f"kv_cache_tokens: {several} need it, since all have pools of one size; give what fits each")
+    coded = config.model.quantization != "none" or model.stored is not None or model.experts is not None
+    if config.ranks.tensor > 1 and coded:
+        raise ValueError(
+            "tensor_parallel_size: on GPUs products of weights in codes, and of experts, add up in an order that "
+            "depends on a rank's share; use context_parallel_size, or a model without them and quantization none"
+        )
+
+
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
     longer than the model's, or than the KV cache holds, attention sinks on a GPU."""
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
+    refuse_for_gpu_ranks(config, model)
     refuse_rounding(model, config.model.quantization)
     if (draft := DraftFacts.of(config)) is not None:
         draft.check(model)
@@ -171,9 +193,12 @@ def _check_table(config: EngineConfig, model: ModelConfig, path: Path) -> None:
 
 def stamp(config: EngineConfig, shape: ModelShape, machine: str, date: str = "") -> TableStamp:
     """What a tuned table of this group is made for; machine: Machine.fingerprint."""
+    link = f"gloo on {config.ranks.interface}"
+    if config.model.on_gpu:
+        link += f", tensors by {config.ranks.transport}"
     return TableStamp(
         machine=machine, model=model_folder(config.model.folder).name, shape=shape, ranks=config.ranks.context,
-        link=f"gloo on {config.ranks.interface}", version=__version__, date=date,
+        link=link, version=__version__, date=date,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import torch
 
 from headrace import cores
 from headrace.config import EngineConfig
+from headrace.device import current
 from headrace.engine import preflight, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
@@ -36,7 +37,7 @@ from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.streaming.staged_store import StagedStore
 from headrace.offload.weights.experts import ExpertFile
-from headrace.parallel import launch, measure, workspace
+from headrace.parallel import devices, launch, measure, workspace
 from headrace.parallel.group import Group, unless_failed
 from headrace.parallel.interfaces import interface_name
 from headrace.parallel.probe import shape_of
@@ -98,6 +99,7 @@ def make(config: EngineConfig, group: Group) -> Rank:
     recurrent_states, where the model has some."""
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
+    connect(config, group)
     rank = _make(config, group, load_share(config, group))
     if config.tiers is not None:
         rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
@@ -114,8 +116,21 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
     facts = _facts(config)
     return load_decoder(
         folder, config.model.dtype, measured(tell, WEIGHTS), config.model.quantization, tensor,
-        packed=measured(tell, "packing"), outside=expert_file(config, facts), facts=facts,
+        device=device_of(config), packed=measured(tell, "packing"), outside=expert_file(config, facts), facts=facts,
     )  # fmt: skip
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """Where this process's rank computes."""
+    return current().place if config.model.on_gpu else torch.device("cpu")
+
+
+def connect(config: EngineConfig, group: Group) -> str:
+    """Gives a rank on a GPU its device, and the group links for its tensors; what they are, empty on a CPU."""
+    if not config.model.on_gpu:
+        return ""
+    alone = devices.claim(group.rank, ranks_here(config))
+    return devices.connect(group, config.ranks.transport, alone, config.ranks.interface)
 
 
 def _facts(config: EngineConfig) -> ModelConfig:
@@ -134,7 +149,8 @@ def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     backend = _backend(config, decoder)
     storage = open_storage(config, decoder)
-    return Rank(decoder, storage, backend, group.context, rank_threads(config), open_states(config, decoder))
+    threads = None if config.model.on_gpu else rank_threads(config)
+    return Rank(decoder, storage, backend, group.context, threads, open_states(config, decoder))
 
 
 def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedStore:
@@ -147,7 +163,8 @@ def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedSt
     model, dtype = decoder.config, decoder.dtype
     keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
     hidden = model.hidden_size if keeps else None
-    storage = KVStorage(model.attention, config.cache.tokens // CHUNK, kv_dtype, hidden, dtype)
+    slots, device = config.cache.tokens // CHUNK, device_of(config)
+    storage = KVStorage(model.attention, slots, kv_dtype, hidden, dtype, device)
     if config.cache.prefault:
         storage.prefault()
     return storage
@@ -174,7 +191,8 @@ def stream_sizes(
 
 
 def _backend(config: EngineConfig, decoder: Decoder) -> str:
-    return dispatch.choose(config.model.backend, decoder.dtype, torch.device("cpu"))
+    kind = current().type if config.model.on_gpu else "cpu"
+    return dispatch.choose(config.model.backend, decoder.dtype, kind)
 
 
 @dataclass(slots=True)
@@ -264,6 +282,7 @@ def open_ranks(
     group = launch.open_group(config, maker, start)
     try:
         assert group.workers is not None
+        by = unless_failed(group.workers, lambda: connect(config, group))
         decoder = load_share(config, group, tell)
         tell(LoadPhase("memory for the KV cache"))
         rank = _make(config, group, decoder)
@@ -272,7 +291,8 @@ def open_ranks(
         group.workers.wait_ready()
         shape = shape_of(decoder)
         tuned = _table(config, shape, machine)
-        told = describe(config) + (_profile(config, machine) if config.ranks.context > 1 else "")
+        told = describe(config) + (f", tensors by {by}" if by else "")
+        told += _profile(config, machine) if config.ranks.context > 1 else ""
         log.debug("%s", told)
         planned_on = _planned_on(machine, tuned)
         _advise_at_start(config, planned_on, shape)
@@ -285,8 +305,9 @@ def open_ranks(
 
 
 def _advise_at_start(config: EngineConfig, machine: Machine, shape: ModelShape) -> None:
-    """Says what ranks that share this machine gain and lose. Ray places ranks on cores of their own."""
-    if config.ranks.launcher == "ray" and not started_this():
+    """Says what ranks that share this machine gain and lose. Ray places ranks on cores of their own, and those on GPUs
+    hardly use them."""
+    if config.model.on_gpu or (config.ranks.launcher == "ray" and not started_this()):
         return
     told = advice(config, ranks_here(config), torch.get_num_threads(), cores.usable(), machine, shape)
     if told is not None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
-from headrace.kernels.state import AttnState, Partial, RunningState
+from headrace.kernels.state import AttnState, Partial, RunningState, StateRows
+from headrace.types import BLOCK_CHUNKS
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -32,7 +33,8 @@ class Capabilities:
     """What a backend can do. kernels: what a sentence calls it, for `it` or `they`.
 
     devices: types of torch devices, none: any; dtypes: those computed in, none: any; int8: whether keys and values may
-    be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend;
+    be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend, whose
+    canonical order merges chunks left to right inside blocks of `block_chunks` chunks, and these left to right;
     prepared_step: whether `prepare` gives a step, for pools of the rows' own type, prepared_int8, whether for those of
     int8, and all_layers, whether it has `over`; graphs: whether steps are recorded as CUDA graphs; automatic: whether
     'auto' may choose it.
@@ -46,6 +48,7 @@ class Capabilities:
     int8: bool = False
     capped: bool = False
     pieces: bool = False
+    block_chunks: int = BLOCK_CHUNKS
     prepared_step: bool = False
     prepared_int8: bool = False
     all_layers: bool = False
@@ -226,8 +229,9 @@ class PiecewiseBackend(Backend, Protocol):
     def merge_blocks(self, left: RunningState, right: RunningState) -> RunningState:
         """The merge of `left` continued by a block that was merged elsewhere."""
 
-    def merge_into(self, total: Partial, block: Partial, unit: float) -> None:
-        """total [R, Hq, D] becomes the merge of itself and then `block`, in place; both count in `unit`."""
+    def merge_into(self, total: Partial, blocks: Sequence[StateRows], unit: float) -> None:
+        """The rows of each block in total [R, Hq, D] become the merge of themselves and then that block, one block
+        after the other, in place; all count in `unit`."""
 
     def merge_states(self, left: AttnState, right: AttnState) -> AttnState:
         """Attention over the union of two disjoint segments. Two EMPTY give EMPTY."""

@@ -5,13 +5,15 @@ R: rows, Hq: query heads, D: head size. The meaning is that of kernels.state; st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from headrace.kernels import state as algebra
 from headrace.kernels.cpu_attention import LOG_2, addresses, partial_at, unit_of
 from headrace.kernels.extension import VNNI_ISAS, address, check, isa, require, type_of
-from headrace.kernels.state import AttnState, Partial, RunningState
+from headrace.kernels.state import AttnState, Partial, RunningState, StateRows, part_of
 
 
 def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> RunningState:
@@ -66,9 +68,10 @@ def merge_blocks(left: RunningState, right: RunningState) -> RunningState:
     return algebra.merge_blocks(left, right, merged)
 
 
-def merge_into(total: Partial, block: Partial, unit: float) -> None:
-    """total [R, Hq, D] becomes the merge of itself and then `block`, in place; both count in `unit` (RunningState)."""
-    _merge(total, block, unit == LOG_2)
+def merge_into(total: Partial, blocks: Sequence[StateRows], unit: float) -> None:
+    """Rows of total [R, Hq, D] become the merge of themselves and then each block, in place; all count in `unit`."""
+    for begin, end, block in blocks:
+        _merge(part_of(total, begin, end), block, unit == LOG_2)
 
 
 def _merge(total: Partial, block: Partial, base2: bool) -> None:

@@ -6,6 +6,7 @@ Runs on any machine and in any dtype; every kernel is tested against it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,14 @@ from headrace.kernels.state import (
     AttnState,
     Partial,
     RunningState,
+    StateRows,
     choose,
     empty_partial,
     merge_blocks,
     merge_partials,
     merge_states,
     normalise,
+    part_of,
 )
 from headrace.kernels.state import empty_running as state_of_none
 from headrace.types import BLOCK_CHUNKS, CHUNK
@@ -183,11 +186,13 @@ def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> R
     return state_of_none(rows, heads, head_dim)
 
 
-def merge_into(total: Partial, block: Partial, unit: float) -> None:
-    """total [R, Hq, D] becomes the merge of itself and then `block`, in place; both count in `unit` (RunningState)."""
+def merge_into(total: Partial, blocks: Sequence[StateRows], unit: float) -> None:
+    """Rows of total [R, Hq, D] become the merge of themselves and then each block, in place; all count in `unit`."""
     if unit != 1.0:
         raise ValueError(f"the reference merges in natural logarithms, the state counts in {unit:.4f}")
-    _store(total, slice(None), merge_partials(total, block))
+    for begin, end, block in blocks:
+        rows = part_of(total, begin, end)
+        _store(rows, slice(None), merge_partials(rows, block))
 
 
 def states_of(state: RunningState) -> AttnState:

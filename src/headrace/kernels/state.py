@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,22 @@ class Partial:
     l: Tensor  # noqa: E741
 
 
+class StateRows(NamedTuple):
+    """A state of rows begin .. end-1 of others."""
+
+    begin: int
+    end: int
+    state: Partial
+
+
 @dataclass(frozen=True, slots=True)
 class RunningState:
     """Rows in the midst of the canonical merge, with all that is needed to go on to the same bits.
 
     total: the blocks that are finished, merged; block: the one that is not; block_of int32 [T]: its index (position of
-    a key // 2,048), -1 before the first. m counts in `unit` natural logarithms: 1, or log 2 in kernels that work in
-    base 2. It stays in the unit of the kernels that merged, because a conversion would cost bits; only these kernels
-    can go on merging.
+    a key // length of the backend's blocks), -1 before the first. m counts in `unit` natural logarithms: 1, or log 2 in
+    kernels that work in base 2. It stays in the unit of the kernels that merged, because a conversion would cost bits;
+    only these kernels can go on merging.
     """
 
     total: Partial
@@ -64,20 +75,21 @@ class RunningState:
             )
 
 
-def empty(rows: int, heads: int, head_dim: int) -> AttnState:
+def empty(rows: int, heads: int, head_dim: int, device: torch.device = CPU) -> AttnState:
     """The state of rows that have seen no key: the neutral element of merge."""
-    return AttnState(torch.zeros(rows, heads, head_dim), torch.full((rows, heads), -torch.inf))
+    out = torch.zeros(rows, heads, head_dim, device=device)
+    return AttnState(out, torch.full((rows, heads), -torch.inf, device=device))
 
 
-def empty_partial(rows: int, heads: int, head_dim: int) -> Partial:
-    state = empty(rows, heads, head_dim)
-    return Partial(state.out, state.lse, torch.zeros(rows, heads))
+def empty_partial(rows: int, heads: int, head_dim: int, device: torch.device = CPU) -> Partial:
+    state = empty(rows, heads, head_dim, device)
+    return Partial(state.out, state.lse, torch.zeros_like(state.lse))
 
 
-def empty_running(rows: int, heads: int, head_dim: int, unit: float = 1.0) -> RunningState:
+def empty_running(rows: int, heads: int, head_dim: int, unit: float = 1.0, device: torch.device = CPU) -> RunningState:
     """The state of rows that have met no chunk."""
-    total, block = empty_partial(rows, heads, head_dim), empty_partial(rows, heads, head_dim)
-    return RunningState(total, block, torch.full((rows,), -1, dtype=torch.int32), unit)
+    total, block = (empty_partial(rows, heads, head_dim, device) for _ in range(2))
+    return RunningState(total, block, torch.full((rows,), -1, dtype=torch.int32, device=device), unit)
 
 
 def _shift(m: Tensor, top: Tensor) -> Tensor:

@@ -55,9 +55,7 @@ class KVStorage(LayerPools):
             raise ValueError(f"KV is stored as bfloat16, float32 or int8, not {dtype}")
         self.slots = slots
         self.dtype = dtype
-        new: Allocate = zeros
-        if device is not None and device.type != "cpu":
-            new = partial(_zeros_on, device)
+        new = zeros_on(device)
         self.pools = [Pool.make(slots, *spec.shape(layer), dtype, new) for layer in range(spec.stored)]
         self._source = spec.source
         self.x: list[Tensor] | None = None
@@ -113,6 +111,11 @@ class StateStorage:
 def _split(x: Tensor, parts: int) -> Tensor:
     """[slots, Hk, ...] -> [slots * parts, Hk / parts, ...]."""
     return x.view(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
+
+
+def zeros_on(device: torch.device | None) -> Allocate:
+    """How memory for keys and values is made on a device; None: the CPU."""
+    return zeros if device is None or device.type == "cpu" else partial(_zeros_on, device)
 
 
 def _zeros_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,7 @@ from headrace.parallel.link_store import LinkStore
 from headrace.parallel.listeners import stop_accepting
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
-from headrace.parallel.transport import Tag, Transport
+from headrace.parallel.transport import Links, Tag, Transport
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,17 @@ class Group:
     World rank = context rank * tensor size + tensor rank. `context` links the ranks of equal tensor rank, and numbers
     them by context rank; `tensor` the other way round; `tensor_group` is the latter for torch's collectives.
     workers: on the driver, rank 0; None elsewhere. store: torch calls it for as long as the process groups live.
+    communicators: process groups of NCCL, if tensors of a GPU go by it (parallel.devices).
     """
 
     rank: int
     size: int
     mesh: DeviceMesh
-    context: TorchTransport
-    tensor: TorchTransport
+    context: Links
+    tensor: Links
     store: LinkStore
     workers: WorkerSupervisor | None = None
+    communicators: list[Any] = field(default_factory=list)
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -67,6 +69,9 @@ class Group:
         """
         if self.workers is not None:
             self.workers.close()
+        for each in self.communicators:
+            each.abort()  # what waits for a rank that is gone would never end
+        self.communicators.clear()
         for name, transport in (("context", self.context), ("tensor", self.tensor)):
             if not transport.close():
                 log.warning("threads of the %s links still wait for ranks that did not end", name)
@@ -82,7 +87,7 @@ def form(rank: int, context: int, tensor: int, store: LinkStore, interface: str,
     """
     size = context * tensor
     with gloo_on(interface):
-        dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=NO_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NO_TIMEOUT)
         mesh = init_device_mesh("cpu", (context, tensor), mesh_dim_names=("context", "tensor"))
     context_links, tensor_links = (TorchTransport(mesh.get_group(name)) for name in ("context", "tensor"))
     prove(context_links, secret, "context")
@@ -90,10 +95,6 @@ def form(rank: int, context: int, tensor: int, store: LinkStore, interface: str,
     if not stop_accepting(store.left):
         log.warning("gloo's listening sockets were not found: they stay open for as long as this rank runs")
     return Group(rank, size, mesh, context_links, tensor_links, store)
-
-
-def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def prove(transport: Transport, secret: str, name: str) -> None:

@@ -33,10 +33,11 @@ class KVExchange(Attend):
         self.layout = group_layout.arrange(group, context.slots_per_rank)
         runs = group_layout.runs(group, rank)
         tables = [self.layout.table(group_layout.slots_of(group, run)) for run in runs]
-        self.rows = Rows(runs, tables, context.kernels)
+        kernels, device = context.kernels, context.workspace.device
+        self.rows = Rows(runs, tables, kernels, device)
         wanted = group_layout.runs(group, rank, wanted=True)
         tables = [self.layout.table(group_layout.slots_of(group, run)) for run in wanted]
-        self.wanted = Rows(wanted, tables, context.kernels)
+        self.wanted = Rows(wanted, tables, kernels, device)
         self.kept_from, self.kept_in = self._kept()
         context.workspace.reserve(self.layout.chunks)
         self.arrivals: dict[int, list[Arriving]] = {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace import host
 from headrace.kernels import dispatch, ops
 from headrace.parallel.merging import Kernels
-from headrace.parallel.probe import Probe, least, meet, passed_on
+from headrace.parallel.probe import Probe, by_clock, by_events, device_of, least, meet, passed_on, settle
 from headrace.parallel.rank import Rank
 from headrace.parallel.workspace import LayerBuffer
 from headrace.planner.machine import ComputeRates, Machine, count_of
@@ -50,12 +50,16 @@ def take_part(rank: Rank, tensor: int = 1) -> Machine:
         rates = _rates(rank, crowding)
         link_bytes_s, latency_s = _link(rank)
         one = _one_engine(rank)
-    isa = str(dispatch.reasons().get("attend", "reference"))
+    device, capabilities = device_of(rank), rank.kernels.backend.capabilities
+    isa = str(dispatch.reasons().get("attend", "reference")) if device is None else capabilities.name
+    name = host.processor_name() if device is None else device.name
+    shares = device is None and _shares_host(rank)  # copies of a device's tensors take nothing from its computation
     plain = Machine(
-        name=host.processor_name(), cores=rates.cores, isa=isa.split(" (")[0], date=date.today().isoformat(),
+        name=name, cores=rates.cores, isa=isa.split(" (")[0], date=date.today().isoformat(),
         linear_flops_s=rates.linear_flops_s, attention_flops_s=rates.attention_flops_s,
         attention_call_s=rates.attention_call_s, memory_bytes_s=rates.memory_bytes_s, link_bytes_s=link_bytes_s,
-        latency_s=latency_s, link_cpu_s_per_byte=LINK_CPU_S_PER_BYTE if _shares_host(rank) else 0.0, one_engine=one,
+        latency_s=latency_s, link_cpu_s_per_byte=LINK_CPU_S_PER_BYTE if shares else 0.0, one_engine=one,
+        fold_tokens=capabilities.block_chunks * CHUNK,
     )  # fmt: skip
     return Probe(rank, TENSOR_REPEATS if tensor > 1 else None).refined(plain)
 
@@ -74,7 +78,8 @@ def _one_engine(rank: Rank) -> ComputeRates | None:
 def _rates(rank: Rank, crowding: float = 1.0) -> ComputeRates:
     """What this rank attains now. With more threads than cores each has its turns on a core: what it attains in them,
     over `crowding`. The linear layers' rate stands for that of the memory, until prefills are measured."""
-    seconds = partial(least, clock=time.perf_counter if crowding == 1.0 else time.thread_time)
+    device, clock = device_of(rank), time.perf_counter if crowding == 1.0 else time.thread_time
+    seconds = partial(least, timed=by_clock(clock) if device is None else by_events(device))
     matrices = [w for name, w in rank.decoder.matrices.items() if name.startswith("layers.0.")]
     size = sum(w.shape[0] * w.shape[1] for w in matrices) * rank.decoder.dtype.itemsize
     read = size / seconds(_products(rank, matrices)) / crowding
@@ -103,20 +108,20 @@ def _attained(machine: Machine) -> str:
 
 def _products(rank: Rank, matrices: Sequence[ops.Weight]) -> Callable[[], object]:
     """The matrices of a layer, each multiplied by one row: they are read."""
-    inputs = [torch.ones(1, w.shape[1], dtype=rank.decoder.dtype) for w in matrices]
+    inputs = [torch.ones(1, w.shape[1], dtype=rank.decoder.dtype, device=rank.decoder.device) for w in matrices]
     return lambda: [ops.linear(x, w) for x, w in zip(inputs, matrices, strict=True)]
 
 
 def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     spec, kernels = rank.kernels.spec, rank.kernels
     chunks = keys // CHUNK
-    buffer = LayerBuffer(spec.shape(0), chunks, rank.storage.dtype)
-    q = torch.ones(rows, spec.heads, spec.shape(0)[1], dtype=rank.decoder.dtype)
+    buffer = LayerBuffer(spec.shape(0), chunks, rank.storage.dtype, rank.decoder.device)
+    q = torch.ones(rows, spec.heads, spec.shape(0)[1], dtype=rank.decoder.dtype, device=rank.decoder.device)
     items = torch.tensor([[chunk, chunk * CHUNK, 0, rows] for chunk in range(chunks)], dtype=torch.int32)
     positions = torch.full((rows,), keys - 1, dtype=torch.int64)
     bias = kernels.bias
     if bias is not None and bias.shape[1] < keys:
-        kernels = Kernels(kernels.backend, spec, torch.zeros(spec.heads, keys), kernels.sinks)
+        kernels = Kernels(kernels.backend, spec, bias.new_zeros(spec.heads, keys), kernels.sinks)
     return lambda: kernels.attend(0, q, buffer.pool, items, positions)
 
 
@@ -130,7 +135,7 @@ def _attention(rank: Rank, rows: int, seconds: Callable[[Callable[[], object]], 
 
 def _link(rank: Rank) -> tuple[float, float]:
     """Bytes a second and latency, round the ring 0 -> 1 -> .. -> 0, all ranks at once."""
-    small, large = torch.zeros(8, dtype=torch.uint8), torch.zeros(MESSAGE, dtype=torch.uint8)
+    small, large = (torch.zeros(n, dtype=torch.uint8, device=rank.decoder.device) for n in (8, MESSAGE))
     meet(rank)
     latency = min(_exchange_all(rank, small, range(1, 6)))
     seconds = min(_exchange_all(rank, large, range(6, 9)))
@@ -147,6 +152,7 @@ def _exchange(rank: Rank, x: Tensor, piece: int) -> float:
         return 1e-6
     began = time.perf_counter()
     passed_on(rank, x, piece)
+    settle(rank)
     return time.perf_counter() - began
 
 

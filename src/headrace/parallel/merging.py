@@ -1,8 +1,9 @@
 """Attention of a rank's rows over chunks that arrive one by one, in the canonical order whatever comes first.
 
 T: rows, Hq: query heads, D: head size. If everything is there, it is one `attend`. Otherwise each run merges its chunks
-from left to right as far as they are there; beyond a gap, whole blocks of 2,048 keys are merged apart and put in when
-their turn comes (kernels.state.merge_blocks). The bits are those of one `attend` in any case (docs/attention.md).
+from left to right as far as they are there; beyond a gap, whole blocks of 2,048 keys (on a GPU 512) are merged apart
+and put in when their turn comes (kernels.state.merge_blocks). The bits are those of one `attend` in any case
+(docs/attention.md).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headrace.kernels.records import Mask, Pool
 from headrace.kernels.state import RunningState
 from headrace.parallel.group_layout import RowRange
 from headrace.parallel.transport import Transfer
-from headrace.types import BLOCK_CHUNKS, CHUNK
+from headrace.types import CHUNK
 
 
 class Kernels:
@@ -33,6 +34,11 @@ class Kernels:
         self, backend: Backend, spec: AttentionSpec, bias: Tensor | None, sinks: Sequence[Tensor] | None = None
     ) -> None:
         self.backend, self.spec, self.bias, self.sinks = in_pieces(backend), spec, bias, sinks
+
+    @property
+    def block_chunks(self) -> int:
+        """Chunks of a block of the backend's canonical order."""
+        return self.backend.capabilities.block_chunks
 
     def attend(self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor) -> Tensor:
         return self.backend.attend(q, pool, self._mask(layer, items, positions))
@@ -73,11 +79,12 @@ class Arriving(NamedTuple):
 class Rows:
     """A rank's rows in a group, its plan over the workspace, and the tables of its runs."""
 
-    def __init__(self, runs: list[RowRange], tables: list[Int32], kernels: Kernels) -> None:
+    def __init__(self, runs: list[RowRange], tables: list[Int32], kernels: Kernels, device: torch.device) -> None:
+        """device: where keys are written. To carry slots there for each layer would hold up the host."""
         self.runs, self.tables, self.kernels = runs, tables, kernels
         plan = planning.build([planning.Span(t, r.start, r.rows) for r, t in zip(runs, tables, strict=True)])
         self.positions = torch.from_numpy(plan.positions)
-        self.slots, self.offsets = torch.from_numpy(plan.row_slots), torch.from_numpy(plan.row_offsets)
+        self.slots, self.offsets = (torch.from_numpy(x).to(device) for x in (plan.row_slots, plan.row_offsets))
         windows = set(kernels.spec.windows)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in windows}
 
@@ -86,13 +93,13 @@ class Rows:
 
     def attend(self, layer: int, q: Tensor, pool: Pool, arrivals: list[Arriving]) -> Tensor:
         """q [T, Hq, D] over all that the rows see -> [T, Hq, D]. Returns when every arrival has come."""
-        pending = [each for each in arrivals if not each.done]
+        ready = np.ones(len(pool.k), dtype=bool)
+        for each in arrivals:
+            ready[each.begin : each.end] = False
+        pending = _note(arrivals, ready)
         if not pending:
             items = self.items[self.kernels.spec.windows[layer]]
             return self.kernels.attend(layer, q, pool, items, self.positions)
-        ready = np.ones(len(pool.k), dtype=bool)
-        for each in pending:
-            ready[each.begin : each.end] = False
         merging = self._runs(layer, q, pool)
         while not all(run.finished for run in merging):
             pending = _note(pending, ready)
@@ -117,6 +124,7 @@ def _note(pending: list[Arriving], ready: np.ndarray) -> list[Arriving]:
     left = []
     for each in pending:
         if each.done:
+            each.wait()  # on a device it orders what reads the chunks behind their arrival
             ready[each.begin : each.end] = True
         else:
             left.append(each)
@@ -144,6 +152,10 @@ class _MergingRun:
             self.next = max(0, (self.start - window + 1) // CHUNK)
 
     @property
+    def _block(self) -> int:
+        return self.kernels.block_chunks
+
+    @property
     def finished(self) -> bool:
         return self.next == len(self.table)
 
@@ -151,7 +163,7 @@ class _MergingRun:
         """Merges on as far as chunks are there; False if that is nowhere."""
         before = self.next
         while not self.finished:
-            block = self.next // BLOCK_CHUNKS
+            block = self.next // self._block
             if block in self.early:
                 self._put_in(block)
                 continue
@@ -166,17 +178,17 @@ class _MergingRun:
         """The chunk before which the next call must stop: one that is not there, or in a block merged apart."""
         missing = np.flatnonzero(~ready[self.table[self.next :]])
         end = self.next + int(missing[0]) if len(missing) else len(self.table)
-        return min([end, *(block * BLOCK_CHUNKS for block in self.early)])
+        return min([end, *(block * self._block for block in self.early)])
 
     def _put_in(self, block: int) -> None:
         right = self.early.pop(block)
         self.state = right if self.state is None else self.kernels.backend.merge_blocks(self.state, right)
-        self.next = min((block + 1) * BLOCK_CHUNKS, len(self.table))
+        self.next = min((block + 1) * self._block, len(self.table))
 
     def look_ahead(self, ready: np.ndarray) -> bool:
         """Merges one whole block beyond the gap, apart; False if there is none."""
-        for block in range(self.next // BLOCK_CHUNKS + 1, -(-len(self.table) // BLOCK_CHUNKS)):
-            begin, end = block * BLOCK_CHUNKS, min((block + 1) * BLOCK_CHUNKS, len(self.table))
+        for block in range(self.next // self._block + 1, -(-len(self.table) // self._block)):
+            begin, end = block * self._block, min((block + 1) * self._block, len(self.table))
             if block not in self.early and ready[self.table[begin:end]].all():
                 self.early[block] = self._partial(begin, end, None)
                 return True

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headrace.device import Device, current
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.kv.table_state import NONE, Segment
 from headrace.models.decoder import Decoder
@@ -53,7 +54,8 @@ class Probe:
         decoder = rank.decoder.first(layers)
         recurrent = decoder.config.recurrent
         states = None if recurrent is None else StateStorage(recurrent, 1, decoder.dtype)
-        storage = KVStorage(decoder.config.attention, chunks_for(self.rows), rank.storage.dtype)
+        spec, slots = decoder.config.attention, chunks_for(self.rows)
+        storage = KVStorage(spec, slots, rank.storage.dtype, device=decoder.device)
         backend = rank.kernels.backend.capabilities.name
         self.rank = Rank(decoder, storage, backend, rank.transport, rank.threads, states)
         self.rank.groups = rank.groups
@@ -101,6 +103,7 @@ class Probe:
         meet(self.of)
         began = time.perf_counter()
         self.rank.run(RankStep(0, groups))
+        settle(self.of)
         return time.perf_counter() - began
 
     def _warm(self, groups: list[StepGroup]) -> None:
@@ -155,15 +158,50 @@ def shape_of(decoder: Decoder) -> ModelShape:
     return ModelShape.of(decoder.config, decoder.dtype.itemsize)
 
 
-def least(work: Callable[[], object], repeats: int = 4, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The least time of a call, after one that is not counted: what else runs on a machine only ever adds to it."""
-    work()
-    times = []
-    for _ in range(repeats):
+Timed = Callable[[Callable[[], object]], float]
+"""Seconds of a call."""
+
+
+def by_clock(clock: Callable[[], float] = time.perf_counter) -> Timed:
+    def timed(work: Callable[[], object]) -> float:
         began = clock()
         work()
-        times.append(clock() - began)
-    return max(min(times), 1e-9)
+        return clock() - began
+
+    return timed
+
+
+def by_events(device: Device) -> Timed:
+    """On the device's current stream: kernels, and where these wait for the host, that too."""
+
+    def timed(work: Callable[[], object]) -> float:
+        begin, end = (device.event(timing=True) for _ in range(2))
+        begin.record(device.current_stream())
+        work()
+        end.record(device.current_stream())
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    return timed
+
+
+def least(work: Callable[[], object], timed: Timed, repeats: int = 4) -> float:
+    """The least time of a call, after one that is not counted: what else runs on a machine only ever adds to it."""
+    work()
+    return max(min(timed(work) for _ in range(repeats)), 1e-9)
+
+
+def device_of(rank: Rank) -> Device | None:
+    """That which the rank computes on; None for the CPU."""
+    device = current()
+    return device if device.holds(rank.decoder.weights["embed.weight"]) else None
+
+
+def settle(rank: Rank) -> None:
+    """Until what the rank was given is computed, and sent."""
+    device = device_of(rank)
+    if device is not None:
+        device.current_stream().synchronize()
 
 
 def meet(rank: Rank) -> None:

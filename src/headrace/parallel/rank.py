@@ -56,7 +56,7 @@ class Rank:
         self.decoder, self.storage, self.transport, self.threads = decoder, storage, transport, threads
         spec = decoder.config.attention
         self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias, decoder.sinks)
-        self.workspace = Workspace(spec, storage.dtype)
+        self.workspace = Workspace(spec, storage.dtype, decoder.device)
         self.states = None if states is None else RankStates(states, transport, spec.layers)
         self.counters = TokenCounters()
         self.coming: Coming = NothingComes()
@@ -136,7 +136,7 @@ class Rank:
         for rank in range(1, self.transport.size):
             keys = group_layout.wanted(group, rank)
             if keys:
-                rows = torch.empty(len(keys), width, dtype=dtype)
+                rows = torch.empty(len(keys), width, dtype=dtype, device=self.decoder.device)
                 found.append((index, keys, rows, self.transport.irecv(rows, rank, Tag(number, LAST, 0))))
         return found
 
@@ -149,7 +149,7 @@ class Rank:
         )  # fmt: skip
         recur = None if self.states is None else self.states.at(group, number)
         runs = group_layout.runs(group, self.transport.rank)
-        none = torch.empty(0, self.decoder.config.embed_size, dtype=self.decoder.dtype)
+        none = self._nothing(self.decoder.config.embed_size)
         attend = RUNS[group.strategy](context)
         if attend is None:
             return none
@@ -179,8 +179,12 @@ class Rank:
         spec = self.kernels.spec
         for layer in range(spec.layers):
             kv_heads, dim = spec.shape(layer)
-            q, kv = (torch.empty(0, heads, dim, dtype=self.decoder.dtype) for heads in (spec.heads, kv_heads))
+            q, kv = (self._nothing(heads, dim) for heads in (spec.heads, kv_heads))
             attend(layer, q, kv, kv)
+
+    def _nothing(self, *shape: int) -> Tensor:
+        """No rows."""
+        return torch.empty(0, *shape, dtype=self.decoder.dtype, device=self.decoder.device)
 
     def _batch(self, group: StepGroup, runs: list[group_layout.RowRange]) -> TokenBatch:
         tokens: list[int] = []

@@ -3,9 +3,9 @@
 Queries go round the ring; every rank attends for them to the keys that it owns, and the states come home by all-to-all.
 T: rows of a rank in the group, Hq: query heads, D: head size.
 
-What comes home is one unnormalised state for each row and block of 2,048 keys, not one for each rank: the home merges
-blocks from left to right, which gives the bits of one rank. Where a block has several owners its state goes from one to
-the next (parallel.split_blocks).
+What comes home is one unnormalised state for each row and block of 2,048 keys (on a GPU 512), not one for each rank:
+the home merges blocks from left to right, which gives the bits of one rank. Where a block has several owners its state
+goes from one to the next (parallel.split_blocks).
 New keys go first of all to the owner of their chunk. A rank that has no rows sends none, and one that owns none of
 the chunks is not visited: small batches need no dummy queries.
 """
@@ -22,14 +22,14 @@ from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
 from headrace.kernels.backend import Attend
 from headrace.kernels.records import Pool
-from headrace.kernels.state import Partial, RunningState, flattened, part_of, unflattened
+from headrace.kernels.state import Partial, RunningState, StateRows, flattened, part_of, unflattened
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.messages import StepGroup
 from headrace.parallel.split_blocks import SplitBlocks, SplitOf, split_blocks
 from headrace.parallel.transport import Tag, Transfer
 from headrace.planner.schedule import ring_hops, ring_next, ring_origin
-from headrace.types import BLOCK_CHUNKS, CHUNK
+from headrace.types import CHUNK
 
 KINDS = 3
 QUERIES, STATES, KEYS = range(KINDS)
@@ -76,22 +76,22 @@ def visit(
 ) -> Visit:
     """What the rows of a home, in `runs`, have to do on `host` in blocks that are not split; no segments if it owns
     nothing that they see of these."""
-    spans, per_rank = [], context.slots_per_rank
+    spans, per_rank, length = [], context.slots_per_rank, context.kernels.block_chunks
     for run in runs:
         slots = group_layout.slots_of(context.group, run)
         here = np.where(slots // per_rank == host, slots % per_rank, -1).astype(np.int32)
         for block in split.get(run.part, ()):
-            here[block * BLOCK_CHUNKS : (block + 1) * BLOCK_CHUNKS] = -1
+            here[block * length : (block + 1) * length] = -1
         spans.append(planning.Span(here, run.start, run.rows))
     plan = planning.build(spans)
-    return _by_block(plan.items_within(window), plan.positions)
+    return _by_block(plan.items_within(window), plan.positions, length)
 
 
-def _by_block(items: Int32, positions: planning.Int64) -> Visit:
+def _by_block(items: Int32, positions: planning.Int64, block_chunks: int) -> Visit:
     segments: list[Segment] = []
     parts: list[Int32] = []
     offset = 0
-    blocks = items[:, 1] // (CHUNK * BLOCK_CHUNKS)
+    blocks = items[:, 1] // (CHUNK * block_chunks)
     for block in np.unique(blocks).tolist():
         chosen = items[blocks == block].copy()
         begin, end = int(chosen[:, 2].min()), int(chosen[:, 3].max())
@@ -115,13 +115,13 @@ class RingQ(Attend):
         self.size, self.rank = context.transport.size, context.rank
         group, per_rank = context.group, context.slots_per_rank
         windows = context.kernels.spec.windows
-        split = split_blocks(group, per_rank)
+        split = split_blocks(group, per_rank, context.kernels.block_chunks)
         self.visits = {window: _QueryVisits(context, window, split, wanted=False) for window in set(windows)}
         self.last = _QueryVisits(context, windows[-1], split, wanted=True)
         self.places = {
             (home, owner): places
             for home in range(self.size)
-            for owner, places in _places(group, home, per_rank).items()
+            for owner, places in _places(group, home, per_rank, context.workspace.device).items()
             if self.rank in (home, owner)
         }
 
@@ -156,7 +156,7 @@ class RingQ(Attend):
         found = {}
         for (home, owner), places in self.places.items():
             if owner == self.rank != home:
-                both = torch.empty(2, len(places.rows), *k.shape[1:], dtype=k.dtype)
+                both = k.new_empty(2, len(places.rows), *k.shape[1:])
                 tag = self.context.tag(layer, KEYS * self.size + home)
                 found[home] = (both, self.context.transport.irecv(both, home, tag))
         return found
@@ -191,8 +191,8 @@ class KeyPlaces:
     offsets: Tensor
 
 
-def _places(group: StepGroup, home: int, per_rank: int) -> dict[int, KeyPlaces]:
-    """By owner."""
+def _places(group: StepGroup, home: int, per_rank: int, device: torch.device) -> dict[int, KeyPlaces]:
+    """By owner; on the device, where they are used in each layer."""
     runs = group_layout.runs(group, home)
     plan = planning.build([planning.Span(group_layout.slots_of(group, run), run.start, run.rows) for run in runs])
     owners = plan.row_slots // per_rank
@@ -200,7 +200,7 @@ def _places(group: StepGroup, home: int, per_rank: int) -> dict[int, KeyPlaces]:
     for owner in np.unique(owners).tolist():
         rows = np.flatnonzero(owners == owner)
         slots, offsets = plan.row_slots[rows] % per_rank, plan.row_offsets[rows]
-        found[owner] = KeyPlaces(torch.from_numpy(rows), torch.from_numpy(slots), torch.from_numpy(offsets))
+        found[owner] = KeyPlaces(*(torch.from_numpy(x).to(device) for x in (rows, slots, offsets)))
     return found
 
 
@@ -241,7 +241,7 @@ class _QueryVisits:
             distance = (self.rank - home) % self.size
             if home == self.rank or distance > hops:
                 continue
-            rows = torch.empty(self.lengths[home], *q.shape[1:], dtype=q.dtype)
+            rows = q.new_empty(self.lengths[home], *q.shape[1:])
             relay = after if distance < hops else None
             works = [self.context.transport.irecv(rows, before, self._tag(layer, QUERIES, home), relay)]
             guests[home] = (rows, works)
@@ -273,7 +273,7 @@ class _QueryVisits:
         found = {}
         for host, visit in self.abroad.items():
             if host != self.rank and visit.rows:
-                flat = torch.empty(visit.rows * q.shape[1] * (q.shape[2] + 2))
+                flat = q.new_empty(visit.rows * q.shape[1] * (q.shape[2] + 2), dtype=torch.float32)
                 work = self.context.transport.irecv(flat, host, self._tag(layer, STATES, host))
                 found[host] = (unflattened(flat, visit.rows, *q.shape[1:]), work)
         return found
@@ -303,6 +303,7 @@ class _QueryVisits:
             for segment in self.abroad[host].segments:
                 found.append((segment, part_of(state, offset, offset + segment.rows)))
                 offset += segment.rows
-        for segment, state in sorted(found, key=lambda each: each[0].block):
-            backend.merge_into(part_of(total.total, segment.begin, segment.end), state, total.unit)
+        ordered = sorted(found, key=lambda each: each[0].block)
+        blocks = [StateRows(segment.begin, segment.end, state) for segment, state in ordered]
+        backend.merge_into(total.total, blocks, total.unit)
         return self.context.kernels.finish(layer, total, q.dtype)

@@ -39,21 +39,21 @@ TO_HOST, TO_HOME = 0, 1
 """Which way states travel."""
 
 
-def split_blocks(group: StepGroup, per_rank: int) -> SplitOf:
+def split_blocks(group: StepGroup, per_rank: int, block_chunks: int = BLOCK_CHUNKS) -> SplitOf:
     found = {}
     for index, part in enumerate(group.parts):
         owners = np.array(part.slots, dtype=np.int32) // per_rank
-        begins = np.arange(0, len(owners), BLOCK_CHUNKS)
+        begins = np.arange(0, len(owners), block_chunks)
         several = np.minimum.reduceat(owners, begins) != np.maximum.reduceat(owners, begins)
         if several.any():
             found[index] = frozenset(np.flatnonzero(several).tolist())
     return found
 
 
-def stretches(owners: Int32) -> Int32:
+def stretches(owners: Int32, block_chunks: int = BLOCK_CHUNKS) -> Int32:
     """The owner of each chunk -> the number of its stretch in its block, from 0."""
     count = np.cumsum(np.diff(owners, prepend=owners[0]) != 0, dtype=np.int32)
-    return count - np.repeat(count[::BLOCK_CHUNKS], BLOCK_CHUNKS)[: len(owners)]
+    return count - np.repeat(count[::block_chunks], block_chunks)[: len(owners)]
 
 
 class StretchVisit(NamedTuple):
@@ -77,14 +77,15 @@ class HomeBlocks:
 
     def __init__(self, context: GroupContext, home: int, runs: list[RowRange], split: SplitOf) -> None:
         self.home, self.size, self.per_rank = home, context.transport.size, context.slots_per_rank
+        length = context.kernels.block_chunks
         self.blocks = sorted({block for run in runs for block in split.get(run.part, ())})
         self.runs = runs * len(self.blocks)
         self.tables = [
-            _only(slots_of(context.group, run), block if block in split.get(run.part, ()) else -1)
+            _only(slots_of(context.group, run), block if block in split.get(run.part, ()) else -1, length)
             for block in self.blocks
             for run in runs
         ]
-        self.numbers = [stretches(table // self.per_rank) for table in self.tables]
+        self.numbers = [stretches(table // self.per_rank, length) for table in self.tables]
 
     def rounds(self, window: int | None) -> list[list[StretchVisit]]:
         count = 1 + max((int(each.max()) for each in self.numbers), default=-1)
@@ -115,9 +116,9 @@ class HomeBlocks:
         )  # fmt: skip
 
 
-def _only(slots: Int32, block: int) -> Int32:
+def _only(slots: Int32, block: int, block_chunks: int) -> Int32:
     """-1 in place of the slots of other blocks."""
-    return np.where(np.arange(len(slots)) // BLOCK_CHUNKS == block, slots, -1).astype(np.int32)
+    return np.where(np.arange(len(slots)) // block_chunks == block, slots, -1).astype(np.int32)
 
 
 class SplitBlocks:
@@ -190,7 +191,7 @@ class SplitBlocks:
     def _receive(self, layer: int, number: int, way: int, source: int, q: Tensor) -> Partial:
         """The states of rows q [n, Hq, D]."""
         rows, heads, dim = q.shape
-        flat = torch.empty(rows * heads * (dim + 2))
+        flat = q.new_empty(rows * heads * (dim + 2), dtype=torch.float32)
         self.context.transport.irecv(flat, source, self._tag(layer, number, way)).wait()
         return unflattened(flat, rows, heads, dim)
 

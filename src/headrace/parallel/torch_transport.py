@@ -1,4 +1,5 @@
-"""Transport over a torch.distributed process group: gloo for tensors in main memory, NCCL for tensors on CUDA.
+"""Transport of tensors in main memory over a torch.distributed process group of gloo. Those of a GPU go by
+parallel.staged_transport, through this, or by parallel.nccl_transport.
 
 What gloo (torch 2.13) is like, and what follows from it:
 - a message leaves when its receive has been posted, so a send waits for the other side;
@@ -8,8 +9,6 @@ What gloo (torch 2.13) is like, and what follows from it:
   the control link (parallel.supervisor), which then calls `fail`;
 - tags are below 2**31. Sizes are not compared: a message shorter than its receive leaves the rest of it untouched, a
   longer one ends the receiving process. The loopback of parallel.transport finds such mistakes.
-
-NCCL knows no tags: on CUDA both ends of a link must post in the same order.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.parallel.transport import RankLost, Tag, Traffic, Transfer
+from headrace.parallel.device_transfer import check_sent
+from headrace.parallel.transport import RankLost, Tag, Traffic, Transfer, flat
 from headrace.parallel.waiters import Waiters
 
 
@@ -45,15 +44,15 @@ class TorchTransport:
 
     def isend(self, x: Tensor, to: int, tag: Tag) -> Transfer:
         """Raises ValueError for an empty or a scattered tensor, RankLost at once where a link is known to be gone."""
-        _check(x)
+        check_sent(x)
         self.traffic.sent(to, x)
-        return self._begin(x, to, "to", lambda: self.group.send([_flat(x)], to, tag.number))
+        return self._begin(to, "to", lambda: self.group.send([flat(x)], to, tag.number))
 
     def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Transfer:
         """As isend."""
-        _check(x)
+        check_sent(x)
         after = None if relay is None else lambda: self.isend(x, relay, tag)
-        return self._begin(x, source, "from", lambda: self.group.recv([_flat(x)], source, tag.number), after)
+        return self._begin(source, "from", lambda: self.group.recv([flat(x)], source, tag.number), after)
 
     def fail(self, why: str) -> None:
         """Everybody who waits, and who will, gets RankLost(why). The first reason stays."""
@@ -77,7 +76,7 @@ class TorchTransport:
         return self._waiters.close(timeout_s)
 
     def _begin(
-        self, x: Tensor, other: int, way: str, post: Callable[[], Any], after: Callable[[], Transfer] | None = None
+        self, other: int, way: str, post: Callable[[], Any], after: Callable[[], Transfer] | None = None
     ) -> Transfer:
         transfer = _TorchTransfer(self)
         with self._lock:
@@ -89,20 +88,19 @@ class TorchTransport:
         except RuntimeError as error:
             self._lost(other, way, error)
             raise RankLost(self.broken) from error
-        self._waiters.run(lambda: self._attend(transfer, handle, x, other, way, after))
+        self._waiters.run(lambda: self._attend(transfer, handle, other, way, after))
         return transfer
 
     def _attend(
         self,
         transfer: _TorchTransfer,
         handle: Any,
-        x: Tensor,
         other: int,
         way: str,
         after: Callable[[], Transfer] | None,
     ) -> None:
         try:
-            _complete(handle, x)
+            handle.wait()
         except RuntimeError as error:
             self._lost(other, way, error)
             return
@@ -149,25 +147,3 @@ class _TorchTransfer:
         self.wait()
         if self.relayed is not None:
             self.relayed.wait()
-
-
-def _complete(handle: Any, x: Tensor) -> None:
-    """Waits for a transfer; on CUDA that only makes the stream wait for it, so the stream is waited for too."""
-    if not x.is_cuda:
-        handle.wait()
-        return
-    with torch.cuda.device(x.device):
-        handle.wait()
-        torch.cuda.current_stream().synchronize()
-
-
-def _check(x: Tensor) -> None:
-    if not x.numel():
-        raise ValueError("an empty tensor is not sent: leave the transfer out on both sides")
-    if not x.is_contiguous():
-        raise ValueError("only contiguous tensors are sent: call .contiguous() and keep what it returns")
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The same memory as bytes: gloo does not know every type."""
-    return x.detach().view(-1).view(torch.uint8)

@@ -98,6 +98,24 @@ class Transport(Protocol):
         ...
 
 
+class Links(Transport, Protocol):
+    """A transport that can be given up and closed."""
+
+    def fail(self, why: str) -> None:
+        """Everybody who waits, and who will, gets RankLost(why)."""
+
+    def settle(self, seconds: float) -> bool:
+        """Waits until nothing is under way; whether that was so in time."""
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """Fails what is under way and ends the threads; whether all have ended in that time."""
+
+
+def flat(x: Tensor) -> Tensor:
+    """The same memory as bytes: no backend knows every type."""
+    return x.detach().view(-1).view(torch.uint8)
+
+
 def all_gather(
     transport: Transport, mine: Sequence[Tensor], theirs: Sequence[Sequence[Tensor]], tag: Tag
 ) -> list[Transfer]:

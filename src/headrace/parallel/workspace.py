@@ -9,18 +9,19 @@ import torch
 
 from headrace.config import AttentionSpec
 from headrace.kernels.records import Pool
-from headrace.memory import zeros
+from headrace.kv.storage import zeros_on
 from headrace.parallel.transport import Transfer
 
+CPU = torch.device("cpu")
 DEPTH = 3
 """Layers that have a buffer each: one is received ahead, one is computed, one is still being sent."""
 
 
 class LayerBuffer:
-    """K, V (and scales) of C chunks, shape: (Hk, D); `works` are the transfers that use it."""
+    """K, V (and scales) of C chunks on a device, shape: (Hk, D); `works` are the transfers that use it."""
 
-    def __init__(self, shape: tuple[int, int], chunks: int, dtype: torch.dtype) -> None:
-        self.pool = Pool.make(chunks, *shape, dtype, zeros)
+    def __init__(self, shape: tuple[int, int], chunks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.pool = Pool.make(chunks, *shape, dtype, zeros_on(device))
         self.works: list[Transfer] = []
 
     def drain(self) -> None:
@@ -34,8 +35,8 @@ class Workspace:
     """DEPTH buffers for each shape of layers, as large as the largest group so far; layer l has buffer l % DEPTH of its
     shape."""
 
-    def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
-        self.spec, self.dtype = spec, dtype
+    def __init__(self, spec: AttentionSpec, dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, device
         self.chunks = 0
         self.buffers: dict[tuple[int, int], list[LayerBuffer]] = {}
 
@@ -45,7 +46,9 @@ class Workspace:
             self.drain()
             self.chunks = chunks
             shapes = self.spec.every_shape
-            self.buffers = {each: [LayerBuffer(each, chunks, self.dtype) for _ in range(DEPTH)] for each in shapes}
+            self.buffers = {
+                each: [LayerBuffer(each, chunks, self.dtype, self.device) for _ in range(DEPTH)] for each in shapes
+            }
 
     def at(self, layer: int) -> LayerBuffer:
         return self.buffers[self.spec.shape(layer)][layer % DEPTH]

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.planner.schedule import BLOCK
+
 STATE_BYTES = 4
 """States travel in fp32: head_dim numbers and two more (maximum, sum) per row and head."""
 
@@ -71,7 +73,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     the computing cores, on each side. one_engine: what a rank attains by itself with the cores of all ranks of its
     host, where they share one and it may use them all. exchange_s: by strategy, what an exchange adds to each
     layer beyond all that: threads that are woken and wait for a core. tiers: a rank's links to where KV is stored
-    outside its pool. project: K and V of one layer from activations, by tokens; None where none are kept.
+    outside its pool. project: K and V of one layer from activations, by tokens; None where none are kept. fold_tokens:
+    keys that go into one state of ring-q, the length of a block of the backend's canonical order.
 
     Raises ValueError for a figure that is not positive (fixed times, latency and link_cpu_s_per_byte may be 0).
     """
@@ -92,6 +95,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     exchange_s: tuple[tuple[str, float], ...] = ()
     tiers: tuple[TierLink, ...] = ()
     project: PieceRate | None = None
+    fold_tokens: int = BLOCK
 
     def __post_init__(self) -> None:
         rates = {name: getattr(self, name) for name in ("linear_flops_s", "memory_bytes_s", "link_bytes_s")}

@@ -9,7 +9,6 @@ from functools import cached_property, lru_cache
 from headrace.planner.machine import LayerTimes, Machine, ModelShape, shares
 from headrace.planner.partition import causal_pairs, zigzag_ranks
 from headrace.planner.schedule import (
-    BLOCK,
     Range,
     last_row,
     length,
@@ -183,15 +182,16 @@ def ring_q(
     P: int = 0,
     cached_on: Sequence[float] | None = None,
     *,
-    fold: int | None = BLOCK,
+    fold: int | None = 0,
     loads: Mapping[int, Loads] = NO_LOADS,
     full_last_layer: bool = False,
 ) -> Cost:
     """Ring pass-Q: Q goes round; a rank sends the states of others' rows home as soon as it has them.
 
-    New keys go first to the ranks that keep them. `fold`: tokens that go into one state; None: one state of a row per
-    rank, and keys stay with their rows, as in the paper.
+    New keys go first to the ranks that keep them. `fold`: tokens that go into one state, 0: as many as on the
+    machine; None: one state of a row per rank, and keys stay with their rows, as in the paper.
     """
+    fold = machine.fold_tokens if fold == 0 else fold
     times = LayerTimes(machine, shape)
     run, ring = Timeline(times, ranks, full_last_layer, loads), _RingShards.cut(ranks, bounds, P, cached_on)
     if fold is not None:

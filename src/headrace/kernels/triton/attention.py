@@ -89,35 +89,42 @@ class TileWork:
         """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
         positions lie on the GPU, int32; its items are left alone. ways: None: those that agree with the others."""
         q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-        if not hopper.takes_call(q, pool, mask):
-            ways = PORTABLE
-        elif ways is None:
-            ways = agreed(self.heads, pool.k.dtype, q.device)
-        split = self._hopper_split if ways.split else self._split
+        ways = self._ways(q, pool, mask, ways)
         flash = self._hopper_flash if ways.flash and mask.window is None else self._flash
-        for number in range(len(self.rounds)):
-            split(q, pool, mask, number)
+        self.split(q, pool, mask, ways)
         if self.rounds:
             self._merge(mask, out)
         if self.flash:
             flash(q, pool, mask, out)
         return out
 
-    def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
+    def split(self, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None = None, resumes: bool = False) -> None:
+        """The tasks of one span each, which leave their states. resumes: the first round goes on from these, too."""
+        q = _rows(q)
+        split = self._hopper_split if self._ways(q, pool, mask, ways).split else self._split
+        for number in range(len(self.rounds)):
+            split(q, pool, mask, number, resumes or number > 0)
+
+    def _ways(self, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None) -> Ways:
+        if not hopper.takes_call(q, pool, mask):
+            return PORTABLE
+        return agreed(self.heads, pool.k.dtype, q.device) if ways is None else ways
+
+    def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
         tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]
         grid = (self.rounds[number], tile_schedule.LANES)
-        self._walk(q, pool, mask, q, tasks, count, *grid, SPLIT=True, RESUME=number > 0)
+        self._walk(q, pool, mask, q, tasks, count, *grid, SPLIT=True, RESUME=resumes)
 
     def _flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
         tasks, count = self.arena.flash.there, self.arena.count_of[-1]
         self._walk(q, pool, mask, out, tasks, count, self.flash, self.flash_lanes, SPLIT=False, RESUME=False)
 
-    def _hopper_split(self, q: Tensor, pool: Pool, mask: Mask, number: int) -> None:
+    def _hopper_split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
         there = hopper.SPLIT_PROGRAMS * processors(q.device) // self.heads.columns
         hopper.split(
             q, pool, self.arena.items.there, self.arena.rounds[number].there, self.arena.count_of[number],
             self.arena.bases.there, mask, self.states, mask.scale * LOG2_E, tile_schedule.SPAN,
-            min(self.rounds[number], max(1, there)), resume=number > 0,
+            min(self.rounds[number], max(1, there)), resume=resumes,
         )  # fmt: skip
 
     def _hopper_flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:

@@ -1,8 +1,9 @@
 """The Triton backend (see kernels.backend). Its kernels are imported when they are first called, since the package
-triton is not everywhere. No attention in pieces."""
+triton is not everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,15 +11,19 @@ import torch
 from torch import Tensor
 
 from headrace.device import current
-from headrace.kernels.backend import GraphBackend, GraphSizes
+from headrace.kernels.backend import GraphBackend, GraphSizes, PiecewiseBackend
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
+from headrace.kernels.state import AttnState, Partial, RunningState, StateRows, merge_states
 from headrace.kernels.triton.limits import capabilities
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import TritonStep
     from headrace.kernels.triton.graph_step import TritonGraphStep
 
-__all__ = ["append", "attend", "capabilities", "described", "graph_step", "layout", "missing", "prepare"]
+__all__ = [
+    "append", "attend", "capabilities", "described", "empty_running", "finish", "graph_step", "layout", "merge_blocks",
+    "merge_into", "merge_states", "missing", "partial", "prepare", "states_of",
+]  # fmt: skip
 
 
 def missing() -> str | None:
@@ -61,7 +66,44 @@ def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep
     return TritonGraphStep(sizes, bias)
 
 
-if TYPE_CHECKING:  # it keeps the contract
+def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> RunningState:
+    from headrace.kernels.triton import pieces
+
+    return pieces.empty_running(rows, heads, head_dim, dtype)
+
+
+def partial(q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None) -> RunningState:
+    from headrace.kernels.triton import pieces
+
+    return pieces.partial(q, pool, mask, state)
+
+
+def finish(state: RunningState, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    from headrace.kernels.triton import pieces
+
+    return pieces.finish(state, dtype, sinks)
+
+
+def states_of(state: RunningState) -> AttnState:
+    from headrace.kernels.triton import pieces
+
+    return pieces.states_of(state)
+
+
+def merge_blocks(left: RunningState, right: RunningState) -> RunningState:
+    from headrace.kernels.triton import pieces
+
+    return pieces.merge_blocks(left, right)
+
+
+def merge_into(total: Partial, blocks: Sequence[StateRows], unit: float) -> None:
+    from headrace.kernels.triton import pieces
+
+    pieces.merge_into(total, blocks, unit)
+
+
+if TYPE_CHECKING:  # it keeps the contracts
     from headrace.kernels.triton import backend as this_module
 
     _: GraphBackend = this_module
+    __: PiecewiseBackend = this_module

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from headrace.kernels.backend import Capabilities
+from headrace.kernels.triton.tile_schedule import SPAN_CHUNKS
 
 capabilities = Capabilities(
     name="triton", kernels="the Triton kernels", spoken_of="it", devices=("cuda",), prepared_step=True, graphs=True,
     dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256, int8=True, prepared_int8=True,
-    capped=True,
+    capped=True, pieces=True, block_chunks=SPAN_CHUNKS,
 )  # fmt: skip
 
 

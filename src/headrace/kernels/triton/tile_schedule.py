@@ -133,6 +133,12 @@ def _within(items: Int32, split: Bools) -> Int32:
     return np.concatenate(parts)
 
 
+def split(items: Int32, positions: Int64, bounds: Bounds) -> tuple[Int32, list[Int32]]:
+    """Items in the order of their tasks, and the tasks by round, of rows that are all split."""
+    edges = run_edges(items, positions)
+    return _split(items, positions, np.repeat(edges[:-1], np.diff(edges)), bounds)
+
+
 class _Groups(NamedTuple):
     """Items of one span that are offered to the same rows: numbers of [low, high), first and last key, depth: groups of
     the span that these rows go through before. Ordered by span, low, and the wider ones first."""

@@ -1,0 +1,123 @@
+"""Several ranks on a fake device, the Triton kernels in their interpreter: every strategy gives one rank's bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has ranks on it", allow_module_level=True)
+
+from headrace import LLM, SamplingParams, device
+from headrace.attention.execute import PlanAttention
+from headrace.attention.plan import Span, build
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine import preflight
+from headrace.kernels.backend import backend_of
+from headrace.kv.storage import KVStorage
+from headrace.models.decoder import TokenBatch, load_decoder
+from headrace.parallel.staged_transport import StagedTransport
+from headrace.parallel.tensor import TensorGroup
+from headrace.parallel.transport import LoopbackHub
+from tests.support.fake_device import FakeDevice
+from tests.support.fake_nccl import HostLinks
+from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
+from tests.support.loopback_ranks import Late
+from tests.support.tensor_ranks import on_ranks
+from tests.support.thread_group import ranks_as_threads
+from tests.support.traces import Trace, run, same
+
+SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=2048)
+NEW = 5
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    made = FakeDevice()
+    with interpreted_on(made, monkeypatch):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = write_checkpoint(SHAPE, tmp_path_factory.mktemp("model"))
+    return lru_cache(None)(lambda: load_decoder(folder, "float32", device=torch.device("cpu")))
+
+
+@pytest.fixture(scope="module")
+def truth(decoder: Any) -> Any:
+    """Of one rank."""
+    return lru_cache(None)(lambda: computed(ranks_of(decoder(), 1), "single", NEW))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        ("ring-kv", 2),
+        pytest.param("ring-q", 2, marks=pytest.mark.matrix),
+        pytest.param("chain", 3, marks=pytest.mark.matrix),
+    ],
+)
+def test_every_strategy_gives_one_ranks_bits(strategy: str, size: int, decoder: Any, truth: Any) -> None:
+    """A batch on a shared prefix that lies on two ranks, within a span; then a step of decoding. What comes is seen
+    late, so that rows merge ahead."""
+    loopback = ranks_of(decoder(), size)
+    ends = [rank.transport for rank in loopback.ranks]
+    for rank in loopback.ranks:
+        rank.transport = Late(rank.transport, size)
+        rank.transport.close = ends[rank.transport.rank].close  # type: ignore[attr-defined]
+    ours = computed(loopback, strategy, NEW)
+    assert len(ours) == len(truth()) and all(torch.equal(x, y) for x, y in zip(ours, truth(), strict=True))
+
+
+def test_tensor_ranks_give_one_ranks_bits(tmp_path: Path) -> None:
+    """Two tensor ranks whose activations go through pinned memory: hidden states and logits of a short prompt."""
+    shape = replace(SHAPE, hidden=64, layers=1, heads=2, kv_heads=2, mlp=64)
+    folder = write_checkpoint(shape, tmp_path)
+    load = partial(load_decoder, folder, "float32", device=torch.device("cpu"))
+
+    def states(group: TensorGroup | None) -> Tensor:
+        if group is not None:
+            group.transport = StagedTransport(HostLinks(hub, group.rank), device.current())
+        decoder = load(tensor=group)
+        storage = KVStorage(decoder.config.attention, 1, torch.float32)
+        plan = build([Span(np.zeros(1, np.int32), 0, 3)])
+        attend = PlanAttention(plan, storage, decoder.config.attention, backend_of("triton"))
+        positions = torch.from_numpy(plan.positions)
+        return decoder.forward(TokenBatch(torch.tensor([3, 1, 4]), positions), attend)
+
+    hub = LoopbackHub(2)
+    one, two = on_ranks(2, states, hub)
+    truth = states(None)
+    assert torch.equal(one, truth) and torch.equal(two, truth)
+
+
+@pytest.mark.matrix
+def test_whole_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that no rank has room for: computed by ring pass-KV and decoded by both; then again, cached."""
+    monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
+    folder = write_checkpoint(replace(SHAPE, layers=1, context=256), tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompts = [torch.randint(64, (70,), generator=torch.Generator().manual_seed(2)).tolist()]
+
+    def answers(**settings: Any) -> list[Trace]:
+        llm = LLM(str(folder), attention_backend="triton", dtype="float32", max_sequences=1, **settings)
+        found = run(llm, prompts, params) + run(llm, prompts, params)
+        counts = llm.engine.stats().ranks.prefills
+        assert set(counts) == ({"ring-kv"} if settings.get("context_parallel_size") else set())
+        llm.close()
+        return found
+
+    truth = answers(kv_cache_tokens=128)
+    with ranks_as_threads():
+        same(answers(kv_cache_tokens=64, context_parallel_size=2, prefill_strategy="ring-kv"), truth)

@@ -1,0 +1,122 @@
+"""Which device a rank takes, how its tensors travel, and what several ranks on GPUs are refused."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from headrace import device
+from headrace.config import EngineConfig
+from headrace.engine.folders import model_folder
+from headrace.engine.preflight import check_fit
+from headrace.models.plain_config import plain_config
+from headrace.parallel import devices
+from headrace.parallel.nccl_transport import NcclTransport
+from headrace.parallel.staged_transport import StagedTransport
+from tests.support.fake_device import FakeDevice
+from tests.support.fake_nccl import host_links
+
+
+class SeveralDevices(FakeDevice):
+    count = 2
+    claimed = -1
+
+    def claim(self, index: int) -> None:
+        self.claimed = index
+
+
+@pytest.mark.parametrize(("rank", "here", "index"), [(0, 2, 0), (1, 2, 1), (2, 3, 0)])
+def test_a_rank_takes_the_device_of_its_number(
+    rank: int, here: int, index: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    caplog.set_level(logging.INFO)
+    made = SeveralDevices()
+    with device.use(made):
+        assert devices.claim(rank, here) == (here == 2)
+    assert made.claimed == index
+    assert ("3 ranks here have 2" in caplog.text) == (here == 3)
+
+
+def test_torchrun_says_which_number_a_rank_has_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    made = SeveralDevices()
+    with device.use(made):
+        devices.claim(6, 2)
+    assert made.claimed == 1
+
+
+def group_of(rank: int, context: int, tensor: int, others: str = "1") -> Any:
+    """A group of which the others have said whether they have devices to themselves."""
+    kept = {f"headrace/alone/{each}": others for each in range(context * tensor) if each != rank}
+    mesh = SimpleNamespace(size=lambda axis: (context, tensor)[axis])
+    store = SimpleNamespace(set=kept.__setitem__, get=kept.__getitem__)
+    return SimpleNamespace(
+        rank=rank, size=context * tensor, mesh=mesh, store=store, communicators=[],
+        context=host_links(context)[rank // tensor], tensor=host_links(tensor)[rank % tensor],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """World ranks of the communicators that were asked of torch, in that order."""
+    asked: list[list[int]] = []
+
+    def new_group(ranks: list[int], timeout: Any, backend: str) -> object:
+        assert backend == "nccl"
+        asked.append(ranks)
+        return SimpleNamespace(ranks=sorted(ranks))
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    return asked
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_each_direction_has_a_communicator(rank: int, made: list[list[int]]) -> None:
+    """Two context ranks of two tensor ranks each: every rank asks for all of them in one order."""
+    group = group_of(rank, 2, 2)
+    with device.use(SeveralDevices()):
+        assert devices.connect(group, "auto", True, "127.0.0.1") == "NCCL"
+    assert made == [[0, 2], [2, 0], [1, 3], [3, 1], [0, 1], [1, 0], [2, 3], [3, 2]]
+    for links, other in ((group.context, (rank + 2) % 4), (group.tensor, rank ^ 1)):
+        assert isinstance(links, NcclTransport)
+        for directions in (links._to, links._source):
+            [direction] = directions.values()
+            assert direction.communicator.ranks[direction.other] == other  # type: ignore[attr-defined]
+        links.close()
+    assert len(group.communicators) == 4
+
+
+@pytest.mark.parametrize(("asked", "others"), [("host", "1"), ("auto", "0")])
+def test_otherwise_tensors_go_through_the_host(asked: Any, others: str, made: list[list[int]]) -> None:
+    group = group_of(0, 2, 1, others)
+    with device.use(SeveralDevices()):
+        assert devices.connect(group, asked, True, "127.0.0.1") == "pinned memory"
+    assert isinstance(group.context, StagedTransport) and not made
+
+
+def test_nccl_is_refused_where_a_device_is_shared(made: list[list[int]]) -> None:
+    with device.use(SeveralDevices()), pytest.raises(ValueError, match="ranks share a device; use 'host' or 'auto'"):
+        devices.connect(group_of(0, 2, 1, "0"), "nccl", True, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"kv_cache_tokens": None}, "kv_cache_tokens"),
+        ({"kv_offloading_size": 0.1}, "KV outside the pool"),
+        ({"distributed_backend": "ray"}, "use mp, or torchrun"),
+        ({"context_parallel_size": 1, "tensor_parallel_size": 2, "quantization": "int8"}, "use context_parallel_size"),
+        ({"attention_backend": "cpu", "rank_transport": "nccl"}, "is for ranks on GPUs"),
+    ],
+    ids=["no-size", "tiers", "ray", "codes", "no-gpu"],
+)
+def test_what_ranks_on_gpus_do_not_do(settings: dict[str, Any], told: str) -> None:
+    given = {"attention_backend": "triton", "context_parallel_size": 2, "kv_cache_tokens": 4096, **settings}
+    with pytest.raises(ValueError, match=told):
+        check_fit(EngineConfig(**given), plain_config(model_folder("tiny")))

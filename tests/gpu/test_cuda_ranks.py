@@ -1,0 +1,78 @@
+"""Several ranks on GPUs: every strategy gives the bits of one rank, also where they share a device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.device import current
+from headrace.models.decoder import load_decoder
+from tests.support.gpu_ranks import computed, ranks_of
+from tests.support.loopback_ranks import Late
+from tests.support.traces import Trace, run, same
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPE = CheckpointShape(hidden=256, layers=3, heads=4, kv_heads=2, head_dim=64, mlp=512, vocab=64, context=4096)
+NEW = 300
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_decoder(write_checkpoint(SHAPE, tmp_path_factory.mktemp("model")), device=current().place)
+
+
+@pytest.fixture(scope="module")
+def truth(decoder: Any) -> Any:
+    return lru_cache(None)(lambda: computed(ranks_of(decoder, 1), "single", NEW))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["as-it-comes", "late"])
+@pytest.mark.parametrize("strategy", ["ring-kv", "ring-q", "chain", "gather"])
+def test_ranks_that_are_threads(strategy: str, late: bool, decoder: Any, truth: Any) -> None:
+    """Through pinned memory. late: what comes is seen late, so that rows merge ahead."""
+    loopback = ranks_of(decoder, 2)
+    for rank in loopback.ranks if late else ():
+        end: Any = rank.transport
+        rank.transport = Late(end, 1)
+        rank.transport.close = end.close  # type: ignore[attr-defined]
+    ours = computed(loopback, strategy, NEW)
+    assert len(ours) == len(truth()) and all(torch.equal(x, y) for x, y in zip(ours, truth(), strict=True))
+
+
+def answers(**settings: Any) -> list[Trace]:
+    given = {"attention_backend": "triton", "kv_cache_tokens": 4096, **settings}
+    llm = LLM("tiny", **given)
+    try:
+        g = torch.Generator().manual_seed(1)
+        prompts = [torch.randint(200, (count,), generator=g).tolist() for count in (900, 200)]
+        return run(llm, prompts, PARAMS) + run(llm, prompts, PARAMS)  # the second time on cached prefixes
+    finally:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Trace]:
+    return answers()
+
+
+def test_processes_that_share_a_device(alone: list[Trace]) -> None:
+    same(answers(context_parallel_size=2, prefill_strategy="ring-kv", rank_transport="host"), alone)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank")
+@pytest.mark.parametrize("size", ["context_parallel_size", "tensor_parallel_size"])
+def test_nccl(size: str, alone: list[Trace]) -> None:
+    same(answers(**{size: 2}, rank_transport="nccl"), alone)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="ranks do not share a device here")
+def test_nccl_is_refused_where_ranks_share_a_device() -> None:
+    with pytest.raises(ValueError, match="rank_transport nccl: ranks share a device"):
+        answers(context_parallel_size=2, rank_transport="nccl")
