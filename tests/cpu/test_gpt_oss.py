@@ -25,9 +25,11 @@ from headrace.kernels import cpu, dispatch
 from headrace.kernels.quantized import Quantized
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
+from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.plain_config import plain_config
 from headrace.models.shards import Share
 from headrace.models.weights import StoredMatrix, load_weights
+from headrace.types import UnsupportedModel
 from tests.support.checkpoints import build_model
 from tests.support.gguf_files import tokens_of
 from tests.support.naive_attention import prompt_logits
@@ -76,6 +78,17 @@ def write(folder: Path) -> tuple[Path, PreTrainedModel]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     return write(tmp_path_factory.mktemp("mxfp4") / "model")
+
+
+def test_older_releases_of_transformers_have_no_fields_for_the_gate() -> None:
+    """5.17 for one; what a file says there still counts."""
+    config = build_model("gpt_oss").config
+    for field in ("swiglu_alpha", "swiglu_limit"):
+        delattr(config, field)
+    assert GPT_OSS.facts(config)["activation"] == "swiglu_oai"
+    config.swiglu_limit = 5.0
+    with pytest.raises(UnsupportedModel, match=r"swiglu_limit 5\.0 is not supported; only 7\.0 is"):
+        GPT_OSS.facts(config)
 
 
 @pytest.fixture

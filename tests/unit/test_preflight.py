@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,14 +36,6 @@ def test_rows_are_not_rounded_on_a_gpu() -> None:
         preflight.check_fit(EngineConfig(attention_backend="triton", quantization="w8a8"), model)
     preflight.check_fit(EngineConfig(attention_backend="triton", quantization="int8"), model)
     preflight.check_fit(EngineConfig(quantization="w8a8"), model)
-
-
-def test_attention_sinks_are_refused_on_a_gpu() -> None:
-    model = plain_config(model_folder("tiny"))
-    sunk = replace(model, attention=replace(model.attention, sinks=True))
-    with pytest.raises(ValueError, match=r"has attention sinks, .*; use 'auto'"):
-        preflight.check_fit(EngineConfig(attention_backend="triton"), sunk)
-    preflight.check_fit(EngineConfig(), sunk)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
-    longer than the model's, or than the KV cache holds, rounded rows or attention sinks on a GPU."""
+    longer than the model's, or than the KV cache holds, rounded rows on a GPU."""
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
     refuse_rounding(model, config.model.quantization)
@@ -119,11 +119,6 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"kv_cache_dtype {kv_dtype}: keys and values are kept in the compute type, which is {compute}, or as int8; "
             f"leave it out, or set dtype {kv_dtype}"
-        )
-    if config.model.on_gpu and model.attention.sinks:
-        raise ValueError(
-            f"attention_backend 'triton': {model.architecture} has attention sinks, with which logits were wrong on an "
-            "H200; use 'auto'"
         )
     if config.model.on_gpu and config.model.quantization == "w8a8":
         raise ValueError("quantization w8a8: the C++ kernels round rows, those of a GPU do not; use int8")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headrace.config import AttentionSpec
 from headrace.device import current
 from headrace.kernels.backend import GraphBackend, GraphSizes
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.kernels.triton.attention import TritonStep
     from headrace.kernels.triton.graph_step import TritonGraphStep
 
-__all__ = ["append", "attend", "capabilities", "described", "graph_step", "layout", "missing", "prepare"]
+__all__ = ["append", "attend", "capabilities", "described", "graph_step", "layout", "missing", "prepare", "verify"]
 
 
 def missing() -> str | None:
@@ -53,6 +54,12 @@ def prepare(step: StepInputs) -> TritonStep:
     from headrace.kernels.triton.attention import TritonStep
 
     return TritonStep(step)
+
+
+def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> None:
+    from headrace.kernels.triton import layer_check
+
+    layer_check.verify(spec, computed, stored)
 
 
 def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:
