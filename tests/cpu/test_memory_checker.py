@@ -98,11 +98,10 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("stored", ["auto", "int8"])
-def test_an_engine(stored: str, checker: MemoryChecker, tmp_path: Path) -> None:
+def test_an_engine_with_int8_keys_and_values(checker: MemoryChecker, tmp_path: Path) -> None:
     """A prompt beside decoding, replayed steps with a row of padding, one row that enters a chunk."""
     llm = LLM(
-        str(write_checkpoint(SHAPE, tmp_path)), attention_backend="triton", dtype="float32", kv_cache_dtype=stored,
+        str(write_checkpoint(SHAPE, tmp_path)), attention_backend="triton", dtype="float32", kv_cache_dtype="int8",
         kv_cache_tokens=256, max_sequences=4,
     )  # fmt: skip
     answered(llm, [tokens(63, 4), tokens(2, 5), tokens(1, 6)])
