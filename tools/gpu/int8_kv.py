@@ -143,9 +143,11 @@ def apart(name: str, *before: str) -> subprocess.CompletedProcess[str]:
     """A step in a process of its own. before: what runs it."""
     command = [*before, sys.executable, "-m", "tools.gpu.int8_kv", name]
     environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
-    return subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS
-    )
+    into = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        return subprocess.run(command, env=environment, text=True, timeout=SECONDS, **into)
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, 124, str(late))
 
 
 def main() -> int:

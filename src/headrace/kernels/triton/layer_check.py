@@ -28,7 +28,8 @@ from headrace.types import CHUNK
 SEQUENCES = ((1, 530), (20, 90))
 """Rows and keys of each: decoding over two spans, a piece of a prompt."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""How far attention of random numbers of unit size may be from plain torch's."""
+"""How far attention of random numbers of unit size may be from plain torch's, of the greatest of these if that is
+above 1."""
 ROOM = {"split": 1 << 20, "flash": 0}
 """States that rows may leave, by the way that all of them go then."""
 
@@ -92,13 +93,14 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     given: dict[str, Any] = {"window": variant.window, "cap": variant.cap, "scale": variant.scale}
     mask = Mask(torch.from_numpy(items), positions, sinks=sinks, **given)
     truth = reference.attend(q, plain, mask).float()
+    unit = max(1.0, float(truth.abs().max()))
     there = Mask(mask.items, positions, sinks=None if sinks is None else sinks.to(place), **given)
     for way, states in ROOM.items():
         for name, ways in _sets(variant, place, way):
             lanes = LANES if ways == PORTABLE else hopper.FLASH_LANES
             limits = Bounds(variant.heads.part, states, 1 << 30, lanes)
             found = attention.attended(variant.heads, limits, q.to(place), ours, there, ways)
-            yield f"{way}, {name}", float((found.float().cpu() - truth).abs().max())
+            yield f"{way}, {name}", float((found.float().cpu() - truth).abs().max()) / unit
 
 
 def _sets(variant: Variant, place: torch.device, way: str) -> Iterator[tuple[str, Ways]]:
