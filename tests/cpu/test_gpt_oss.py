@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ from headrace.kernels import cpu, dispatch
 from headrace.kernels.quantized import Quantized
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
+from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.plain_config import plain_config
 from headrace.models.shards import Share
 from headrace.models.weights import StoredMatrix, load_weights
+from headrace.types import UnsupportedModel
 from tests.support.checkpoints import build_model
 from tests.support.gguf_files import tokens_of
 from tests.support.naive_attention import prompt_logits
@@ -76,6 +79,27 @@ def write(folder: Path) -> tuple[Path, PreTrainedModel]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     return write(tmp_path_factory.mktemp("mxfp4") / "model")
+
+
+class OlderConfig:
+    """The configuration of a release of transformers that has no fields for the gate (5.17 for one)."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("swiglu"):
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def test_older_releases_of_transformers_have_no_fields_for_the_gate() -> None:
+    """What a file says there still counts."""
+    config: Any = OlderConfig(build_model("gpt_oss").config)
+    assert GPT_OSS.facts(config)["activation"] == "swiglu_oai"
+    config.swiglu_limit = 5.0
+    with pytest.raises(UnsupportedModel, match=r"swiglu_limit 5\.0 is not supported; only 7\.0 is"):
+        GPT_OSS.facts(config)
 
 
 @pytest.fixture

@@ -46,16 +46,17 @@ def test_products(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(weights.linear(x[part], weight, bias, wide=True), every[part])
 
 
+@pytest.mark.parametrize("gate", ["silu", "swiglu_oai"])
 @pytest.mark.parametrize("form", ["numbers", "int8", "int4"])
-def test_experts(form: str) -> None:
-    """Every row alone, and with all others."""
+def test_experts(form: str, gate: str) -> None:
+    """Every row alone, and with all others; with gpt-oss's gate they have biases."""
     from headrace.kernels.triton import weights
 
     torch.manual_seed(1)
     count, chosen, hidden, inner = 8, 2, 256, 192
     x, logits = torch.randn(700, hidden, device="cuda").bfloat16(), torch.randn(700, count, device="cuda")
     logits[:, 3] -= 100.0
-    given, dense = [], []
+    given, dense, biases = [], [], []
     for outputs, inputs in ((2 * inner, hidden), (hidden, inner)):
         numbers = [torch.randn(outputs, inputs).bfloat16() / inputs**0.5 for _ in range(count)]
         codes: list[torch.Tensor | Coded] = list(numbers)
@@ -63,11 +64,14 @@ def test_experts(form: str) -> None:
             codes = [Rounded(each, form) for each in numbers]
         given.append([weights.pack_parts([each], torch.bfloat16, CUDA) for each in codes])
         dense.append([each.dequantised() if isinstance(each, Coded) else each.float() for each in codes])
-    mixture = truth_of.mixture(given[0], None, given[1], None, "silu", chosen, True)
+        biases.append(None if gate == "silu" else [torch.randn(outputs).bfloat16() for _ in range(count)])
+    there = [None if each is None else [bias.cuda() for bias in each] for each in biases]
+    wide = [None if each is None else [bias.float() for bias in each] for each in biases]
+    mixture = truth_of.mixture(given[0], there[0], given[1], there[1], gate, chosen, True)
     every = mixture(x, logits)
     routes = truth_of.route(logits.cpu(), chosen, True)
-    middle = truth_of.gated_linear(x.cpu().float()[routes.order // chosen], dense[0], routes.begin)
-    truth = truth_of.combine(truth_of.linear(middle, dense[1], routes.begin), routes)
+    middle = truth_of.gated_linear(x.cpu().float()[routes.order // chosen], dense[0], routes.begin, gate, wide[0])
+    truth = truth_of.combine(truth_of.linear(middle, dense[1], routes.begin, biases=wide[1]), routes)
     assert (every.cpu() - truth).abs().max() <= 3e-2 * truth.abs().max()
     for rows in (1, 2, 33, 500):
         for first in (0, 700 - rows):

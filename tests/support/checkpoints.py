@@ -336,6 +336,8 @@ def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     build, fields = KINDS[kind]
     torch.manual_seed(seed)
     model = build(**{**fields, **overrides}).eval()
+    if getattr(model.config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # transformers 5.17 takes another one, which caps nothing
     _randomise(model)
     return model
 

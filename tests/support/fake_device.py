@@ -36,13 +36,16 @@ class FakeStream(Stream):
 
 class FakeGraph(Graph):
     """Calls again what was recorded, and leaves what it returns where the first call left it: the memory is the
-    recording's."""
+    recording's. others: recordings that share it: a replay spoils what they returned (Device.graph)."""
 
-    def __init__(self, run: Callable[[], T], made: T) -> None:
-        self.run, self.made, self.replays = run, made, 0
+    def __init__(self, run: Callable[[], T], made: T, others: list[FakeGraph]) -> None:
+        self.run, self.made, self.replays, self.others = run, made, 0, others
 
     def replay(self) -> None:
         self.replays += 1
+        for other in self.others:
+            for place in tensors_of(other.made) if other is not self else []:
+                place.fill_(float("nan") if place.is_floating_point() else torch.iinfo(place.dtype).max)
         for place, value in zip(tensors_of(self.made), tensors_of(self.run()), strict=True):
             place.copy_(value)
 
@@ -79,7 +82,7 @@ class FakeDevice(Device):
         made = run()
         for each in tensors_of(made):
             each.zero_()  # a recording computes nothing
-        graph = FakeGraph(run, made)
+        graph = FakeGraph(run, made, self.graphs)
         self.graphs.append(graph)
         return graph, made
 

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,14 +35,6 @@ def test_only_a_gpu_multiplies_fp8() -> None:
     with pytest.raises(ValueError, match="only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"):
         preflight.check_fit(EngineConfig(quantization="fp8_rowwise"), model)
     preflight.check_fit(EngineConfig(attention_backend="triton", quantization="fp8_rowwise"), model)
-
-
-def test_attention_sinks_are_refused_on_a_gpu() -> None:
-    model = plain_config(model_folder("tiny"))
-    sunk = replace(model, attention=replace(model.attention, sinks=True))
-    with pytest.raises(ValueError, match=r"has attention sinks, .*; use 'auto'"):
-        preflight.check_fit(EngineConfig(attention_backend="triton"), sunk)
-    preflight.check_fit(EngineConfig(), sunk)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for settings that the model rules out: a type of the cache that is not computed in, a sequence
-    longer than the model's, or than the KV cache holds, attention sinks on a GPU."""
+    longer than the model's, or than the KV cache holds, products of FP8 on a CPU."""
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
     refuse_for_gpu_ranks(config, model)
@@ -141,11 +141,6 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(
             f"kv_cache_dtype {kv_dtype}: keys and values are kept in the compute type, which is {compute}, or as int8; "
             f"leave it out, or set dtype {kv_dtype}"
-        )
-    if config.model.on_gpu and model.attention.sinks:
-        raise ValueError(
-            f"attention_backend 'triton': {model.architecture} has attention sinks, with which logits were wrong on an "
-            "H200; use 'auto'"
         )
     if config.model.quantization == "fp8_rowwise" and not config.model.on_gpu:
         raise ValueError(

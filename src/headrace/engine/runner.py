@@ -51,9 +51,11 @@ class Runner(Executor):
 
     def _decoding(self, attention: StepAttention) -> Program:
         """The program of steps all of whose logits are wanted, between whose layers nothing else is done."""
+        can = self.backend.capabilities
+        if can.graphs:
+            recorded(self.backend).verify(self.decoder.config.attention, self.decoder.dtype, self.storage.dtype)
         if self.storage.keeps_activations:
             return self.eager
-        can = self.backend.capabilities
         if can.graphs:
             return self._graphs() or self.eager
         in_cpp = can.all_layers and self.decoder.runs_whole and self.storage.dtype != torch.int8

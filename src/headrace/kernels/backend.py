@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.config import AttentionSpec
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
@@ -204,6 +205,10 @@ class GraphBackend(Backend, Protocol):
 
     def graph_step(self, sizes: GraphSizes, bias: Tensor | None = None) -> GraphStep:
         """bias: see Mask, on the device."""
+
+    def verify(self, spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> None:
+        """Compares what only some models' attention has with plain torch on the device. Raises ValueError where it is
+        wrong there."""
 
 
 class PiecewiseBackend(Backend, Protocol):

@@ -56,11 +56,15 @@ def _attended(
 ) -> Tensor:
     """Attention of rows q [R, Hq, D] by these kernels. states: that split rows may leave; lanes: of a flash task."""
     limits = Bounds(heads.part, states, 1 << 30, lanes)
-    arena, work = _arena_of({None: items}, positions, heads, limits, q.device)
-    arena.move(positions.numpy(), np.empty(0, np.int32))
+    return attended(heads, limits, q, pool, Mask(items, positions, scale=heads.dim**-0.5), ways)
+
+
+def attended(heads: Heads, limits: Bounds, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None) -> Tensor:
+    """Attention of rows q [R, Hq, D], cut into tasks by these limits. ways: None: see TileWork.run."""
+    arena, work = _arena_of({mask.window: mask.items}, mask.positions, heads, limits, q.device)
+    arena.move(mask.positions.numpy(), np.empty(0, np.int32))
     arena.send()
-    mask = Mask(items, arena.positions.there, scale=heads.dim**-0.5)
-    return work[None].run(q, pool, mask, ways=ways)
+    return work[mask.window].run(q, pool, replace(mask, positions=arena.positions.there), ways=ways)
 
 
 @dataclass(slots=True)
@@ -262,10 +266,7 @@ def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     check(q.dtype, dim)
     each = Heads(heads, kv_heads, dim)
     limits = bounds(each, q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
-    arena, work = _arena_of({mask.window: mask.items}, mask.positions, each, limits, q.device)
-    arena.move(mask.positions.numpy(), np.empty(0, np.int32))
-    arena.send()
-    return work[mask.window].run(q, pool, replace(mask, positions=arena.positions.there))
+    return attended(each, limits, q, pool, mask, ways=None)
 
 
 def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:

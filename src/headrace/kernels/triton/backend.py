@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headrace.config import AttentionSpec
 from headrace.device import current
 from headrace.kernels.backend import GraphBackend, GraphSizes, PiecewiseBackend
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append", "attend", "capabilities", "described", "empty_running", "finish", "graph_step", "layout", "merge_blocks",
-    "merge_into", "merge_states", "missing", "partial", "prepare", "states_of",
+    "merge_into", "merge_states", "missing", "partial", "prepare", "states_of", "verify",
 ]  # fmt: skip
 
 
@@ -58,6 +59,12 @@ def prepare(step: StepInputs) -> TritonStep:
     from headrace.kernels.triton.attention import TritonStep
 
     return TritonStep(step)
+
+
+def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> None:
+    from headrace.kernels.triton import layer_check
+
+    layer_check.verify(spec, computed, stored)
 
 
 def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:

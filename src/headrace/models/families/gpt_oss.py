@@ -18,13 +18,15 @@ from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
 SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-"""What the gate is made of in all published models, and in kernels.ops.swiglu_oai_mul."""
+"""What the gate is made of in all published models, and in kernels.ops.swiglu_oai_mul. Older releases of transformers
+(5.17 for one) have no such fields."""
 
 
 def _facts(config: Any) -> dict[str, Any]:
     for field, value in SWIGLU.items():
-        if getattr(config, field) != value:
-            raise UnsupportedModel(f"{field} {getattr(config, field)} is not supported; only {value} is")
+        asked = getattr(config, field, value)
+        if asked != value:
+            raise UnsupportedModel(f"{field} {asked} is not supported; only {value} is")
     facts, layers = common(config, mixed_windows(config)), config.num_hidden_layers
     return {
         **facts,

@@ -1,0 +1,147 @@
+"""Attention with sinks, soft caps or int8 keys and values beside plain torch, on the GPU itself, before an engine uses
+it: what no two sets of kernels can be compared in, as hopper_agreement does.
+
+Hq, Hkv: query and KV heads; D: head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.config import AttentionSpec
+from headrace.device import current
+from headrace.kernels import reference
+from headrace.kernels.records import Mask, Pool
+from headrace.kernels.triton import attention, hopper
+from headrace.kernels.triton.heads import Heads
+from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
+from headrace.kernels.triton.tile_schedule import LANES, Bounds
+from headrace.types import CHUNK
+
+SEQUENCES = ((1, 530), (20, 90))
+"""Rows and keys of each: decoding over two spans, a piece of a prompt."""
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""How far attention of random numbers of unit size may be from plain torch's, of the greatest of these if that is
+above 1."""
+ROOM = {"split": 1 << 20, "flash": 0}
+"""States that rows may leave, by the way that all of them go then."""
+
+
+class Variant(NamedTuple):
+    """Attention of layers that are alike. computed: the type of rows; stored: of pools."""
+
+    heads: Heads
+    computed: torch.dtype
+    stored: torch.dtype
+    window: int | None
+    cap: float | None
+    sinks: bool
+    scale: float
+
+    @property
+    def features(self) -> list[str]:
+        """What other models' attention does not have."""
+        int8 = self.stored == torch.int8
+        told = {"attention sinks": self.sinks, "soft caps": self.cap is not None, "int8 keys and values": int8}
+        return [name for name, there in told.items() if there]
+
+
+def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> None:
+    """Compares a model's attention on the current GPU. Raises ValueError where it is wrong; does nothing for models
+    without these features, and off a GPU."""
+    place = current().place
+    if place.type != "cuda":
+        return
+    for kv_heads, dim in spec.every_shape:
+        heads = Heads(spec.heads, kv_heads, dim)
+        for window in sorted(set(spec.windows), key=lambda each: each or 0):
+            variant = Variant(heads, computed, stored, window, spec.score_cap, spec.sinks, spec.scale)
+            if variant.features:
+                check(variant, place)
+
+
+@cache
+def check(variant: Variant, place: torch.device) -> None:
+    """Raises ValueError naming what is computed wrongly on the device, and by how much."""
+    for how, difference in differences(variant, place):
+        if not difference <= BOUNDS[variant.computed]:  # NaN is none
+            raise ValueError(
+                f"attention_backend 'triton': attention with {' and '.join(variant.features)} is off by "
+                f"{difference:.2g} on this device ({how}, window {variant.window}, {variant.heads}, "
+                f"{variant.computed}), more than {BOUNDS[variant.computed]:.0e}; use 'auto'"
+            )
+
+
+def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, float]]:
+    """By way and set of kernels: how far attention is from plain torch's at most."""
+    items, positions = _plan()
+    k, v, q = _drawn(variant)
+    ours, plain = (_pool(variant, len(items), filled) for filled in (True, False))
+    ours = Pool(*(each.to(place) for each in ours.tensors))
+    at = torch.cat([torch.arange(keys) for _, keys in SEQUENCES])
+    slots = torch.from_numpy(np.repeat(items[:, 0], _written(items)))
+    attention.append(ours, k.to(place), v.to(place), slots, (at % CHUNK).int())
+    reference.append(plain, k, v, slots, (at % CHUNK).int())
+    sinks = torch.randn(variant.heads.heads, generator=torch.Generator().manual_seed(1)) if variant.sinks else None
+    given: dict[str, Any] = {"window": variant.window, "cap": variant.cap, "scale": variant.scale}
+    mask = Mask(torch.from_numpy(items), positions, sinks=sinks, **given)
+    truth = reference.attend(q, plain, mask).float()
+    unit = max(1.0, float(truth.abs().max()))
+    there = Mask(mask.items, positions, sinks=None if sinks is None else sinks.to(place), **given)
+    for way, states in ROOM.items():
+        for name, ways in _sets(variant, place, way):
+            lanes = LANES if ways == PORTABLE else hopper.FLASH_LANES
+            limits = Bounds(variant.heads.part, states, 1 << 30, lanes)
+            found = attention.attended(variant.heads, limits, q.to(place), ours, there, ways)
+            yield f"{way}, {name}", float((found.float().cpu() - truth).abs().max()) / unit
+
+
+def _sets(variant: Variant, place: torch.device, way: str) -> Iterator[tuple[str, Ways]]:
+    """The portable kernels, and those for Hopper if such layers go that way by them."""
+    yield "portable kernels", PORTABLE
+    found = attention.agreed(variant.heads, variant.stored, place)
+    if getattr(found, way) and variant.cap is None:
+        yield "kernels for Hopper", found
+
+
+def _plan() -> tuple[NDArray[np.int32], Tensor]:
+    """Items and positions of the sequences, of which none shares a chunk."""
+    items: list[tuple[int, int, int, int]] = []
+    begin = 0
+    for rows, keys in SEQUENCES:
+        items += [(len(items) + n, CHUNK * n, begin, begin + rows) for n in range(-(-keys // CHUNK))]
+        begin += rows
+    return np.array(items, np.int32), torch.cat([torch.arange(keys - rows, keys) for rows, keys in SEQUENCES])
+
+
+def _written(items: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Keys of each item that have been written."""
+    ends = np.repeat([keys for _, keys in SEQUENCES], [-(-keys // CHUNK) for _, keys in SEQUENCES])
+    return np.minimum(ends - items[:, 1], CHUNK)
+
+
+def _drawn(variant: Variant) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [T, Hkv, D] of all sequences, and queries [R, Hq, D] whose scores spread as usual."""
+    generator = torch.Generator().manual_seed(variant.heads.dim)
+    keys, rows = (sum(each) for each in zip(*((keys, rows) for rows, keys in SEQUENCES), strict=True))
+    heads, kv_heads, dim = variant.heads
+    k, v = (torch.randn(keys, kv_heads, dim, generator=generator) for _ in range(2))
+    q = torch.randn(rows, heads, dim, generator=generator) * (dim**-0.5 / variant.scale)
+    return k.to(variant.computed), v.to(variant.computed), q.to(variant.computed)
+
+
+def _pool(variant: Variant, slots: int, filled: bool) -> Pool:
+    """An empty pool; filled: with NaN, where nothing is written."""
+
+    def room(shape: Any, dtype: torch.dtype) -> Tensor:
+        there = torch.zeros(shape, dtype=dtype)
+        return there.fill_(float("nan")) if filled and dtype.is_floating_point else there
+
+    return Pool.make(slots, variant.heads.kv_heads, variant.heads.dim, variant.stored, room)

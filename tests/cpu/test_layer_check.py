@@ -1,0 +1,70 @@
+"""What some models' attention alone has, beside plain torch: in Triton's interpreter; tests/gpu asks a device."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
+
+from headrace.config import AttentionSpec
+from headrace.kernels import reference
+from headrace.kernels.triton import attention, layer_check
+from headrace.kernels.triton.heads import Heads
+from headrace.kernels.triton.layer_check import Variant
+
+CPU = torch.device("cpu")
+PLAIN = Variant(Heads(2, 1, 16), torch.float32, torch.float32, window=None, cap=None, sinks=False, scale=0.25)
+VARIANTS = {
+    "sinks": PLAIN._replace(sinks=True, window=100),
+    "cap": PLAIN._replace(cap=2.0, scale=0.5),
+    "int8": PLAIN._replace(stored=torch.int8),
+}
+
+
+@pytest.fixture(autouse=True)
+def stored_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes a program for each row; test_triton.py and test_gpu_int8_kv.py have storing."""
+    monkeypatch.setattr(attention, "append", reference.append)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_is_that_of_plain_torch(name: str) -> None:
+    found = dict(layer_check.differences(VARIANTS[name], CPU))
+    assert found.keys() == {"split, portable kernels", "flash, portable kernels"}
+    assert all(0 < difference < 1e-5 for difference in found.values())
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
+def test_a_device_that_computes_it_wrongly_is_refused(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    attended = attention.attended
+
+    def off(*given: object) -> Tensor:
+        return attended(*given) + wrong  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "attended", off)
+    layer_check.check.cache_clear()
+    with pytest.raises(ValueError, match=r"with attention sinks is off by .* \(split, portable kernels, .*use 'auto'"):
+        layer_check.check(VARIANTS["sinks"], CPU)
+
+
+def test_what_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window of a model with such a feature, once; of others nothing."""
+    asked: list[Variant] = []
+    monkeypatch.setattr(layer_check, "check", lambda variant, place: asked.append(variant))
+    monkeypatch.setattr(layer_check, "current", lambda: SimpleNamespace(place=torch.device("cuda")))
+    spec = AttentionSpec(layers=3, heads=4, kv_heads=2, head_dim=16, windows=(8, None, 8), scale=0.25, sinks=True)
+    layer_check.verify(spec, torch.bfloat16, torch.bfloat16)
+    assert [each.window for each in asked] == [None, 8]
+    assert asked[0].heads == Heads(4, 2, 16) and asked[0].sinks
+    plain = AttentionSpec(layers=1, heads=4, kv_heads=2, head_dim=16, windows=(None,), scale=0.25)
+    layer_check.verify(plain, torch.bfloat16, torch.bfloat16)
+    assert len(asked) == 2
+    layer_check.verify(plain, torch.bfloat16, torch.int8)
+    assert asked[-1].features == ["int8 keys and values"]

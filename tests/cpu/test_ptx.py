@@ -1,0 +1,77 @@
+"""Compiled kernels whose PTX is executed on the CPU (tests.support.ptx_launch)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
+from tests.support.ptx_block import Block, Program
+from tests.support.ptx_memory import Fault, GlobalMemory, SharedMemory
+
+KERNEL = """
+.visible .entry k(.param .u64 .ptr .global .align 1 k_param_0, .param .u32 k_param_1)
+.reqntid 64
+{
+	ld.param.b64 %rd1, [k_param_0];
+	ld.param.b32 %r1, [k_param_1];
+	mov.u32 %r2, %tid.x;
+	setp.ge.s32 %p1, %r2, %r1;
+	@%p1 bra $L__end;
+	mul.wide.u32 %rd2, %r2, 4;
+	add.s64 %rd3, %rd1, %rd2;
+	ld.global.b32 %r3, [%rd3 + 0];
+	fma.rn.f32 %r4, %r3, 0f40000000, 0f3F800000;
+	st.global.b32 [%rd3 + 0], %r4;
+$L__end:
+	ret;
+}
+"""
+
+
+def executed(count: int, room: int) -> torch.Tensor:
+    """2 x + 1 of the first `count` of `room` numbers."""
+    x = torch.arange(64.0)[:room]
+    Block(Program(KERNEL), [x.data_ptr(), count], GlobalMemory([("x", x)]), 0, (0, 0, 0), (1, 1, 1)).run()
+    return x
+
+
+def test_one_kernel() -> None:
+    assert executed(3, 64).tolist() == [1.0, 3.0, 5.0, *range(3, 64)]
+    with pytest.raises(Fault, match=r"4 bytes at byte 160 of x, which has 160: ld\.global\.b32"):
+        executed(41, 40)
+
+
+def test_races_of_shared_memory() -> None:
+    """A read of what another warp wrote needs a barrier between them; copies land when they are waited for."""
+    memory, at = SharedMemory(64), np.zeros(1, np.uint64)
+    one, other = np.zeros(1, np.int64), np.ones(1, np.int64)
+    memory.store(at, at + np.uint64(7), 4, one, "stored", later=True)
+    memory.commit()
+    memory.barrier()
+    assert memory.load(at, 4, other, "early").tolist() == [0]
+    memory.wait(0)
+    assert memory.load(at, 4, other, "late").tolist() == [7] and not memory.races
+    memory.store(at, at, 4, one, "too soon", later=False)
+    assert memory.races == {"writes what another warp touches: too soon"}
+    with pytest.raises(Fault, match="4 bytes at byte 64 of 64 in shared memory"):
+        memory.load(at + np.uint64(64), 4, one, "outside")
+
+
+@pytest.mark.matrix
+def test_compiled_attention_is_that_of_plain_torch() -> None:
+    """For an H100: int8 pools and sinks."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.ptx_launch"]
+    found = json.loads(
+        subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()[-1]
+    )
+    assert found.pop("races") == 0 and len(found) == 4
+    assert all(0 < difference < 2e-2 for difference in found.values())

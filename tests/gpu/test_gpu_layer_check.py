@@ -1,0 +1,23 @@
+"""Attention with sinks, caps and int8 pools, compiled, beside plain torch: what an engine asks when it starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("feature", ["sinks", "cap", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_is_that_of_plain_torch(feature: str, window: int | None, dtype: torch.dtype) -> None:
+    """gpt-oss's heads: 64, 8 of KV, of 64; and the shipped model's."""
+    from headrace.kernels.triton import layer_check
+    from headrace.kernels.triton.heads import Heads
+
+    stored = torch.int8 if feature == "int8" else dtype
+    cap, sinks = 30.0 if feature == "cap" else None, feature == "sinks"
+    for heads in (Heads(64, 8, 64), Heads(8, 4, 32)):
+        variant = layer_check.Variant(heads, dtype, stored, window, cap, sinks, heads.dim**-0.5)
+        layer_check.check(variant, torch.device("cuda", 0))

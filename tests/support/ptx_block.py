@@ -1,0 +1,324 @@
+"""PTX of a compiled Triton kernel, executed on the CPU: one block of threads, an instruction for all that stand at it.
+
+n: threads of the block. Whoever is behind goes first, so that threads that part meet again. What ptxas makes of it, and
+what depends on which warp is faster, is not seen (but see SharedMemory.races).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.support import ptx_numbers as pn
+from tests.support.ptx_memory import WARP, Fault, GlobalMemory, SharedMemory, Words
+
+U = np.uint64
+IGNORED = ("griddepcontrol", "fence", "prefetch", "membar")
+SWIZZLED = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}
+"""Bytes of a row of a wgmma operand by its descriptor's last bits, and of how many rows the number moves its parts."""
+
+
+class Instruction(NamedTuple):
+    """predicate: its register, and whether it must be false."""
+
+    predicate: tuple[str, bool] | None
+    op: list[str]
+    arguments: list[str]
+    text: str
+
+
+class Program:
+    """The one kernel of a text in PTX."""
+
+    def __init__(self, ptx: str) -> None:
+        text = ptx.split(".section")[0]
+        self.parameters = re.findall(r"\.param [^\n]*?(\w+_param_\d+)", text)
+        self.threads = int(re.findall(r"\.reqntid (\d+)", text)[0])
+        self.shared = re.findall(r"\.extern \.shared [^\n]*?(\w+)\[", text)
+        self.code: list[Instruction] = []
+        self.labels: dict[str, int] = {}
+        body = text[text.index("{", text.index(".reqntid")) :]
+        for line in body.splitlines():
+            self._line(line.split("//")[0].strip())
+
+    def _line(self, line: str) -> None:
+        if label := re.match(r"^(\$\w+):$", line):
+            self.labels[label[1]] = len(self.code)
+            return
+        for part in line.split(";"):
+            text = part.strip()
+            if not re.search(r"\{.*\}", text):
+                text = text.lstrip("{").rstrip("}").strip()
+            if text and not text.startswith("."):
+                self.code.append(_instruction(text))
+
+
+def _instruction(text: str) -> Instruction:
+    found = re.match(r"^@(!?)(%?\w+)\s+(.*)$", text)
+    op, _, rest = (found[3] if found else text).replace("\t", " ").partition(" ")
+    arguments = [each.strip() for each in re.findall(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)\s*(?:,|$)", rest.strip())]
+    return Instruction((found[2], found[1] == "!") if found else None, op.split("."), arguments, text)
+
+
+class Block:
+    """One block: at (x, y, z) of a grid. values: of the parameters, as raw numbers."""
+
+    def __init__(
+        self, program: Program, values: list[int], memory: GlobalMemory, shared: int,
+        at: tuple[int, int, int], grid: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        self.program, self.memory, self.shared = program, memory, SharedMemory(shared)
+        self.values = dict(zip(program.parameters, values, strict=False))
+        self.n, self.registers = program.threads, {name: U(0) + np.zeros(program.threads, U) for name in program.shared}
+        thread = np.arange(self.n)
+        self.lane, self.warp = thread % WARP, thread // WARP
+        special: dict[str, Any] = {"%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%laneid": self.lane}
+        for axis, mine, all_ in zip("xyz", at, grid, strict=True):
+            special |= {f"%ctaid.{axis}": mine, f"%nctaid.{axis}": all_}
+        self.registers |= {name: np.broadcast_to(value, self.n).astype(U) for name, value in special.items()}
+        self.active = np.ones(self.n, bool)
+        self.text = ""
+
+    def run(self) -> None:
+        """To the end of all threads. Raises Fault."""
+        code, labels = self.program.code, self.program.labels
+        place, live = np.zeros(self.n, np.int64), np.ones(self.n, bool)
+        with np.errstate(all="ignore"):
+            while live.any() and (at := int(place[live].min())) < len(code):
+                predicate, op, arguments, self.text = code[at]
+                here = live & (place == at)
+                place[here] = at + 1
+                self.active = here
+                if predicate is not None:
+                    self.active = here & ((self.get(predicate[0]) == 0) == predicate[1])
+                if op[0] == "bra":
+                    place[self.active] = labels[arguments[0]]
+                elif op[0] in ("ret", "exit"):
+                    live &= ~self.active
+                elif self.active.any() and op[0] not in IGNORED:
+                    try:
+                        self._step(op, arguments)
+                    except Fault as fault:
+                        raise Fault(f"{fault}: {self.text}") from None
+
+    def get(self, name: str) -> Words:
+        if name in self.registers:
+            return self.registers[name]
+        if name[:2] in ("0f", "0d"):
+            return np.full(self.n, int(name[2:], 16), U)
+        if re.match(r"^-?(0x[0-9a-fA-F]+|\d+)U?$", name):
+            return np.full(self.n, int(name.rstrip("U"), 0) & (2**64 - 1), U)
+        raise Fault(f"{name} is read before it is written")
+
+    def put(self, name: str, value: Words) -> None:
+        if name != "_":
+            self.registers[name] = np.where(self.active, value, self.registers.get(name, U(0)))
+
+    def _step(self, op: list[str], arguments: list[str]) -> None:
+        own: Callable[[list[str], list[str]], None] | None = getattr(self, f"_{op[0]}", None)
+        if own is not None:
+            own(op, arguments)
+            return
+        target, *given = arguments
+        raws = [self.get(each) for each in given]
+        if op[0] == "selp":
+            made = np.where(raws[2] != 0, raws[0], raws[1])
+        elif op[0] == "setp":
+            made = pn.compare(op[1], op[-1], *raws)
+        elif op[0] == "not" and op[-1] == "pred":
+            made = (raws[0] == 0).astype(U)
+        elif op[0] in NAMED:
+            made = NAMED[op[0]](op, raws)
+        else:
+            made = pn.compute(op, raws)
+        self.put(target, made)
+
+    def _address(self, argument: str) -> Words:
+        base, _, more = argument.strip("[] ").partition("+")
+        return self.get(base.strip()) + U(int(more, 0) & (2**64 - 1) if more.strip() else 0)
+
+    def _ld(self, op: list[str], arguments: list[str]) -> None:
+        kind, size = op[-1], int(op[-1][1:]) // 8
+        if op[1] == "param":
+            found = np.full(self.n, self.values[arguments[1].strip("[] ")], U)
+            self.put(arguments[0], pn.raw_of(pn.numbers(found, kind).astype(np.int64)) if kind[0] == "s" else found)
+            return
+        at, names = self._address(arguments[1]), _names(arguments[0])
+        self._check_aligned(at, size * len(names))
+        for number, name in enumerate(names):
+            found = self._loaded(op[1], at + U(number * size), size)
+            self.put(name, pn.raw_of(pn.numbers(found, kind).astype(np.int64)) if kind[0] == "s" else found)
+
+    def _loaded(self, where: str, at: Words, size: int) -> Words:
+        found, mine = np.zeros(self.n, U), self.active
+        if where == "shared":
+            found[mine] = self.shared.load(at[mine], size, self.warp[mine], self.text)
+        else:
+            found[mine] = self.memory.load(at[mine], size)
+        return found
+
+    def _st(self, op: list[str], arguments: list[str]) -> None:
+        size, names = int(op[-1][1:]) // 8, _names(arguments[1])
+        at = self._address(arguments[0])
+        self._check_aligned(at, size * len(names))
+        for number, name in enumerate(names):
+            if op[1] == "shared":
+                self._share(at + U(number * size), self.get(name), size)
+            else:
+                self.memory.store((at + U(number * size))[self.active], self.get(name)[self.active], size)
+
+    def _share(self, at: Words, values: Words, size: int, later: bool = False) -> None:
+        mine = self.active
+        self.shared.store(at[mine], values[mine], size, self.warp[mine], self.text, later)
+
+    def _check_aligned(self, at: Words, size: int) -> None:
+        if (at[self.active] % U(size)).any():
+            raise Fault(f"an address is no multiple of {size}")
+
+    def _cp(self, op: list[str], arguments: list[str]) -> None:
+        if "commit_group" in op:
+            self.shared.commit()
+        elif "wait_group" in op:
+            self.shared.wait(int(arguments[0]))
+        else:
+            into, source = self._address(arguments[0]), self._address(arguments[1])
+            size = int(arguments[2], 0)
+            self._check_aligned(into | source, size)
+            copied = self.get(arguments[3]) if len(arguments) > 3 else np.full(self.n, size, U)
+            every = self.active
+            for first in range(0, size, 4):
+                self.active = every & (copied > first)
+                found = self._loaded("global", source + U(first), 4)
+                self.active = every
+                self._share(into + U(first), found, 4, later=True)
+
+    def _bar(self, op: list[str], arguments: list[str]) -> None:
+        if op[1] == "sync":
+            self.shared.barrier()
+
+    def _mov(self, op: list[str], arguments: list[str]) -> None:
+        kind, (target, source) = op[-1], arguments
+        parts = _names(target if target.startswith("{") else source)
+        width = U(0 if kind == "pred" else int(kind[1:]) // len(parts))
+        if target.startswith("{"):
+            for number, name in enumerate(parts):
+                self.put(name, self.get(source) >> (width * U(number)) & ((U(1) << width) - U(1)))
+        elif source.startswith("{"):
+            raws = [self.get(name) & ((U(1) << width) - U(1)) for name in parts]
+            self.put(target, sum((raw << (width * U(i)) for i, raw in enumerate(raws)), np.zeros(self.n, U)))
+        else:
+            raw = self.get(source)
+            self.put(target, (raw != 0).astype(U) if kind == "pred" else pn.masked(raw, kind))
+
+    def _shfl(self, op: list[str], arguments: list[str]) -> None:
+        value, by, limits = (self.get(each) for each in arguments[1:4])
+        segment, clamp = limits.astype(np.int64) >> 8 & 31, limits.astype(np.int64) & 31
+        last, by = (self.lane & segment) | (clamp & ~segment), by.astype(np.int64)
+        other = {
+            "bfly": self.lane ^ by, "up": self.lane - by, "down": self.lane + by,
+            "idx": (self.lane & segment) | (by & ~segment),
+        }[op[2]]  # fmt: skip
+        there = other >= last if op[2] == "up" else other <= last
+        target, _, predicate = arguments[0].partition("|")
+        self.put(target, value[self.warp * WARP + np.where(there, other, self.lane)])
+        if predicate:
+            self.put(predicate, there.astype(U))
+
+    def _redux(self, op: list[str], arguments: list[str]) -> None:
+        x = pn.numbers(self.get(arguments[1]), op[-1]).reshape(-1, WARP)
+        made = {"max": np.max, "min": np.min, "add": np.sum}[op[2]](x, axis=1).astype(x.dtype)
+        self.put(arguments[0], pn.raw_of(np.repeat(made, WARP)))
+
+    def _rows(self, at: Words, number: int, turned: bool) -> list[tuple[Words, int]]:
+        """Where a thread's part of the number-th matrix of 8 x 8 lies: its addresses, with their bytes."""
+        first = self.warp * WARP + 8 * number
+        if not turned:
+            return [(at[first + self.lane // 4] + (4 * (self.lane % 4)).astype(U), 4)]
+        pair = first + self.lane % 4 * 2
+        return [(at[pair + half] + (2 * (self.lane // 4)).astype(U), 2) for half in range(2)]
+
+    def _ldmatrix(self, op: list[str], arguments: list[str]) -> None:
+        at = self._address(arguments[1])
+        for number, name in enumerate(_names(arguments[0])):
+            parts = [self._loaded("shared", *each) for each in self._rows(at, number, "trans" in op)]
+            self.put(name, parts[0] if len(parts) == 1 else parts[0] | parts[1] << U(16))
+
+    def _stmatrix(self, op: list[str], arguments: list[str]) -> None:
+        at = self._address(arguments[0])
+        for number, name in enumerate(_names(arguments[1])):
+            for half, (address, size) in enumerate(self._rows(at, number, "trans" in op)):
+                self._share(address, self.get(name) >> U(16 * half), size)
+
+    def _pairs(self, name: str, kind: str) -> list[Any]:
+        return [pn.numbers(self.get(name) >> U(shift) & U(0xFFFF), kind).astype(np.float64) for shift in (0, 16)]
+
+    def _left(self, names: list[str], kind: str) -> Any:
+        """[n / 32, 16, 16] of four registers a thread, the first factor of mma and wgmma."""
+        made = np.zeros((self.n // WARP, 16, 16))
+        for number, name in enumerate(names):
+            for half, value in enumerate(self._pairs(name, kind)):
+                row, column = self.lane // 4 + 8 * (number % 2), self.lane % 4 * 2 + half + 8 * (number // 2)
+                made[self.warp, row, column] = value
+        return made
+
+    def _summed(self, names: list[str], into: list[str], products: Any, keep: bool) -> None:
+        """Adds products [n / 32, 16, N] to what registers hold."""
+        for number, (name, target) in enumerate(zip(names, into, strict=True)):
+            row = self.lane // 4 + 8 * (number % 4 // 2)
+            made = products[self.warp, row, 8 * (number // 4) + self.lane % 4 * 2 + number % 2]
+            before = pn.numbers(self.get(name), "f32") if keep else 0.0
+            self.put(target, pn.raw_of((made + before).astype(np.float32)))
+
+    def _mma(self, op: list[str], arguments: list[str]) -> None:
+        if "m16n8k16" not in op:
+            raise Fault("a product of another size than m16n8k16")
+        into, left, right, before = (_names(each) for each in arguments)
+        made = np.zeros((self.n // WARP, 16, 8))
+        for number, name in enumerate(right):
+            for half, value in enumerate(self._pairs(name, op[-2])):
+                made[self.warp, self.lane % 4 * 2 + half + 8 * number, self.lane // 4] = value
+        self._summed(before, into, self._left(left, op[-2]) @ made, keep=True)
+
+    def _wgmma(self, op: list[str], arguments: list[str]) -> None:
+        if op[1] != "mma_async":
+            return
+        columns = int(re.findall(r"m64n(\d+)k16", self.text)[0])
+        into, (left, right, scale, *_), kind = _names(arguments[0]), arguments[1:], op[-1]
+        if left.startswith("{"):
+            first = self._left(_names(left), kind)
+        else:
+            first = self._operand(left, 64, arguments[6] == "1", kind).reshape(-1, 16, 16)
+        second = self._operand(right, columns, arguments[-1] == "1", kind)
+        self._summed(into, into, first @ second.T, keep=bool(self.get(scale)[0]))
+
+    def _operand(self, name: str, rows: int, turned: bool, kind: str) -> Any:
+        """[rows, 16] of shared memory, as a wgmma descriptor says. turned: rows lie side by side."""
+        descriptor = int(self.get(name)[0])
+        start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        width, moves = SWIZZLED[descriptor >> 62]
+        row, k = np.indices((rows, 16))
+        if turned:
+            each = width // 2
+            at = start + row // each * leading + k // 8 * stride + k % 8 * width + row % each * 2
+        elif moves:
+            at = start + row // 8 * stride + row % 8 * width + k * 2
+        else:
+            at = start + row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
+        at = at ^ ((at >> 7 & moves) << 4)
+        found = self.shared.load(at.ravel().astype(U), 2, np.repeat(0, at.size), self.text)
+        return pn.numbers(found, kind).astype(np.float64).reshape(rows, 16)
+
+
+def _names(argument: str) -> list[str]:
+    return [each.strip() for each in argument.strip("{} ").split(",")]
+
+
+NAMED: dict[str, Callable[[list[str], list[Words]], Words]] = {
+    "cvt": pn.convert,
+    "prmt": lambda op, raws: pn.permuted(*raws),
+    "lop3": lambda op, raws: pn.chosen_bits(int(raws[3][0]), *raws[:3]),
+    "bfe": lambda op, raws: pn.field(op[-1], *raws),
+}

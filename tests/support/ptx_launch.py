@@ -1,0 +1,128 @@
+"""Triton kernels compiled for a GPU that is not there, their PTX executed on the CPU: what a compiler could do wrong.
+
+    python -m tests.support.ptx_launch
+
+Prints how far compiled attention with int8 pools and with sinks is from plain torch, as JSON. In a process of its own:
+in the tests' kernels are interpreted. A launch looks at its arguments as Triton does: 1 is a constant, multiples of 16
+are known to be such.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import jit
+
+from tests.support.ptx_block import Block, Program
+from tests.support.ptx_memory import GlobalMemory
+
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
+    torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+LEFT_OUT = ("launch_pdl",)
+Reachable = Callable[[], Sequence[tuple[str, Tensor]]]
+
+
+class Launches:
+    """Launches kernels on CPU tensors. reachable: tensors that kernels find by addresses in others. races: see
+    SharedMemory, by kernel."""
+
+    def __init__(self, architecture: int, reachable: Reachable = tuple) -> None:
+        self.target, self.reachable = GPUTarget("cuda", architecture, 32), reachable
+        self.races: set[str] = set()
+        self.launched: dict[str, int] = {}
+        self._compiled: dict[str, tuple[Program, int]] = {}
+
+    def __call__(self, kernel: Any, grid: Any, args: Any, given: dict[str, Any]) -> None:
+        options = {name: value for name, value in given.items() if name in OPTIONS}
+        named = {name: value for name, value in given.items() if name not in (*OPTIONS, *LEFT_OUT)}
+        bound = inspect.signature(kernel.fn).bind(*args, **named).arguments
+        program, shared = self._program(kernel, bound, options)
+        passed = [bound[p.name] for p in kernel.params if not p.is_constexpr and not _fixed(p, bound[p.name])]
+        tensors = [(name, value) for name, value in bound.items() if isinstance(value, Tensor)]
+        memory = GlobalMemory([*tensors, *self.reachable()])
+        values = [*map(_raw, passed), 0, 0]  # scratch memory, which these kernels have none of
+        size = (*grid, 1, 1)[:3]
+        for z, y, x in np.ndindex(*size[::-1]):
+            block = Block(program, values, memory, shared, (x, y, z), size)
+            block.run()
+            self.races |= {f"{kernel.fn.__name__} {race}" for race in block.shared.races}
+        self.launched[kernel.fn.__name__] = self.launched.get(kernel.fn.__name__, 0) + 1
+
+    def _program(self, kernel: Any, bound: dict[str, Any], options: dict[str, Any]) -> tuple[Program, int]:
+        signature, constants, known = {}, {}, {}
+        for number, each in enumerate(kernel.params):
+            value = bound[each.name]
+            if each.is_constexpr or _fixed(each, value):
+                signature[each.name], constants[number,] = "constexpr", value
+                continue
+            signature[each.name] = _type(value)
+            whole = value.data_ptr() if isinstance(value, Tensor) else value
+            if isinstance(whole, int) and whole % 16 == 0 and not each.do_not_specialize:
+                known[number,] = [["tt.divisibility", 16]]
+        key = repr((kernel.fn.__module__, kernel.fn.__name__, signature, constants, known, options))
+        if key not in self._compiled:
+            source = ASTSource(kernel, signature, constexprs=constants, attrs=known)
+            done = triton.compile(source, target=self.target, options=options)
+            self._compiled[key] = Program(done.asm["ptx"]), done.metadata.shared
+        return self._compiled[key]
+
+
+@contextmanager
+def executed(architecture: int = 90, reachable: Reachable = tuple) -> Iterator[Launches]:
+    """Within it `kernel[grid](...)` executes compiled kernels. Raises ptx_memory.Fault for an access outside."""
+    launches = Launches(architecture, reachable)
+
+    def of(kernel: Any, grid: Any) -> Any:
+        return lambda *args, **given: launches(kernel, grid, args, given)
+
+    with patch.object(jit.KernelInterface, "__getitem__", of):
+        yield launches
+
+
+def _fixed(parameter: Any, value: object) -> bool:
+    return isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+
+
+def _type(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _raw(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value & (2**64 - 1)
+
+
+def differences() -> dict[str, float]:
+    """Of attention from plain torch's, by case."""
+    from headrace.kernels.triton import layer_check
+    from headrace.kernels.triton.heads import Heads
+
+    plain = layer_check.Variant(Heads(2, 1, 32), torch.bfloat16, torch.bfloat16, None, None, False, 32**-0.5)
+    cases = {"int8": plain._replace(stored=torch.int8), "sinks": plain._replace(sinks=True, window=40)}
+    found = {}
+    with executed() as launches, patch.object(layer_check, "SEQUENCES", ((1, 70), (17, 18))):
+        for name, variant in cases.items():
+            for way, difference in layer_check.differences(variant, torch.device("cpu")):
+                found[f"{name}, {way}"] = difference
+    return found | {"races": len(launches.races)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(differences()))

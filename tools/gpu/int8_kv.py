@@ -1,0 +1,170 @@
+"""Finds which kernel of int8 keys and values fails on a GPU: an engine with them ended by an illegal access of memory
+on an H200, in a replayed step, and the setting is refused since.
+
+    python -m tools.gpu.int8_kv
+
+Each step runs in a process of its own, the smallest first: an illegal access ends all CUDA work of a process. The first
+that fails runs again under compute-sanitizer, where there is one: that names the kernel, the address and the thread.
+`python -m tools.gpu.int8_kv STEP` runs one. T: rows of a recording.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace import LLM
+from headrace.config import combinations
+from headrace.device import current
+from headrace.kernels import reference
+from headrace.kernels.backend import GraphSizes
+from headrace.kernels.records import Pool
+from headrace.kernels.triton import layer_check
+from headrace.kernels.triton.attention import append
+from headrace.kernels.triton.graph_step import ROUNDS, TritonGraphStep
+from headrace.kernels.triton.heads import Heads
+from headrace.types import CHUNK
+from tests.support.traces import prompts_of, run, same
+from tools.gpu.bits import eager_steps
+
+HEADS = Heads(8, 4, 32)
+"""The shipped model's."""
+COMPUTED = torch.bfloat16
+CHUNKS, KEYS = 40, 700
+SECONDS = 50.0
+"""For one step; kernels are compiled in it."""
+
+
+def stored() -> None:
+    """The kernel that rounds and stores: the codes and scales of the reference."""
+    ours, plain = _pools()
+    k, v, slots, offsets = _rows(CHUNKS * CHUNK)
+    append(ours, k.to(current().place), v.to(current().place), slots, offsets)
+    reference.append(plain, k, v, slots, offsets)
+    for mine, theirs in zip(ours.tensors, plain.tensors, strict=True):
+        assert torch.equal(mine.cpu(), theirs), "codes or scales differ"
+
+
+def attended() -> None:
+    """Both ways of attention, launched, beside plain torch."""
+    variant = layer_check.Variant(HEADS, COMPUTED, torch.int8, None, None, False, HEADS.dim**-0.5)
+    layer_check.check(variant, current().place)
+
+
+def launched(replayed: bool = False) -> None:
+    """A layer of a step as graphs record it: more programs than tasks, rows of padding; one round, then all."""
+    pool, _ = _pools()
+    k, v, slots, offsets = _rows(KEYS)
+    place = current().place
+    append(pool, k.to(place), v.to(place), slots, offsets)
+    sizes = GraphSizes(4, 1024, frozenset([None]), HEADS.heads, pool.shape, torch.int8, COMPUTED, 0.2)
+    step = TritonGraphStep(sizes)
+    heads = torch.randn(4, HEADS.heads + 2 * HEADS.kv_heads, HEADS.dim, device=place).to(COMPUTED)
+    q, k, v = heads.split((HEADS.heads, HEADS.kv_heads, HEADS.kv_heads), dim=1)
+    for rounds in (1, ROUNDS):
+        run = _layer(step, rounds, pool, q, k, v)
+        out = run()  # no rows: tasks are none, and all else is padding
+        graph = current().graph(run)[0] if replayed else None
+        rows = np.array([KEYS - 1, KEYS - 1], np.int64)
+        items = np.array([[n, CHUNK * n, 0, 2] for n in range(-(-KEYS // CHUNK))], np.int32)
+        last = np.array([items[-1, 0], -1], np.int32)
+        assert step.fill({None: items}, rows, last) is not None
+        step.send([0, 0], rows, (rows % CHUNK).astype(np.int32))
+        truth = run().clone()
+        out.zero_()
+        graph.replay() if graph is not None else run()
+        current().synchronize()
+        assert torch.equal(out[:2], truth[:2]) and truth[:2].isfinite().all(), "replayed and launched differ"
+        step.clear()
+        current().synchronize()
+
+
+def engine(rows: int, eager: bool = False, engines: int = 1) -> None:
+    """The shipped model: prompts together and alone. engines: one after another in this process."""
+    allowed = tuple(each for each in combinations.EXCLUSIONS if {each.one, each.other} != {"gpu", "int8_kv"})
+    with patch.object(combinations, "EXCLUSIONS", allowed):
+        for _ in range(engines):
+            llm = LLM(
+                "tiny", attention_backend="triton", dtype="bfloat16", kv_cache_dtype="int8", kv_cache_tokens=40_000,
+                max_sequences=rows,
+            )  # fmt: skip
+            executor: Any = llm.engine.loaded.executor
+            prompts = prompts_of(llm)[-rows:]
+            with eager_steps(executor) if eager else nullcontext():
+                together = run(llm, prompts)
+                llm.engine.cache.tree.clear()
+                same(run(llm, prompts[:1]), together[:1])
+
+
+STEPS: dict[str, Callable[[], None]] = {
+    "stored": stored,
+    "attended": attended,
+    "launched": launched,
+    "replayed": lambda: launched(replayed=True),
+    "engine_launched": lambda: engine(1, eager=True),
+    "engine_of_one_row": lambda: engine(1),
+    "engine_of_16_rows": lambda: engine(16),
+    "three_engines": lambda: engine(16, engines=3),
+}
+"""The smallest first."""
+
+
+def _pools() -> tuple[Pool, Pool]:
+    def on(place: torch.device) -> Callable[[Any, torch.dtype], Tensor]:
+        return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=place)
+
+    shape = (CHUNKS, HEADS.kv_heads, HEADS.dim, torch.int8)
+    return Pool.make(*shape, on(current().place)), Pool.make(*shape, on(torch.device("cpu")))
+
+
+def _rows(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k, v [T, Hkv, D], and their slots and offsets."""
+    generator = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(count, HEADS.kv_heads, HEADS.dim, generator=generator).to(COMPUTED) for _ in range(2))
+    at = torch.arange(count, dtype=torch.int32)
+    return k, v, at // CHUNK, at % CHUNK
+
+
+def _layer(step: TritonGraphStep, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    return lambda: step.layers(rounds)(pool, q, k, v, None)
+
+
+def apart(name: str, *before: str) -> subprocess.CompletedProcess[str]:
+    """A step in a process of its own. before: what runs it."""
+    command = [*before, sys.executable, "-m", "tools.gpu.int8_kv", name]
+    environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
+    into = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        return subprocess.run(command, env=environment, text=True, timeout=SECONDS, **into)
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, 124, str(late))
+
+
+def main() -> int:
+    for name in STEPS:
+        done = apart(name)
+        print(f"{name}: {'right' if done.returncode == 0 else 'failed'}", flush=True)
+        if done.returncode == 0:
+            continue
+        print(done.stdout[-4000:])
+        if sanitizer := shutil.which("compute-sanitizer"):
+            print(apart(name, sanitizer, "--print-limit", "3").stdout[-6000:])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        STEPS[sys.argv[1]]()
+    else:
+        sys.exit(main())
