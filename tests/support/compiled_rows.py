@@ -45,7 +45,7 @@ def cases(architecture: int = 80) -> list[Compiled]:
     def usual(tiles: tuple[Tile, ...]) -> list[Tile]:
         return [tile for tile in tiles if overlaps or tile.way == "plain"]
 
-    few, gated = (products.FEW[:3], products.GATED[:3]) if overlaps else (products.PLAIN, products.PLAIN)
+    few, gated = (products.FEW[:3], products.GATED[:3]) if overlaps else (products.PLAIN, products.GATED_PLAIN)
     found = [_product(tile, ahead) for tile in (*few, *usual(products.MANY))]
     found += [_product(tile, ahead, "silu") for tile in gated]
     norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": overlaps}

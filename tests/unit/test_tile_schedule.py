@@ -13,7 +13,14 @@ from headrace.types import CHUNK
 
 GROUPS = st.sampled_from([1, 4, 7, 48, 64])
 LANES = st.sampled_from([64, 128])
-BOUNDS = st.builds(Bounds, GROUPS, st.sampled_from([0, 5, 40, 1 << 20]), st.sampled_from([0, 3, 1 << 20]), LANES)
+BOUNDS = st.builds(
+    Bounds,
+    GROUPS,
+    st.sampled_from([0, 5, 40, 1 << 20]),
+    st.sampled_from([0, 3, 1 << 20]),
+    LANES,
+    st.sampled_from([32, 64]),
+)
 
 
 @st.composite

@@ -16,7 +16,8 @@ from headrace.kernels.triton.tiles import EXACT, Tile, product, takes_blocks
 
 PLAIN = (Tile(16, 32, 256, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 128, 4, 5))
 FEW = (Tile(16, 64, 256, 4, 4, "few"), Tile(32, 64, 128, 4, 6, "few"), Tile(64, 64, 128, 4, 5, "few"), *PLAIN)
-GATED = (Tile(16, 64, 128, 4, 5, "few"), Tile(32, 64, 128, 4, 5, "few"), Tile(64, 64, 64, 4, 6, "few"), *PLAIN)
+GATED_PLAIN = (Tile(16, 32, 128, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 64, 4, 5))
+GATED = (Tile(16, 64, 128, 4, 5, "few"), Tile(32, 64, 128, 4, 5, "few"), Tile(64, 64, 64, 4, 6, "few"), *GATED_PLAIN)
 """Of up to so many rows, for products and for gates with what they let through; `few` where blocks can be copied."""
 MANY = (
     Tile(128, 256, 64, 8, 3, "many"),

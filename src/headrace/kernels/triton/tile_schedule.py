@@ -27,7 +27,7 @@ SPAN = 512
 """Keys of a span. Part of the canonical order: another length gives other bits."""
 
 LANES = 64
-"""Of a task: rows of a tensor core's product."""
+"""Of a task, at most, of rows that walk single spans: rows of a tensor core's product."""
 SHORT = 16
 """Rows of a run that is always split: decoding, drafts, the end of a prompt."""
 SPAN_BITS = 9
@@ -37,17 +37,18 @@ NO_TASKS: Int32 = np.empty((0, 4), np.int32)
 
 class Bounds(NamedTuple):
     """What decides how runs go. group: lanes of a row; states: that may be left in all; busy: tasks that fill the
-    machine: with fewer of them, long runs are split as well. flash_lanes: of a flash task."""
+    machine: with fewer of them, long runs are split as well. flash_lanes, lanes: of a flash and of a split task."""
 
     group: int
     states: int
     busy: int
     flash_lanes: int = LANES
+    lanes: int = LANES
 
     @property
     def rows_together(self) -> int:
         """Rows of a split task."""
-        return max(1, LANES // self.group)
+        return max(1, self.lanes // self.group)
 
     @property
     def flash_rows(self) -> int:
