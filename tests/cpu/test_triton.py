@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 from headrace.attention.plan import Span, batch_order, build
 from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool, StepInputs
-from headrace.kernels.triton import attention, backend, limits
+from headrace.kernels.triton import attention, backend, limits, walk_options
 from headrace.types import CHUNK
 from tests.support.attention_testbed import SHAPES, TREES, PoolTestbed, ends
 
@@ -182,3 +182,24 @@ def test_what_is_refused() -> None:
         limits.check(torch.bfloat16, 512)
     with pytest.raises(ValueError, match="bfloat16"):
         limits.check(torch.int8, 64)
+
+
+@pytest.mark.parametrize("heads", [(2, 1, 16), (40, 1, 16)], ids=str)
+def test_tasks_of_fewer_lanes(heads: tuple[int, int, int], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs with little shared memory; a KV head with more query heads than that takes 64."""
+
+    def options(device: torch.device, padded: int, part: int, dtype: torch.dtype) -> walk_options.WalkOptions:
+        return walk_options.chosen(8, 256, part)
+
+    monkeypatch.setattr(attention, "walk_options", options)
+    testbed = PoolTestbed(TREES["shared"][:2], heads, torch.float32, apart=False)
+    for ours, truth in both(testbed, [*ends(testbed)[:1], *ends(testbed, 20)[1:]]):
+        assert (ours - truth).abs().max() < BOUND
+
+
+def test_lanes_are_told_by_the_gpu_and_the_head() -> None:
+    assert walk_options.walk_options(CPU, 128, 4, torch.float16) == walk_options.chosen(9, 128, 4)
+    assert walk_options.chosen(12, 256, 8) == walk_options.chosen(8, 256, 8), "as other GPUs with little shared memory"
+    assert [walk_options.chosen(8, 256, part).lanes for part in (1, 32, 33, 64)] == [32, 32, 64, 64]
+    assert walk_options.chosen(9, 80, 4) == walk_options.OPTIONS[9][128]
+    assert walk_options.chosen(8, 256, 1, fp32=True) == walk_options.UNROLLED._replace(lanes=32)
