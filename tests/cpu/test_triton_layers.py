@@ -22,7 +22,7 @@ from triton.runtime.interpreter import GridExecutor
 from headrace.kernels import dispatch, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
-from headrace.kernels.triton import agreement, attention, hopper, hopper_agreement, products, rotary
+from headrace.kernels.triton import agreement, attention, hopper, hopper_agreement, products, rotary, tiles
 from headrace.kernels.triton import rows as gpu_rows
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.tiles import Tile
@@ -86,6 +86,20 @@ def test_tiles_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         products.linear(torch.zeros(rows, inputs, dtype=dtype), torch.zeros(1024, inputs, dtype=dtype), None, wide)
         assert taken.pop() == expected, (rows, inputs, dtype, wide)
+    for rows, outputs, expected in (
+        (16, 128, products.NARROW[0]), (32, 128, products.NARROW[1]), (33, 128, few[2]), (16, 129, few[0]),
+    ):  # fmt: skip
+        products.linear(torch.zeros(rows, 64).half(), torch.zeros(outputs, 64).half(), None, wide=False)
+        assert taken.pop() == expected, (rows, outputs)
+
+
+@pytest.mark.parametrize("tile", products.NARROW, ids=str)
+def test_tiles_of_few_outputs(tile: Tile) -> None:
+    """Rows, outputs and inputs that no tile divides."""
+    x, w = drawn(tile.rows - 3, 264).half(), drawn(40, 264, seed=2).half()
+    ours = torch.empty(len(x), len(w), dtype=torch.float16)
+    tiles.product(tile, x, w, None, ours)
+    assert torch.allclose(ours, (x.float() @ w.float().T).half(), rtol=2e-3, atol=2e-2)
 
 
 def test_tiles_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:

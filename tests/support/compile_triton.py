@@ -1,10 +1,9 @@
 """Compiles the Triton kernels for GPUs that need not be there: machine code, but nothing runs.
 
-    python -m tests.support.compile_triton [ARCHITECTURE ...]
+    python -m tests.support.compile_triton [ARCHITECTURE:NUMBER ...]
 
-Prints a table: kernel, architecture, registers, instructions that spill some, bytes of shared memory, and whether
-products are the architecture's own tensor-core instructions; then the same as JSON. Run in a process of its own by
-test_triton.py, whose kernels are interpreted.
+Compiles these cases of each architecture (by default all) and prints what each takes as JSON. Run in a process of its
+own by test_triton_compiled.py, since other tests' kernels are interpreted; `python -m tools.gpu.spills` makes a table.
 """
 
 from __future__ import annotations
@@ -25,24 +24,37 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from headrace.kernels.triton import attention_kernels, draw_kernels, hopper_kernels, sample_kernels, tile_schedule
-from tests.support import compiled_rows
+from headrace.kernels.triton import (
+    attention_kernels,
+    draw_kernels,
+    hopper_kernels,
+    int8_kv_kernels,
+    pinned_kernels,
+    sample_kernels,
+    tile_schedule,
+    walk_options,
+)
+from tests.support import compiled_rows, compiled_weights
 from tests.support.compiled_rows import Compiled
 
 ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
 """Of an A100, an H100 and a B200: instruction of its tensor cores, and shared memory of a program."""
+SMALLEST = 99 << 10
+"""Shared memory of the smallest GPUs that take the choices for sm_80: sm_86, sm_89 and sm_120."""
 TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases"), "*i32")
-TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "bias", "sinks"), "*fp32") | {"factor": "fp32", "cap": "fp32"}
+TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "bias", "sinks", "k_scale", "v_scale"), "*fp32")
 TYPES |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "bias_len", "window"), "i32")
+TYPES |= {"factor": "fp32", "cap": "fp32"}
+GATHER = {"addresses": "*i64", "into": "*i64", "tasks": "i32", "words": "i32"}
 MERGE = {"HEADS": 32, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False, "SINKS": False}
-WALK = MERGE | {"KV_HEADS": 8, "PART": 4, "PARTS": 1, "LANES": tile_schedule.LANES, "PRECISION": "ieee"}
+WALK = MERGE | {"KV_HEADS": 8, "PART": 4, "PARTS": 1, "PRECISION": "ieee"}
 WALK |= {"BIAS": False, "CAP": False, "SPLIT": False, "RESUME": False}
-MODELS = {
-    "": {},
-    " 64": {"D": 64, "P": 64},
-    " capped": {"CAP": True},
-    " window, sinks": {"WINDOW": True, "SINKS": True},
-}
+HEADS = (64, 128, 256)
+MODELS: dict[str, dict[str, bool]] = {
+    "": {}, " window": {"WINDOW": True}, " bias": {"BIAS": True}, " cap": {"CAP": True},
+    " window, cap": {"WINDOW": True, "CAP": True}, " window, sinks": {"WINDOW": True, "SINKS": True},
+}  # fmt: skip
+"""Of Llama, Mistral, BLOOM and MPT, Grok, Gemma 2, gpt-oss. Heads of 256 have no bias in any model."""
 HOPPER = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "SPAN": tile_schedule.SPAN}
 
 DRAWN = dict.fromkeys(("logits",), "*fp32") | dict.fromkeys(("masks", "tokens"), "*i32")
@@ -72,14 +84,18 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Used:
-    """What a compiled kernel takes: registers of a thread, instructions that spill some, bytes of a program's shared
-    memory and their limit; tensor: whether it multiplies with the architecture's own instruction."""
+    """What a compiled kernel takes: registers of a thread; instructions that spill some of them in all, and in its
+    innermost loops of products (stores and loads); bytes of a program's shared memory and their limit. tensor: whether
+    it multiplies with the architecture's own instruction. sums: how a tile of probabilities, whose rows are summed up,
+    is spread over threads."""
 
     registers: int
     spills: int
+    in_loops: int
     shared: int
     limit: int
     tensor: bool
+    sums: list[str]
 
 
 @dataclass
@@ -95,15 +111,35 @@ class HopperCompiled(Compiled):
         return super().signature() | described
 
 
-def attention_cases() -> Iterator[Compiled]:
-    options = {"num_warps": 4, "num_stages": 3}
-    for model, others in MODELS.items():
-        for way, split in (("flash", False), ("split", True)):
-            yield Compiled(f"{way}{model}", attention_kernels.walk, WALK | {"SPLIT": split} | others, options, TYPES)
-    resumed = WALK | {"SPLIT": True, "RESUME": True}
-    yield Compiled("resumed", attention_kernels.walk, resumed, options, TYPES)
-    yield Compiled("merge_spans", attention_kernels.merge_spans, MERGE, {"num_warps": 1}, TYPES)
-    yield Compiled("store", attention_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, {"num_warps": 1}, TYPES)
+def attention_cases(architecture: int) -> Iterator[Compiled]:
+    for dim in HEADS:
+        for model, others in MODELS.items():
+            if dim <= 128 or "BIAS" not in others:
+                yield from _walks(architecture, dim, model, others, TYPES)
+        int8 = TYPES | {"k": "*i8", "v": "*i8"}
+        for model in ("", " window"):
+            yield from _walks(architecture, dim, f"{model} int8", MODELS[model], int8)
+        if dim < 128:
+            yield from _walks(architecture, dim, " fp32", {}, TYPES | dict.fromkeys(("q", "k", "v", "out"), "*fp32"))
+        merge = MERGE | {"D": dim, "P": dim, "WINDOW": True, "SINKS": True}
+        yield Compiled(f"merge_spans {dim}", attention_kernels.merge_spans, merge, {"num_warps": 1}, TYPES)
+    store = {"KV_HEADS": 2, "D": 80, "P": 128}
+    yield Compiled("store", attention_kernels.store, store, {"num_warps": 1}, TYPES)
+    int8 = TYPES | {"k": "*i8", "v": "*i8"}
+    yield Compiled("store int8", int8_kv_kernels.store, store, {"num_warps": 1}, int8)
+    yield Compiled("gather", pinned_kernels.gather, {"BLOCK": 1024}, {"num_warps": 8}, GATHER)
+
+
+def _walks(
+    architecture: int, dim: int, model: str, others: dict[str, bool], types: dict[str, str]
+) -> Iterator[Compiled]:
+    fp32 = types.get("q") == "*fp32"
+    lanes, warps, stages = walk_options.chosen(architecture // 10, dim, WALK["PART"], fp32)
+    options = {"num_warps": warps, "num_stages": stages}
+    sizes = WALK | {"D": dim, "P": dim, "LANES": lanes} | others
+    for way, split, resumed in (("flash", False, False), ("split", True, False), ("resumed", True, True)):
+        constants = sizes | {"SPLIT": split, "RESUME": resumed}
+        yield Compiled(f"{way} {dim}{model}", attention_kernels.walk, constants, options, types)
 
 
 def hopper_cases() -> Iterator[Compiled]:
@@ -120,6 +156,13 @@ def sampling_cases() -> Iterator[Compiled]:
         yield Compiled(name, kernel, constants, {}, DRAWN)
 
 
+def cases(architecture: int) -> list[Compiled]:
+    """All that an engine can launch on such a GPU."""
+    hopper = hopper_cases() if architecture == 90 else ()
+    rows, codes = compiled_rows.cases(architecture), compiled_weights.cases()
+    return [*attention_cases(architecture), *hopper, *rows, *codes, *sampling_cases()]
+
+
 def compiled(case: Compiled, architecture: int) -> Used:
     names, signature = case.kernel.arg_names, case.signature()
     values = {(names.index(name),): value for name, value in case.constants.items()}
@@ -127,19 +170,51 @@ def compiled(case: Compiled, architecture: int) -> Used:
     make = GluonASTSource if isinstance(case, HopperCompiled) else ASTSource
     source = make(case.kernel, signature, constexprs=values, attrs=aligned)
     done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options)
-    registers, spills = resources(done.asm["cubin"])
+    registers, spills, in_loops = resources(done.asm["cubin"])
     instruction, limit = ARCHITECTURES[architecture]
-    return Used(registers, spills, done.metadata.shared, limit, instruction in done.asm["ptx"])
+    sums = sums_of(done.asm["ttgir"]) if case.kernel is attention_kernels.walk else []
+    return Used(registers, spills, in_loops, done.metadata.shared, limit, instruction in done.asm["ptx"], sums)
 
 
-def resources(machine_code: bytes) -> tuple[int, int]:
-    """Registers of a thread, and instructions that spill some of them to memory."""
+def sums_of(ttgir: str) -> list[str]:
+    """Layouts of the tiles [lanes, 64] of which rows are summed up or have their maximum taken."""
+    layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.MULTILINE))
+    return sorted({layouts[name] for name in re.findall(r"\(tensor<\d+x64xf32, (#\w+)>\) -> tensor<\d+xf32", ttgir)})
+
+
+def resources(machine_code: bytes) -> tuple[int, int, int]:
+    """Registers of a thread, and instructions that spill some of them to memory: in all, and in loops (in_loops)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code)
         file.flush()
         found = re.search(r"REG:(\d+) STACK:(\d+)", _said("cuobjdump", "-res-usage", file.name))
         assert found
-        return int(found[1]), len(re.findall(r"\bSTL\b", _said("nvdisasm", file.name))) if int(found[2]) else 0
+        if not int(found[2]):
+            return int(found[1]), 0, 0
+        code = _said("nvdisasm", file.name)
+        return int(found[1]), len(re.findall(r"\bSTL\b", code)), in_loops(code)
+
+
+def in_loops(code: str) -> int:
+    """Stores to and loads from the stack in the innermost loops that have a product: between a label and a branch back
+    to it. What lies behind an exit is no loop: a place to wait, from where a branch goes back."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line.strip()):
+            labels[label[1]] = len(lines)
+        elif re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
+            back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+            lines.append(line)
+            if back and back[1] in labels:
+                loops.append((labels[back[1]], len(lines)))
+    product = [bool(re.search(r"\b(HMMA|HGMMA|UTC\w*MMA)\b", line)) for line in lines]
+    spill = [bool(re.search(r"\b(STL|LDL)\b", line)) for line in lines]
+    exits = [" EXIT" in line for line in lines]
+    with_product = [(a, b) for a, b in loops if any(product[a:b]) and not any(exits[a:b])]
+    inner = [a for a in with_product if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in with_product)]
+    return sum(sum(spill[begin:end]) for begin, end in inner)
 
 
 def _said(tool: str, *arguments: str) -> str:
@@ -149,17 +224,11 @@ def _said(tool: str, *arguments: str) -> str:
 
 def main() -> None:
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for architecture in [int(each) for each in sys.argv[1:]] or ARCHITECTURES:
-        cases = [*attention_cases()]
-        if architecture == 90:
-            cases += [*hopper_cases(), *compiled_rows.cases(90), *sampling_cases()]
-        for case in cases:
-            used = compiled(case, architecture)
-            print(
-                f"{case.name:24} sm_{architecture:<4} {used.registers:4} {used.spills:5} {used.shared:7} {used.tensor}",
-                flush=True,
-            )
-            found.setdefault(str(architecture), {})[case.name] = vars(used)
+    wanted = [tuple(map(int, each.split(":"))) for each in sys.argv[1:]]
+    wanted = wanted or [(a, n) for a in ARCHITECTURES for n in range(len(cases(a)))]
+    for architecture, number in wanted:
+        case = cases(architecture)[number]
+        found.setdefault(str(architecture), {})[case.name] = vars(compiled(case, architecture))
     print(json.dumps(found))
 
 

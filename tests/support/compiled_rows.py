@@ -45,9 +45,10 @@ def cases(architecture: int = 80) -> list[Compiled]:
     def usual(tiles: tuple[Tile, ...]) -> list[Tile]:
         return [tile for tile in tiles if overlaps or tile.way == "plain"]
 
-    few, gated = (products.FEW[:3], products.GATED[:3]) if overlaps else (products.PLAIN, products.PLAIN)
-    found = [_product(tile, ahead) for tile in (*few, *usual(products.MANY))]
-    found += [_product(tile, ahead, "silu") for tile in gated]
+    few, gated = (products.FEW[:3], products.GATED[:3]) if overlaps else (products.PLAIN, products.GATED_PLAIN)
+    narrow = products.NARROW if overlaps else ()
+    found = [_product(tile, ahead) for tile in (*narrow, *few, *usual(products.MANY))]
+    found += [_product(tile, ahead, "silu") for tile in (*narrow, *gated)]
     norms = {"P": 4096, "ADD": True, "WEIGHT": True, "OVERLAPS": overlaps}
     for name, rms in (("rms", True), ("layer", False)):
         constants = norms | {"RMS": rms, "BIAS": not rms}

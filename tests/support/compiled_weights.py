@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headrace.kernels.triton import int8_kv_kernels, weight_kernels, weights
+from tests.support.compiled_rows import Compiled
 
 PRODUCTS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 TYPES = {
@@ -32,6 +33,15 @@ FORMS = {
 """CODES, BITS, GROUP, OFFSETS and STEP of weight_kernels.product."""
 
 
+SMALL: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
+    ("add_segments", weight_kernels.add_segments, {"WIDTH": 1024, "SEGMENTS": 8, "SCALED": True, "BIAS": True}, {}),
+    ("route", weight_kernels.route, {"CHOSEN": 4, "P": 32, "C": 4, "SHARED": True}, {"num_warps": 1}),
+    ("arrange", weight_kernels.arrange, {"BLOCK": 64, "EXPERTS": 64}, {}),
+    ("combine", weight_kernels.combine, {"CHOSEN": 4, "COLUMNS": 1024}, {}),
+]
+"""Kernels without products: name, kernel, constants, options."""
+
+
 def products() -> list[tuple[str, dict[str, Any], weights.Tile]]:
     found = []
     for name, (codes, bits, group, offsets, step) in FORMS.items():
@@ -44,6 +54,20 @@ def products() -> list[tuple[str, dict[str, Any], weights.Tile]]:
             )  # fmt: skip
             found.append((f"{name}, {rows} rows", constants, tile))
     return found
+
+
+def cases() -> list[Compiled]:
+    """The same kernels and the smaller ones of experts, for compile_triton."""
+    found = []
+    for name, constants, tile in products():
+        words = {"weight": "*bf16" if constants["BITS"] == 16 else "*i32"}
+        options = dict(num_warps=tile.warps, num_stages=tile.stages)
+        found.append((f"codes {name}", weight_kernels.product, constants, options, words))
+    found += [(name, kernel, constants, options, {}) for name, kernel, constants, options in SMALL]
+    return [
+        Compiled(name, kernel, constants, options, dict.fromkeys(kernel.arg_names, "i32") | TYPES | types)
+        for name, kernel, constants, options, types in found
+    ]
 
 
 def compiled(kernel: Any, constants: dict[str, Any], target: int, types: dict[str, str], **options: int) -> str:
@@ -64,11 +88,8 @@ def main() -> None:
             options = dict(num_warps=tile.warps, num_stages=tile.stages)
             ptx = compiled(weight_kernels.product, constants, target, words, **options)
             found[f"{name}, sm_{target}"] = instruction in ptx
-    apart = {"WIDTH": 1024, "SEGMENTS": 8, "SCALED": True, "BIAS": True}
-    compiled(weight_kernels.add_segments, apart, 90, {})
-    compiled(weight_kernels.route, {"CHOSEN": 4, "P": 32, "C": 4, "SHARED": True}, 90, {}, num_warps=1)
-    compiled(weight_kernels.arrange, {"BLOCK": 64, "EXPERTS": 64}, 90, {})
-    compiled(weight_kernels.combine, {"CHOSEN": 4, "COLUMNS": 1024}, 90, {})
+    for _, kernel, constants, options in SMALL:
+        compiled(kernel, constants, 90, {}, **options)
     compiled(int8_kv_kernels.store, {"KV_HEADS": 2, "D": 80, "P": 128}, 90, {"offsets": "*i32"}, num_warps=1)
     print(json.dumps(found))
 

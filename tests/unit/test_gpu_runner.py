@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tools.gpu import check, runner, tables
+from tools.gpu import check, device_tests, pytest_outcomes, runner, tables
 from tools.gpu.runner import Case, Goal, LeftOut, Row, Section
 
 ROW = Row("a row", {"ours_ms": 2.0, "of_best": 0.7}, (Goal("of_best", 0.65), Goal("of_best", 0.9)))
@@ -136,14 +137,82 @@ def test_the_result_is_written(
     monkeypatch.setattr(check, "no_device", lambda: None)
     monkeypatch.setattr(check, "machine", lambda: {"gpu": "none"})
     monkeypatch.setattr(check, "cases_of", lambda name: section(name, fail if name == "bits" else lambda: ROW).cases)
+    monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
     file = tmp_path / "build" / "found.json"
     assert check.main(["--only", "bits,limits", "--json", str(file)]) == 1
     found = json.loads(file.read_text())
-    assert list(found) == ["date", "machine", "command", "cases"]
+    assert list(found) == ["date", "machine", "command", "cases", "ended", "tests"]
     assert [(case["section"], case["status"]) for case in found["cases"]] == [
         ("bits", "failed: ValueError: broken"), ("limits", "measured"),
     ]  # fmt: skip
     assert check.main(["--only", "limits"]) == 0
+
+
+def test_a_run_that_is_cut_off_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file has what was measured until then; a later run adds what is missing, and what failed."""
+    monkeypatch.setattr(check, "no_device", lambda: None)
+    monkeypatch.setattr(check, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
+    ran: list[str] = []
+
+    def cases_of(name: str) -> Callable[[], Iterator[Case]]:
+        def noted(number: int) -> Row:
+            ran.append(f"{name} {number}")
+            if (name, number) == ("bits", 1) and not file.with_name("again.json").exists():
+                device_tests.OUTCOMES.write_text("passed a\nfailed b\nfailed a\n")
+                raise KeyboardInterrupt
+            return ROW
+
+        return lambda: iter([Case(str(number), partial(noted, number)) for number in range(3)])
+
+    monkeypatch.setattr(check, "cases_of", cases_of)
+    file = tmp_path / "found.json"
+    with pytest.raises(KeyboardInterrupt):
+        check.main(["--only", "limits,bits,products", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert found["ended"] == ["limits"] and len(found["cases"]) == 4
+    ran.clear()
+    file.with_name("again.json").touch()
+    found["tests"] = {"a": "passed", "b": "failed"}
+    file.write_text(json.dumps(found))
+    given = ["--only", "limits,bits,products", "--skip-passed", str(file), "--json", str(tmp_path / "more.json")]
+    assert check.main(given) == 0
+    assert ran == ["bits 1", "bits 2", "products 0", "products 1", "products 2"]
+    more = json.loads((tmp_path / "more.json").read_text())
+    assert len(more["cases"]) == 9 and more["ended"] == ["limits", "bits", "products"]
+    assert more["tests"] == found["tests"], "what passed is left out by the tests themselves"
+
+
+def test_what_has_not_passed_on_a_device_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two processes; what passed in this run is left out, and each outcome is kept as it comes."""
+    folder, file = tmp_path / "gpu", tmp_path / "outcomes"
+    folder.mkdir()
+    two = "@pytest.mark.parametrize('n', [1, 2])\ndef test_two(n): assert n < 2\n"
+    body = f"import pytest\n\ndef test_one(): pass\n\n{two}"
+    for name in ("test_new.py", "test_triton_rows.py"):
+        (folder / name).write_text(body)
+    tests = device_tests.DeviceTests(file, str(folder), at_once=2)
+    try:
+        with pytest.raises(RuntimeError, match="2 failed, 4 passed"):
+            tests.result(60.0)
+    finally:
+        tests.stop()
+    lines = [line.split("/gpu/")[-1].split(" ")[-1] for line in file.read_text().splitlines()]
+    assert lines.index("test_new.py::test_two[1]") < lines.index("test_triton_rows.py::test_two[1]")
+    assert lines.index("test_new.py::test_one") < lines.index("test_triton_rows.py::test_one")
+    passed = pytest_outcomes.passed_in(file)
+    assert len(passed) == 4 and len(pytest_outcomes.outcomes_in(file)) == 6
+    (tmp_path / "2026-11-27-gpu-check.json").write_text(json.dumps({"tests": pytest_outcomes.outcomes_in(file)}))
+    (tmp_path / "2026-11-28-gpu-check.json").write_text(json.dumps({"cases": []}))
+    assert pytest_outcomes.passed_before(tmp_path) == passed
+    file.write_text("".join(f"passed {name}\n" for name in pytest_outcomes.outcomes_in(file)))
+    tests = device_tests.DeviceTests(file, str(folder), at_once=1)
+    try:
+        assert tests.result(60.0).figures == {"pytest": "6 passed"}, "nothing is left to run"
+    finally:
+        tests.stop()
 
 
 def test_without_a_device_nothing_is_checked(

@@ -13,7 +13,14 @@ from headrace.types import CHUNK
 
 GROUPS = st.sampled_from([1, 4, 7, 48, 64])
 LANES = st.sampled_from([64, 128])
-BOUNDS = st.builds(Bounds, GROUPS, st.sampled_from([0, 5, 40, 1 << 20]), st.sampled_from([0, 3, 1 << 20]), LANES)
+BOUNDS = st.builds(
+    Bounds,
+    GROUPS,
+    st.sampled_from([0, 5, 40, 1 << 20]),
+    st.sampled_from([0, 3, 1 << 20]),
+    LANES,
+    st.sampled_from([32, 64]),
+)
 
 
 @st.composite
@@ -132,9 +139,9 @@ def test_flash_tasks_are_of_one_sequence(plan: Plan, bounds: Bounds) -> None:
 def test_a_sequence_that_begins_where_another_ends() -> None:
     """64 rows of one, then 40 of another at the positions behind: two runs, though their positions go on."""
     plan = build([Span(np.array([0], np.int32), 0, 64), Span(np.array([1, 2], np.int32), 64, 40)])
-    assert run_edges(plan.items, plan.positions).tolist() == [0, 64, 104]
+    assert run_edges(plan.items[:, 3], plan.positions).tolist() == [0, 64, 104]
     shared = build([Span(np.array([0], np.int32), 0, 64), Span(np.array([0, 2], np.int32), 64, 40)])
-    assert run_edges(shared.items, shared.positions).tolist() == [0, 104], "they are as one"
+    assert run_edges(shared.items[:, 3], shared.positions).tolist() == [0, 104], "they are as one"
 
 
 def test_a_shared_prefix_is_walked_once() -> None:
@@ -191,4 +198,4 @@ def test_nothing() -> None:
     empty = build([])
     done = cut(empty.items, empty.positions, Bounds(1, 100, 100))
     assert done.rounds == [] and not len(done.flash) and not done.states
-    assert run_edges(empty.items, empty.positions).tolist() == [0]
+    assert run_edges(empty.items[:, 3], empty.positions).tolist() == [0]

@@ -7,15 +7,10 @@ nothing is timed here.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,15 +18,14 @@ import torch
 from headrace import LLM, SamplingParams
 from tests.support.traces import GREEDY, Trace, alone, prompts_of, run, same
 from tools.gpu import timing
+from tools.gpu.device_tests import OUTCOMES, DeviceTests
 from tools.gpu.engine import release
 from tools.gpu.models import MODELS, USUAL, drawn_model
 from tools.gpu.runner import Case, LeftOut, Row
 from tools.gpu.warm import Warming
 
 TESTS_SECONDS = 60.0
-"""For tests/gpu, which run beside the engines."""
-TESTS_AT_ONCE = 6
-"""Processes: most of the time goes into compiling kernels."""
+"""For tests/gpu, which run beside the engines; the section device_tests runs the rest."""
 
 WARMING_SECONDS = 20.0
 """For other models' kernels, behind everything else: no later section has to compile them then."""
@@ -45,12 +39,12 @@ Make = Callable[..., LLM]
 
 
 def cases() -> Iterator[Case]:
-    tests, warming = Tests(), Warming([name for name in MODELS if name != "S1"])
+    tests, warming = DeviceTests(OUTCOMES), Warming([name for name in MODELS if name != "S1"])
     try:
         yield from of_model("tiny", shipped)
         drawn = drawn_model(MODELS["S1"], timing.CUDA)
         yield from of_model("S1", partial(drawn.engine, **FEW))
-        yield Case("tests/gpu", tests.result)
+        yield Case("tests/gpu", partial(tests.result, TESTS_SECONDS))
         yield Case("kernels of larger models", partial(warming.result, WARMING_SECONDS))
     finally:
         tests.stop()
@@ -165,38 +159,3 @@ def eager_steps(executor: Any) -> Iterator[None]:
         yield
     finally:
         executor.decoding = before
-
-
-class Tests:
-    """tests/gpu in a process of its own, from now on."""
-
-    def __init__(self) -> None:
-        at_once = ["-n", str(TESTS_AT_ONCE)] if find_spec("xdist") else []
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *at_once, "tests/gpu"]
-        self.ends = time.monotonic() + TESTS_SECONDS
-        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (a pipe that nobody reads would stop it)
-        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
-
-    def result(self) -> Row:
-        """What they came to. Raises LeftOut where they take longer than TESTS_SECONDS, RuntimeError if one fails."""
-        try:
-            status = self.process.wait(max(1.0, self.ends - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.stop()
-            print("\n".join(self.told()[-10:]))
-            raise LeftOut(f"not at their end after {TESTS_SECONDS:.0f} s") from None
-        lines = self.told()
-        if status:
-            print("\n".join(lines[-60:]))
-            raise RuntimeError(f"tests/gpu: {lines[-1]}")
-        return Row("tests/gpu", {"pytest": lines[-1].strip("= ")})
-
-    def told(self) -> list[str]:
-        """Lines that it has printed."""
-        self.output.seek(0)
-        return self.output.read().splitlines() or ["no output"]
-
-    def stop(self) -> None:
-        """Ends the process if it runs."""
-        if self.process.poll() is None:
-            self.process.kill()

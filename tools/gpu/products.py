@@ -16,7 +16,7 @@ from tools.gpu.timing import CUDA
 MATRICES = {
     "7B qkv": (4096, 12_288), "7B out": (4096, 4096), "7B gate_up": (4096, 22_016), "7B down": (11_008, 4096),
     "7B head": (4096, 32_000), "8B qkv": (4096, 6144), "8B gate_up": (4096, 28_672), "8B down": (14_336, 4096),
-    "8B head": (4096, 128_256),
+    "8B head": (4096, 128_256), "S1 out": (1024, 1024), "S1 down": (2816, 1024),
 }  # fmt: skip
 """(inputs, outputs)."""
 FEW, MANY = (1, 8, 16, 32), (512, 2048, 8192)

@@ -75,6 +75,20 @@ class Report:
     """Cases with their status and rows, in the order in which they ran."""
 
     cases: list[dict[str, Any]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    """Sections that went to their end."""
+    kept: Callable[[Report], None] = lambda report: None
+    """Called whenever there is more to keep."""
+
+    @classmethod
+    def resumed(cls, result: dict[str, Any]) -> Report:
+        """What an earlier result has measured: the cases of sections that ended, and single ones of others."""
+        cases = [case for case in result["cases"] if case["status"] == "measured"]
+        return cls(cases, list(result.get("ended", ())))
+
+    def has(self, section: str, case: str) -> bool:
+        """Whether the case is measured."""
+        return any((each["section"], each["case"]) == (section, case) for each in self.cases)
 
     def note(self, section: str, case: str, status: str, rows: Iterable[Row] = (), seconds: float = 0.0) -> None:
         head = {"section": section, "case": case, "status": status, "seconds": round(seconds, 2)}
@@ -83,26 +97,30 @@ class Report:
         lines = [f"  {row.told()}" for row in given]
         lines += [] if status == "measured" else [f"  {case:<40} {status}"]
         print(*lines, sep="\n", flush=True)
+        self.kept(self)
 
     def count(self, status: str) -> int:
         return sum(case["status"].startswith(status) for case in self.cases)
 
     def summary(self) -> str:
-        """How many were measured, and those that were not, by name."""
-        goals = [goal for case in self.cases for goal in case.get("goals", ())]
-        met = sum(goal.endswith(" met") for goal in goals)
-        lines = [f"{self.count('measured')} rows measured, {met} of {len(goals)} goals met"]
+        """How many were measured, goals that are not met, and cases that were not measured, by name."""
+        goals = [(case, goal) for case in self.cases for goal in case.get("goals", ())]
+        short = [f"{case['section']}/{case['name']}: {goal}" for case, goal in goals if not goal.endswith(" met")]
+        lines = [f"{self.count('measured')} rows measured, {len(goals) - len(short)} of {len(goals)} goals met"]
+        lines += [f"  {each}" for each in short]
         for status in ("failed", "left out"):
             names = [f"{case['section']}/{case['case']}" for case in self.cases if case["status"].startswith(status)]
             lines += [f"{status}: {', '.join(names)}"] if names else []
         return "\n".join(lines)
 
 
-def run(sections: Iterable[Section], seconds: float) -> Report:
-    """Runs the sections in this order within `seconds`. A case that is under way when its section's time, or all of it,
-    ends is interrupted."""
-    report, ends = Report(), time.monotonic() + seconds
+def run(sections: Iterable[Section], seconds: float, report: Report | None = None) -> Report:
+    """Runs the sections in this order within `seconds`, but for what the report has measured. A case that is under way
+    when its section's time, or all of it, ends is interrupted."""
+    report, ends = report or Report(), time.monotonic() + seconds
     for section in sections:
+        if section.name in report.ended:
+            continue
         began = time.monotonic()
         print(f"{section.name}: {section.seconds:.0f} s at most, {max(0, ends - began):.0f} s left", flush=True)
         if began >= ends:
@@ -110,8 +128,7 @@ def run(sections: Iterable[Section], seconds: float) -> Report:
             continue
         try:
             with _alarm(min(section.seconds, ends - began)):
-                cases = section.cases()
-                _run_cases(section, cases, report, began, ends)
+                _run_cases(section, section.cases(), report, began, ends)
         except (Exception, _TimeOver) as error:
             report.note(section.name, "section", _failure(error), seconds=time.monotonic() - began)
     print(report.summary(), flush=True)
@@ -120,7 +137,10 @@ def run(sections: Iterable[Section], seconds: float) -> Report:
 
 def _run_cases(section: Section, cases: Iterator[Case], report: Report, began: float, ends: float) -> None:
     """What ends the time is raised once the case is noted, so that the section's own clean-up runs."""
+    first = len(report.cases)
     for case in cases:
+        if report.has(section.name, case.name):
+            continue
         now = time.monotonic()
         if now >= min(began + section.seconds, ends):
             report.note(section.name, case.name, "left out: no time")
@@ -135,6 +155,8 @@ def _run_cases(section: Section, cases: Iterator[Case], report: Report, began: f
         except (Exception, _TimeOver) as error:
             status = _failure(error)
         report.note(section.name, case.name, status, rows, time.monotonic() - now)
+    if all(case["status"] == "measured" for case in report.cases[first:]):
+        report.ended.append(section.name)
 
 
 def _failure(error: BaseException) -> str:

@@ -236,31 +236,36 @@ def _alone(span: Span) -> Plan:
 def _grid(spans: list[Span]) -> Int32:
     """Slots as [S, longest], -1 beyond a sequence's end."""
     grid = np.full((len(spans), max((len(span.slots) for span in spans), default=0)), -1, dtype=np.int32)
-    for row, span in enumerate(spans):
-        grid[row, : len(span.slots)] = span.slots
+    for row, span in zip(grid, spans, strict=True):
+        row[: len(span.slots)] = span.slots
     return grid
 
 
 def _items(grid: Int32, begins: Int64, ends: Int64, starts: Int64) -> tuple[Int32, int]:
     """Runs of equal slots down each column of the grid, as items: shared runs by column, then the others by row."""
     sequences, width = grid.shape
-    columns = np.ascontiguousarray(grid.T)
-    first = np.ones(width * sequences + 1, dtype=bool)  # the last one ends the last run
-    first[:-1].reshape(width, sequences)[:, 1:] = (columns[:, 1:] != columns[:, :-1]) | (columns[:, 1:] < 0)
-    edge = np.flatnonzero(first)
-    slot = columns.reshape(-1)[edge[:-1]]
-    real = np.flatnonzero(slot >= 0)
-    run, stop = edge.take(real), edge.take(real + 1)
-    key = run // max(sequences, 1) * CHUNK
-    low = run % max(sequences, 1)
-    high = stop - run + low - 1
-    shared = high > low
+    keys = np.arange(0, width * CHUNK, CHUNK)
+    every = np.empty((sequences, width, 4), dtype=np.int32)  # of each slot, as if it were its sequence's own
+    every[..., 0], every[..., 1], every[..., 3] = grid, keys, ends[:, None]
     # An own chunk is met from its first key on; a shared one may begin with its writer's rows, which the mask knows.
-    begin = begins.take(low)
-    begin += np.where(shared, 0, np.maximum(key - starts.take(low), 0))
-    items = np.empty((len(run), 4), dtype=np.int32)
-    items[:, 0], items[:, 1], items[:, 2], items[:, 3] = slot.take(real), key, begin, ends.take(high)
-    place = np.where(shared, -1, low)
-    # Sixteen bits are sorted by counting.
-    order = np.argsort(place.astype(np.int16) if sequences < 1 << 15 else place, kind="stable")
-    return items.take(order, axis=0), int(np.count_nonzero(shared))
+    every[..., 2] = begins[:, None] + np.maximum(keys - starts[:, None], 0)
+    flat = every.reshape(-1, 4)
+    real, alike = grid >= 0, grid[1:] == grid[:-1]
+    alike &= real[1:]
+    if not alike.any():
+        return flat.take(np.flatnonzero(real), axis=0), 0
+    before, after = np.zeros_like(real), np.zeros_like(real)
+    before[1:] = after[:-1] = alike
+    low, high = _by_column(after & ~before), _by_column(before & ~after)
+    shared = flat.take(low, axis=0)
+    shared[:, 2], shared[:, 3] = begins.take(low // width), ends.take(high // width)
+    own = flat.take(np.flatnonzero(real & ~before & ~after), axis=0)
+    return np.concatenate((shared, own)), len(shared)
+
+
+def _by_column(chosen: NDArray[np.bool_]) -> Int64:
+    """Flat indices of what is chosen of a grid, column by column."""
+    rows, width = chosen.shape
+    column, row = np.divmod(np.flatnonzero(chosen.T), rows)
+    at: Int64 = row * width + column
+    return at

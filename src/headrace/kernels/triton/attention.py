@@ -29,6 +29,7 @@ from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
+from headrace.kernels.triton.walk_options import walk_options
 
 LOG2_E = math.log2(math.e)
 
@@ -42,8 +43,9 @@ def processors(device: torch.device) -> int:
 def bounds(heads: Heads, device: torch.device, dtype: torch.dtype, plain: bool) -> Bounds:
     """plain: scores are neither biased nor capped."""
     on_hopper = plain and agreed(heads, dtype, device).flash
-    lanes = hopper.FLASH_LANES if on_hopper else tile_schedule.LANES
-    return Bounds(heads.part, heads.most_states, -(-2 * processors(device) // heads.columns), lanes)
+    lanes = walk_options(device, heads.padded, heads.part, dtype).lanes
+    busy = -(-2 * processors(device) // heads.columns)
+    return Bounds(heads.part, heads.most_states, busy, hopper.FLASH_LANES if on_hopper else lanes, lanes)
 
 
 def agreed(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
@@ -116,8 +118,7 @@ class TileWork:
 
     def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
         tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]
-        grid = (self.rounds[number], tile_schedule.LANES)
-        self._walk(q, pool, mask, q, tasks, count, *grid, SPLIT=True, RESUME=resumes)
+        self._walk(q, pool, mask, q, tasks, count, self.rounds[number], None, SPLIT=True, RESUME=resumes)
 
     def _flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
         tasks, count = self.arena.flash.there, self.arena.count_of[-1]
@@ -136,12 +137,13 @@ class TileWork:
         hopper.flash(q, pool, self.arena.items.there, tasks, mask, out, factor, tile_schedule.SPAN, self.flash)
 
     def _walk(
-        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int, lanes: int,
-        **way: bool,
+        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int,
+        lanes: int | None, **way: bool,
     ) -> None:  # fmt: skip
         heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
         acc, m, z = self.states
-        large = self._padded > 128
+        options = walk_options(q.device, heads.padded, heads.part, q.dtype)
+        lanes = lanes or options.lanes
         direct(attention_kernels.walk)[(programs, heads.columns)](
             q, pool.k, pool.v, q if pool.k_scale is None else pool.k_scale, q if pool.v_scale is None else pool.v_scale,
             self.arena.items.there, tasks, count, mask.positions, self.arena.bases.there, q if bias is None else bias,
@@ -150,7 +152,7 @@ class TileWork:
             0 if bias is None else bias.shape[-1], mask.window or 0, **self._shape(mask), **way,
             KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, LANES=lanes,
             BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
-            num_warps=8 if large else lanes // 16, num_stages=2 if large else 3,
+            num_warps=options.warps * lanes // options.lanes, num_stages=options.stages,
         )  # fmt: skip
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
@@ -161,15 +163,11 @@ class TileWork:
             **self._shape(mask), num_warps=1,
         )  # fmt: skip
 
-    @property
-    def _padded(self) -> int:
-        return max(16, 1 << (self.heads.dim - 1).bit_length())
-
     def _shape(self, mask: Mask) -> dict[str, Any]:
         return {
             "HEADS": self.heads.heads,
             "D": self.heads.dim,
-            "P": self._padded,
+            "P": self.heads.padded,
             "SPAN": tile_schedule.SPAN,
             "WINDOW": mask.window is not None,
             "SINKS": mask.sinks is not None,
@@ -180,7 +178,7 @@ def schedules(
     items: Mapping[int | None, NDArray[np.int32]], positions: NDArray[np.int64], bounds: Bounds
 ) -> dict[int | None, TileSchedule]:
     """Tasks for each window's items."""
-    narrow = bounds._replace(flash_lanes=tile_schedule.LANES)
+    narrow = bounds._replace(flash_lanes=bounds.lanes)
     return {
         window: tile_schedule.cut(each, positions, bounds if window is None else narrow, window)
         for window, each in items.items()

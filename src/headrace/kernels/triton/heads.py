@@ -26,6 +26,11 @@ class Heads(NamedTuple):
         return min(self.heads // self.kv_heads, tile_schedule.LANES)
 
     @property
+    def padded(self) -> int:
+        """D as the kernels' tiles have it: a power of two."""
+        return max(16, 1 << (self.dim - 1).bit_length())
+
+    @property
     def columns(self) -> int:
         """Programs that take the same task."""
         return self.kv_heads * -(-self.heads // self.kv_heads // self.part)

@@ -43,6 +43,17 @@ def _prefetch(w, column, inputs, LINES: tl.constexpr):
 
 
 @triton.jit
+def _wait_for_rows(w, column, inputs, outputs, GATED: tl.constexpr, AHEAD: tl.constexpr):
+    """Fetches the first AHEAD lines of these columns of weights while the kernel before ends; 0: it has ended."""
+    if AHEAD:
+        tl.extra.cuda.gdc_launch_dependents()
+        _prefetch(w, column, inputs, AHEAD)
+        if GATED:
+            _prefetch(w, column + outputs, inputs, AHEAD)
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _rounded(numbers, like):
     """fp32 numbers, rounded to the type of what `like` points to."""
     return numbers.to(like.dtype.element_ty).to(tl.float32)
@@ -62,12 +73,7 @@ def product(
     # What lies outside is computed from the last row or column, and not stored.
     from_row = tl.minimum(row, rows - 1).to(tl.int64)
     from_column = tl.minimum(column, outputs - 1).to(tl.int64)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        _prefetch(w, from_column, inputs, AHEAD)
-        if GATED:
-            _prefetch(w, from_column + outputs, inputs, AHEAD)
-        tl.extra.cuda.gdc_wait()
+    _wait_for_rows(w, from_column, inputs, outputs, GATED, AHEAD)
     first = tl.zeros((ROWS, COLUMNS), tl.float32)
     second = tl.zeros((ROWS, COLUMNS), tl.float32)
     for at in range(0, inputs, STEP):
@@ -104,12 +110,7 @@ def product_of_few(
     column = tl.program_id(0) * COLUMNS
     columns, row = column + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     inside = tl.minimum(columns, outputs - 1).to(tl.int64)
-    if AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
-        _prefetch(weights, inside, inputs, AHEAD)
-        if GATED:
-            _prefetch(weights, inside + outputs, inputs, AHEAD)
-        tl.extra.cuda.gdc_wait()
+    _wait_for_rows(weights, inside, inputs, outputs, GATED, AHEAD)
     first = tl.zeros((COLUMNS, ROWS), tl.float32)
     second = tl.zeros((COLUMNS, ROWS), tl.float32)
     for at in range(0, inputs, STEP):

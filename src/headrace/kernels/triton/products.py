@@ -18,8 +18,12 @@ from headrace.kernels.triton.tiles import EXACT, Tile, product, takes_blocks
 
 PLAIN = (Tile(16, 32, 256, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 128, 4, 5))
 FEW = (Tile(16, 64, 256, 4, 4, "few"), Tile(32, 64, 128, 4, 6, "few"), Tile(64, 64, 128, 4, 5, "few"), *PLAIN)
-GATED = (Tile(16, 64, 128, 4, 5, "few"), Tile(32, 64, 128, 4, 5, "few"), Tile(64, 64, 64, 4, 6, "few"), *PLAIN)
+GATED_PLAIN = (Tile(16, 32, 128, 4, 4), Tile(32, 32, 128, 4, 5), Tile(64, 32, 64, 4, 5))
+GATED = (Tile(16, 64, 128, 4, 5, "few"), Tile(32, 64, 128, 4, 5, "few"), Tile(64, 64, 64, 4, 6, "few"), *GATED_PLAIN)
 """Of up to so many rows, for products and for gates with what they let through; `few` where blocks can be copied."""
+NARROW = (Tile(16, 16, 256, 1, 8, "few"), Tile(32, 16, 256, 1, 6, "few"))
+"""Before these, for weights of so few outputs that each such tile has a multiprocessor for itself: four times as many
+read at once, each with 56 KiB or more under way."""
 MANY = (
     Tile(128, 256, 64, 8, 3, "many"),
     Tile(128, 128, 64, 4, 4, "many"),
@@ -90,7 +94,7 @@ def _activated(
 def prepare(weight: Tensor) -> Tensor:
     """The weight, once the ways that decoding takes, and cuBLAS, have been compared: no step does, nor a recorded
     one."""
-    for tile in FEW[: -len(PLAIN)] if takes_blocks(weight) else PLAIN:
+    for tile in (*NARROW, *FEW[: -len(PLAIN)]) if takes_blocks(weight) else PLAIN:
         agrees(tile, weight.dtype, weight.device)
     cublas_batches(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device), weight)
     return weight
@@ -101,7 +105,8 @@ def _of_few(tiles: tuple[Tile, ...], x: Tensor, weight: Tensor, kind: str = "", 
     if len(x) > tiles[-1].rows:
         return None
     rows, blocks = len(x), takes_blocks(x, weight)
-    for tile in tiles:
+    narrow = -(-len(weight) // (1 + gated) // NARROW[0].columns) <= processors(x.device)
+    for tile in (*NARROW, *tiles) if narrow else tiles:
         fits = rows <= tile.rows and (blocks or tile.way == "plain")
         if fits and agrees(tile, x.dtype, x.device, kind, gated):
             return tile

@@ -27,29 +27,28 @@ SPAN = 512
 """Keys of a span. Part of the canonical order: another length gives other bits."""
 
 LANES = 64
-"""Of a task: rows of a tensor core's product."""
+"""Of a task, at most, of rows that walk single spans: rows of a tensor core's product."""
 SHORT = 16
 """Rows of a run that is always split: decoding, drafts, the end of a prompt."""
 SPAN_BITS = 9
-KEY_BITS = 24
-"""Of positions, behind which the rows of an item stand in one integer."""
 SPAN_CHUNKS = SPAN // CHUNK
 NO_TASKS: Int32 = np.empty((0, 4), np.int32)
 
 
 class Bounds(NamedTuple):
     """What decides how runs go. group: lanes of a row; states: that may be left in all; busy: tasks that fill the
-    machine: with fewer of them, long runs are split as well. flash_lanes: of a flash task."""
+    machine: with fewer of them, long runs are split as well. flash_lanes, lanes: of a flash and of a split task."""
 
     group: int
     states: int
     busy: int
     flash_lanes: int = LANES
+    lanes: int = LANES
 
     @property
     def rows_together(self) -> int:
         """Rows of a split task."""
-        return max(1, LANES // self.group)
+        return max(1, self.lanes // self.group)
 
     @property
     def flash_rows(self) -> int:
@@ -79,7 +78,8 @@ class TileSchedule:
 
 def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = None) -> TileSchedule:
     """The tasks of a plan's items for its rows, which see their last `window` keys (None: all)."""
-    edges = run_edges(items, positions)
+    pieces = _pieces(items)
+    edges = run_edges(pieces.high, positions)
     states = positions // SPAN + 1
     lengths = np.diff(edges)
     states[edges[:-1][lengths == 1]] += 1  # a row that is alone may go on into the next span
@@ -87,21 +87,32 @@ def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = Non
     kept = np.where(split, states, 0)
     bases = np.where(split, np.cumsum(kept) - kept, -1).astype(np.int32)
     begins = np.repeat(edges[:-1], lengths)
-    walked, rounds = _split(_within(items, split), positions, begins, bounds) if split.any() else (NO_TASKS, [])
-    flash = NO_TASKS
+    walked, flash = NO_TASKS, NO_TASKS
+    rounds: list[Int32] = []
+    if split.any():
+        here, parts = (items, pieces) if split.all() else _within(items, split)
+        walked, rounds = _split(here, parts, positions, begins, bounds)
     if not split.all():
         own, flash = _flash(items, positions, edges, split, bounds, window, len(walked))
         walked = np.concatenate((walked, own))
     return TileSchedule(walked, rounds, flash, bases, kept, int(kept.sum()), bounds.flash_lanes)
 
 
-def run_edges(items: Int32, positions: Int64) -> Int64:
-    """Where runs begin, and the number of rows. Two sequences whose rows meet the same chunks are one run."""
+def split(items: Int32, positions: Int64, bounds: Bounds) -> tuple[Int32, list[Int32]]:
+    """Items in the order of their tasks, and the tasks by round, of rows that are all split."""
+    stretches = _pieces(items)
+    edges = run_edges(stretches.high, positions)
+    return _split(items, stretches, positions, np.repeat(edges[:-1], np.diff(edges)), bounds)
+
+
+def run_edges(ends: Int32 | Int64, positions: Int64) -> Int64:
+    """Where runs begin, and the number of rows. ends: of all items' rows. Two sequences whose rows meet the same chunks
+    are one run."""
     rows = len(positions)
     edge = np.zeros(rows + 1, dtype=bool)
     edge[[0, rows]] = True
     edge[1:rows] = positions[1:] != positions[:-1] + 1
-    edge[items[:, 3]] = True  # a sequence's own chunks end with it
+    edge[ends] = True  # a sequence's own chunks end with it
     return np.flatnonzero(edge)
 
 
@@ -120,84 +131,118 @@ def _split_runs(edges: Int64, states: Int64, positions: Int64, bounds: Bounds) -
     return fits
 
 
-def _within(items: Int32, split: Bools) -> Int32:
-    """The items of the rows that are split, one for each stretch of them."""
-    if split.all():
-        return items
+def _within(items: Int32, split: Bools) -> tuple[Int32, _Pieces]:
+    """The items of the rows that are split, one for each stretch of them, and their pieces."""
     turns = np.flatnonzero(np.diff(split, prepend=False, append=False))
     parts = []
     for begin, end in turns.reshape(-1, 2).tolist():
         part = items[(items[:, 2] < end) & (items[:, 3] > begin)]
         part[:, 2:] = part[:, 2:].clip(begin, end)
         parts.append(part)
-    return np.concatenate(parts)
+    found = np.concatenate(parts)
+    return found, _pieces(found)
 
 
-def split(items: Int32, positions: Int64, bounds: Bounds) -> tuple[Int32, list[Int32]]:
-    """Items in the order of their tasks, and the tasks by round, of rows that are all split."""
-    edges = run_edges(items, positions)
-    return _split(items, positions, np.repeat(edges[:-1], np.diff(edges)), bounds)
+class _Pieces(NamedTuple):
+    """Stretches of items, chunk after chunk of one span for the same rows [low, high): number of the first item, items,
+    first key. Thousands of items are but hundreds of these."""
+
+    first: Int64
+    chunks: Int64
+    key: Int64
+    low: Int64
+    high: Int64
 
 
 class _Groups(NamedTuple):
-    """Items of one span that are offered to the same rows: numbers of [low, high), first and last key, depth: groups of
-    the span that these rows go through before. Ordered by span, low, and the wider ones first."""
+    """Items of one span that are offered to the same rows: numbers of [low, high), first and last key, chunks, its last
+    piece, depth: groups of the span that these rows go through before. Ordered by span, low, and the wider ones
+    first."""
 
     low: Int64
     high: Int64
     key: Int64
     last: Int64
-    first: Int64
     chunks: Int64
+    ends: Int64
     depth: Int64
 
 
-def _split(items: Int32, positions: Int64, begins: Int64, bounds: Bounds) -> tuple[Int32, list[Int32]]:
+def _split(items: Int32, pieces: _Pieces, positions: Int64, begins: Int64, bounds: Bounds) -> tuple[Int32, list[Int32]]:
     """Items in the order of their tasks, and the tasks by round. begins [R]: where the run of each row begins."""
-    order, groups = _grouped(items, begins)
+    pieces, groups = _grouped(pieces, begins)
     if not _is_tree(groups):
-        lengths = items[:, 3] - items[:, 2]
-        ends = np.cumsum(lengths)
-        items = np.repeat(items, lengths, axis=0)
-        items[:, 2] += (np.arange(len(items)) - np.repeat(ends - lengths, lengths)).astype(np.int32)
-        items[:, 3] = items[:, 2] + 1
-        order, groups = _grouped(items, np.arange(len(positions)))
-    walked, firsts = _with_room(items, order, groups, positions)
+        items = _row_by_row(items)
+        pieces, groups = _grouped(_pieces(items), np.arange(len(positions)))
+    walked, firsts = _with_room(items, pieces, groups, positions)
     tiles = -(-(groups.high - groups.low) // bounds.rows_together)
     which = np.repeat(np.arange(len(tiles)), tiles)
     nth = np.arange(len(which)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    begin = groups.low[which] + nth * bounds.rows_together
-    end = np.minimum(begin + bounds.rows_together, groups.high[which])
+    groups = _Groups(*(each.take(which) for each in groups))
+    begin = groups.low + nth * bounds.rows_together
+    end = np.minimum(begin + bounds.rows_together, groups.high)
     # Of one run's rows none sees further than the last.
-    key, count = groups.key[which], groups.chunks[which]
-    seen = np.where(begins[end - 1] <= begin, (positions[end - 1] - key) // CHUNK + 1, count)
-    tasks = _tasks(begin, end, firsts[which], np.minimum(count, seen))
-    depth, useful = groups.depth[which], seen > 0
-    rounds = [tasks[useful & (depth == turn)] for turn in range(int(depth.max()) + 1)]
+    alone = begins.take(end - 1) <= begin
+    seen = np.where(alone, (positions.take(end - 1) - groups.key) // CHUNK + 1, groups.chunks)
+    tasks = _tasks(begin, end, firsts.take(which), np.minimum(groups.chunks, seen))
+    depth, useful = groups.depth, seen > 0
+    rounds = [tasks.compress(useful & (depth == turn), axis=0) for turn in range(int(depth.max()) + 1)]
     return walked, [_longest_first(each) for each in rounds]
 
 
-def _grouped(items: Int32, begins: Int64) -> tuple[Int64, _Groups]:
-    """Numbers of the items, group by group, and the groups."""
+def _pieces(items: Int32) -> _Pieces:
+    """The items in as few pieces as follow one another."""
+    rows, key = np.ascontiguousarray(items).view(np.int64)[:, 1], items[:, 1]
+    new = np.ones(len(items), dtype=bool)
+    new[1:] = (rows[1:] != rows[:-1]) | (key[1:] - key[:-1] != CHUNK) | (key[1:] & (SPAN - 1) == 0)
+    first = np.flatnonzero(new)
+    _, key, low, high = np.ascontiguousarray(items.take(first, axis=0).T, dtype=np.int64)
+    return _Pieces(first, _lengths(first, len(items)), key, low, high)
+
+
+def _lengths(begins: Int64, end: int) -> Int64:
+    """Of stretches that begin there, the last of which ends at `end`."""
+    lengths = np.empty_like(begins)
+    np.subtract(begins[1:], begins[:-1], out=lengths[:-1])
+    lengths[-1:] = end - begins[-1:]
+    return lengths
+
+
+def _row_by_row(items: Int32) -> Int32:
+    """Each item once for each of its rows."""
+    lengths = items[:, 3] - items[:, 2]
+    items = np.repeat(items, lengths, axis=0)
+    items[:, 2] += _counted(lengths).astype(np.int32)
+    items[:, 3] = items[:, 2] + 1
+    return items
+
+
+def _counted(lengths: Int64) -> Int64:
+    """0, 1, ... of each length, one after another."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+
+
+def _grouped(pieces: _Pieces, begins: Int64) -> tuple[_Pieces, _Groups]:
+    """The pieces in the order of their groups, and the groups."""
     rows = len(begins) + 1
-    key, low, high = items[:, 1].astype(np.int64), begins.take(items[:, 2]), items[:, 3].astype(np.int64)
-    owner = ((low * rows + (rows - high)) << KEY_BITS) + key
-    order = np.argsort(owner, kind="stable")  # a plan's own items lie so already
-    owner = owner.take(order) >> SPAN_BITS  # high bits: who; low bits: the span
+    low, high, span = begins.take(pieces.low), pieces.high, pieces.key >> SPAN_BITS
+    owner = (span * rows + low) * rows + (rows - high)
+    order = np.argsort((owner << SPAN_BITS) + (pieces.key & (SPAN - 1)), kind="stable")
+    pieces, owner = _Pieces(*(each.take(order) for each in pieces)), owner.take(order)
     new = np.ones(len(order), dtype=bool)
     np.not_equal(owner[1:], owner[:-1], out=new[1:])
     first = np.flatnonzero(new)
-    count = np.diff(first, append=len(order))
-    start = key[order[first]]
-    by_span = np.argsort(start // SPAN * (rows * rows) + (owner[first] >> (KEY_BITS - SPAN_BITS)), kind="stable")
-    first, count, start = first[by_span], count[by_span], start[by_span]
-    begin = order[first]
-    low, high = low[begin], high[begin]
+    ends = first + _lengths(first, len(order)) - 1
+    begin = order.take(first)
+    low, high, span = low.take(begin), high.take(begin), span.take(begin)
+    last = pieces.key.take(ends) + (pieces.chunks.take(ends) - 1) * CHUNK
     # Ranges of rows lie within one another or apart: those that begin before a row and have not ended hold it.
-    span = start // SPAN * (2 * rows)
-    ended = np.searchsorted(np.sort(span + high), span + low, side="right")
+    before = span * (2 * rows)
+    ended = np.searchsorted(np.sort(before + high), before + low, side="right")
     depth = np.arange(len(first)) - ended
-    return order, _Groups(low, high, start, key[order[first + count - 1]], first, count, depth)
+    chunks = np.add.reduceat(pieces.chunks, first)
+    return pieces, _Groups(low, high, pieces.key.take(first), last, chunks, ends, depth)
 
 
 def _is_tree(groups: _Groups) -> bool:
@@ -216,17 +261,16 @@ def _is_tree(groups: _Groups) -> bool:
     return True
 
 
-def _with_room(items: Int32, order: Int64, groups: _Groups, positions: Int64) -> tuple[Int32, Int64]:
+def _with_room(items: Int32, pieces: _Pieces, groups: _Groups, positions: Int64) -> tuple[Int32, Int64]:
     """The items group by group, with room behind some, and where each group begins."""
     alone = groups.high - groups.low == 1
-    newest = alone & (groups.last == positions[groups.low] // CHUNK * CHUNK)
-    room = np.where(newest, SPAN_CHUNKS - groups.key // CHUNK % SPAN_CHUNKS, groups.chunks)
-    ends = np.cumsum(room)
-    firsts = ends - room
-    number = np.repeat(groups.first - firsts, room)
-    number += np.arange(len(number))
+    newest = alone & (groups.last == positions.take(groups.low) // CHUNK * CHUNK)
+    room = np.where(newest, SPAN_CHUNKS - (groups.key & (SPAN - 1)) // CHUNK, groups.chunks)
+    taken = pieces.chunks.copy()
+    taken[groups.ends] += room - groups.chunks
+    number = _counted(taken) + np.repeat(pieces.first, taken)
     # What lies in the room is never read.
-    return items.take(order.take(number, mode="clip"), axis=0), firsts
+    return items.take(number, axis=0, mode="clip"), np.cumsum(room) - room
 
 
 def _flash(
@@ -257,4 +301,4 @@ def _tasks(begin: Int64, end: Int64, first: Int64, count: Int64) -> Int32:
 
 def _longest_first(tasks: Int32) -> Int32:
     """What is left at the end is short then."""
-    return tasks[np.argsort(-tasks[:, 3], kind="stable")]
+    return tasks.take(np.argsort(-tasks[:, 3], kind="stable"), axis=0)

@@ -1,0 +1,50 @@
+"""How attention_kernels.walk is launched: lanes of a task, warps, and buffers for loads under way.
+
+Chosen by `python -m tools.gpu.spills`, which compiles each choice: registers hold what the loops need, and shared
+memory suffices. P: head size rounded up to a power of two. Split and flash tasks of a layer have the same choice, so
+that the sum of a lane's probabilities is spread over threads alike and has the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from headrace.kernels.triton.tile_schedule import LANES
+
+
+class WalkOptions(NamedTuple):
+    """lanes: of a task, except where the kernels for Hopper decide; warps: for these lanes; stages: of loads."""
+
+    lanes: int
+    warps: int
+    stages: int
+
+
+OPTIONS = {
+    8: {64: WalkOptions(64, 4, 3), 128: WalkOptions(64, 8, 2), 256: WalkOptions(32, 8, 2)},
+    9: {64: WalkOptions(64, 4, 3), 128: WalkOptions(64, 4, 3), 256: WalkOptions(64, 8, 2)},
+    10: {64: WalkOptions(64, 4, 3), 128: WalkOptions(64, 8, 3), 256: WalkOptions(64, 8, 1)},
+}
+"""By major compute capability and the largest P. Hopper's own kernels need 4 warps for 64 lanes: a row in one warp.
+99 KB of shared memory (sm_86, sm_89) suffice for those of 8, which all other GPUs take too."""
+UNROLLED = WalkOptions(64, 16, 1)
+"""For rows in fp32, whose products are no tensor core's: each part of a thread is unrolled."""
+
+
+@cache
+def walk_options(device: torch.device, padded: int, part: int, dtype: torch.dtype) -> WalkOptions:
+    """For heads of size P = `padded`, `part` of them in a task, and rows of this type. Elsewhere than on a CUDA device,
+    where Triton's interpreter runs them: as on a Hopper GPU."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return chosen(major, padded, part, dtype == torch.float32)
+
+
+def chosen(major: int, padded: int, part: int, fp32: bool = False) -> WalkOptions:
+    """walk_options of a major compute capability."""
+    table = OPTIONS.get(major, OPTIONS[8])
+    found = next(options for largest, options in table.items() if padded <= largest)
+    found = UNROLLED._replace(lanes=found.lanes) if fp32 else found
+    return found if part <= found.lanes else found._replace(lanes=LANES)
