@@ -53,6 +53,23 @@ def test_restored_is_the_same_as_computed(mix: str, truth: list[Trace]) -> None:
     restored(llm, truth)
 
 
+def test_replayed_steps_keep_activations(truth: list[Trace]) -> None:
+    """What they kept is projected again when the answer is a prompt."""
+    llm = engine(kv_cache_tokens=8192, kv_offloading_size=0.05, kv_offload_activations="on")
+    prompts, params = prompts_of(llm), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    longer = engine(kv_cache_tokens=8192)
+    expected = run(longer, prompts, params)
+    before = llm.engine.stats().graphs
+    same(answer(llm, prompts, params), expected)
+    assert llm.engine.offload is not None
+    assert before.replayed and not before.eager
+    flush(llm)
+    llm.engine.offload.choose = forced(*MIXES["project"])
+    going_on = [answered(prompt, trace) for prompt, trace in zip(prompts, expected, strict=True)]
+    same(answer(llm, going_on, PARAMS), [run(longer, [prompt], PARAMS)[0] for prompt in going_on])
+    llm.close()
+
+
 def test_from_a_disk(tmp_path: Path, truth: list[Trace]) -> None:
     restored(engine(kv_cache_tokens=8192, kv_offload_path=str(tmp_path)), truth)
 

@@ -37,13 +37,13 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
     They pay where they are smaller than K and V, which is not so where several query heads share a KV head. Ranks keep
     them if asked to: context ranks have those of chunks whose owner computed all rows, often few, and the pool of each
-    tensor rank has room for those of all chunks. So does a GPU, which replays only steps that keep none.
+    tensor rank has room for those of all chunks.
     """
     if config.tiers is None or config.tiers.activations == "off":
         return False
     if model.recurrent is not None:
         return False
-    if config.ranks.count > 1 or config.model.on_gpu:
+    if config.ranks.count > 1:
         return config.tiers.activations == "on"
     spec = model.attention
     smaller = model.hidden_size * element_bytes * spec.stored < spec.kv_bytes_per_token(kv_element_bytes)
