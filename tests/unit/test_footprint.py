@@ -48,6 +48,16 @@ TOO_MUCH = [
         dict(kv_offloading_size=12, offload_schedule="row", max_sequences=1000),
         "kv_offloading_size 12 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights: at most 9.7 GiB fit",
     ),
+    (
+        dict(
+            kv_offloading_size=12,
+            offload_schedule="row",
+            weight_offload=True,
+            attention_backend="triton",
+            max_sequences=1000,
+        ),
+        "kv_offloading_size 12 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights: at most 9.7 GiB fit",
+    ),
 ]
 FITS: list[dict[str, Any]] = [
     dict(),

@@ -119,7 +119,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
       for other in ("context", "tensor", "gpu")),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
     *(Exclusion("gpu", other, "it works on the CPU only") for other in
-      ("context", "tensor", "weights")),
+      ("context", "tensor")),
 )  # fmt: skip
 
 

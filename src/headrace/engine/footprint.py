@@ -100,7 +100,8 @@ class Footprint:
     def check(self) -> None:
         """Raises ValueError, with what is needed, what is free and what fits, where it is more than there is."""
         ray = self.config.ranks.launcher == "ray" and self.config.ranks.count > 1
-        if self.config.model.on_gpu or ray:
+        pinned = self.config.streaming is not None and self.config.streaming.weights
+        if (self.config.model.on_gpu and not pinned) or ray:
             return  # a GPU's memory, which the engine looks at, or ranks on hosts of which nothing is known
         if self.loading > self.free:
             raise ValueError(

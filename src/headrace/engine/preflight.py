@@ -125,6 +125,12 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
             f"attention_backend 'triton': {model.architecture} has attention sinks, with which logits were wrong on an "
             "H200; use 'auto'"
         )
+    if config.model.on_gpu and config.expert_folder is not None and model.experts is not None:
+        setting = "expert_offload_path" if config.experts.path is not None else "kv_offload_path"
+        raise ValueError(
+            f"{setting}: a GPU reads no experts in a file; leave it out, or keep all weights in host memory by "
+            "weight_offload with kv_offloading_size"
+        )
     if config.model.on_gpu and config.model.quantization == "w8a8":
         raise ValueError("quantization w8a8: the C++ kernels round rows, those of a GPU do not; use int8")
     if asked is None:
