@@ -81,6 +81,9 @@ def test_weights_outside_give_the_same_bits(
         qkv, norms = zip(*((one.layers[0].matrices["qkv.weight"], one.layers[0].weights) for one in runs), strict=True)
         assert all(each is qkv[0] for each in qkv)
         assert norms[0]["attention_norm.weight"] is not norms[1]["attention_norm.weight"]
+        if model == "experts":
+            addresses = set(runs[0].layers[0].mixture.ups.table.flatten().tolist())
+            assert addresses & {room.data_ptr() for room in layers.buffers[buffer].room.values()}
     outside = {w.data_ptr() for each in layers.outside for w in each.matrices.values() if isinstance(w, torch.Tensor)}
     rooms = {room.data_ptr() for buffer in layers.buffers for room in buffer.room.values()}
     assert not outside & rooms
