@@ -116,7 +116,11 @@ def test_all_is_ordered(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("form", "place"),
-    [*(("row", place) for place in sorted(EVERY)), ("column", HIDDEN), ("weights outside", WEIGHTS)],
+    [
+        *(("row", place) for place in sorted(EVERY)),
+        ("column", HIDDEN),
+        pytest.param("weights outside", WEIGHTS, marks=pytest.mark.matrix),
+    ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given).replace(" ", "-"),
 )
 def test_a_dropped_wait_is_found(form: str, place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +130,7 @@ def test_a_dropped_wait_is_found(form: str, place: tuple[str, str], monkeypatch:
     assert order.violations
 
 
+@pytest.mark.matrix
 def test_a_buffer_of_weights_is_not_filled_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies begin behind what was computed when they were submitted: else the layer before last loses its weights."""
     order = StreamOrder(dropped=("_carry", "wait_event"))

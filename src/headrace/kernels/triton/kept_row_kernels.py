@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["row_stride"])
+@triton.jit
 def keep(x, pool, slots, offsets, row_stride, width, COLUMNS: tl.constexpr):
     """Rows x [T, H], row_stride elements apart, to pool [slots, 64, H] as row offsets[t] of chunk slots[t], unless that
     is negative."""
