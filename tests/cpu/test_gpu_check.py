@@ -11,7 +11,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.attention.plan import build
-from headrace.bench.attention_testbed import decode_spans, shared
+from headrace.bench.attention_testbed import Heads, decode_spans, shared
 from headrace.bench.shapes import CheckpointShape, write_checkpoint, write_outline
 from headrace.types import CHUNK
 from tests.support.traces import GREEDY
@@ -151,9 +151,19 @@ def test_the_planted_fact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hand-made model finds every fact, wherever it lies, and tells a wrong one."""
     monkeypatch.setitem(long_context.CONTEXTS, "128k", 3000)
     assert long_context.facts("128k").figures["facts"] == lookup_model.NAMES
+    assert long_context.facts("128k", restored=True, kv_offloading_size=0.1).figures["facts"] == lookup_model.NAMES
+    assert long_context.facts("128k", **long_context.OUTSIDE).figures["facts"] == lookup_model.NAMES
     text = lookup_model.haystack(500)
     right = [lookup_model.answer(value) for value in text.values]
     assert not text.wrong(right) and text.wrong([right[0] + 1, *right[1:]]) == [0]
+
+
+def test_rows_at_the_end_of_a_context_have_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_context, "CUDA", CPU)
+    monkeypatch.setattr(long_context, "needs", lambda count: None)
+    monkeypatch.setattr(long_context, "event_ms", lambda run, flush: 2.0)
+    row = long_context.far_positions(Heads("small", 2, 1, 16), 530, rows=18, dtype=torch.float32)
+    assert row.figures["decode_gbps"] == pytest.approx(2 * 9 * CHUNK * 16 * 4 / 2e6)
 
 
 def test_the_shipped_model_is_asked_within_its_limits() -> None:

@@ -18,12 +18,15 @@ from headrace.engine.graphs import CudaGraphs, Key
 from headrace.engine.runner import Runner
 from headrace.host import GIB
 from headrace.kernels.backend import recorded
+from headrace.offload.restore import timing
 from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
+from tests.support.offloading import MIXES, answer, flush, forced, watched
 from tests.support.traces import Trace, run, same
 
 SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
 FOUR = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+THREE = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
     # Recordings are made when they are needed: each takes a step's time here.
     monkeypatch.setattr(Runner, "record", lambda self: None)
+    # Nor is it measured how fast an interpreter restores.
+    monkeypatch.setattr(timing, "call_seconds", lambda work, most_s=0.05: 1e-3)
     with fake_device(monkeypatch) as device:
         yield device
 
@@ -79,6 +84,53 @@ def test_replayed_is_the_same_as_eager(folder: Path, fake: FakeDevice) -> None:
     assert (graphs.stats.replayed, graphs.stats.eager, graphs.stats.recorded) == (3, 0, 1)
     assert [each.replays for each in fake.graphs] == [3]
     assert llm.engine.stats().graphs.replayed == 3
+
+
+def test_kept_activations_are_part_of_a_recording(folder: Path, fake: FakeDevice) -> None:
+    """Three sequences where there are graphs of four rows; one of them enters a new chunk. X is what launched steps
+    keep, and the padding writes none."""
+    llm = engine(folder, kv_offloading_size=0.01, kv_offload_activations="on")
+    prompts = [tokens(63, 1), tokens(2, 2), tokens(1, 3)]
+    graphs = graphs_of(llm)
+    runner = llm.engine.loaded.executor
+    assert isinstance(runner, Runner) and graphs.storage.x is not None
+    runner.decoding = runner.eager
+    truth = watched(llm, prompts, THREE)
+    kept = graphs.storage.x[0].clone()
+    flush(llm)
+    runner.decoding = graphs
+    graphs.storage.x[0].zero_()
+    same(watched(llm, prompts, THREE), truth)
+    assert graphs.stats.replayed == 2 and not graphs.stats.eager
+    for mine, theirs in zip(_rows_of(graphs.storage.x[0]), _rows_of(kept), strict=True):
+        assert torch.equal(mine, theirs)
+    llm.close()
+
+
+def _rows_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of X that were written, in an order of their own, since chunks may have other slots; how often each is."""
+    rows = x.view(-1, x.shape[-1])
+    return rows[rows.any(dim=1)].unique(dim=0, return_counts=True)
+
+
+@pytest.mark.parametrize("mix", [pytest.param("load", marks=pytest.mark.matrix), "project"])
+def test_a_step_that_waits_for_restored_chunks_is_replayed(mix: str, folder: Path, fake: FakeDevice) -> None:
+    """The prompt's last token alone is left to compute when its chunks are on their way."""
+    llm = engine(folder, kv_offloading_size=0.01, kv_offload_activations="on")
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(*MIXES[mix])
+    prompt = tokens(65, 1)
+    truth, graphs = answer(llm, [prompt], THREE), graphs_of(llm)
+    waited: list[tuple[int, ...]] = []
+    flush(llm)
+    runner = llm.engine.loaded.executor
+    assert isinstance(runner, Runner)
+    awaited = runner._awaited
+    runner._awaited = lambda slices: waited.append(tuple(awaited(slices))) or list(waited[-1])  # type: ignore
+    before = graphs.stats.replayed
+    same(answer(llm, [prompt], THREE), truth)
+    assert any(waited) and graphs.stats.replayed == before + 3
+    llm.close()
 
 
 def test_padding_leaves_the_cache_alone(folder: Path, fake: FakeDevice) -> None:

@@ -34,6 +34,8 @@ from headrace.kernels.triton import (
     draw_kernels,
     experts,
     int8_kv_kernels,
+    kept_row_kernels,
+    kept_rows,
     launch_agreement,
     launch_entries,
     launch_kernels,
@@ -62,8 +64,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
-    attention_kernels, draw_kernels, int8_kv_kernels, launch_kernels, piece_kernels, pinned_kernels, product_kernels,
-    rotary_kernels, rounded_kernels, row_kernels, sample_kernels, weight_kernels,
+    attention_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels, launch_kernels, piece_kernels, pinned_kernels,
+    product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels, weight_kernels,
 )  # fmt: skip
 SHAPE = CheckpointShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=64, context=1024)
 
@@ -135,11 +137,12 @@ def codes() -> None:
 
 
 def stores() -> None:
-    """int8 keys and values, and a restore."""
+    """int8 keys and values, a restore, and activations."""
     parts = Pool.parts(4, 2, 64, torch.int8)
     pool = Pool(*(torch.zeros(*shape, dtype=dtype) for shape, dtype in parts))
     rows, places = torch.zeros(3, 2, 64, dtype=BF16), torch.zeros(3, dtype=torch.int32)
     attention.append(pool, rows, rows, places, places)
+    kept_rows.keep_rows(torch.zeros(2, 64, 64, dtype=BF16), torch.zeros(3, 64, dtype=BF16), places, places)
     pinned.gather(torch.zeros(2, 64, dtype=torch.uint8), list(torch.zeros(2, 64, dtype=torch.uint8)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from headrace.config import AttentionSpec
 from headrace.kv.storage import KVStorage
 from headrace.offload import chunk_codec, copy_streams, frame, landing, ticket
 from headrace.offload.chunk_codec import ChunkCodec
-from headrace.offload.copy_streams import CudaStream, ThreadStream
+from headrace.offload.copy_streams import CudaStream, CudaTicket, ThreadStream
+from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.landing import PinnedLanding
 from headrace.offload.ranked import words
 from headrace.offload.ranked.agent import Opened, TierAgent
@@ -23,6 +25,7 @@ from headrace.offload.tiers.base import BlobKind
 from headrace.offload.tiers.host import HostTier
 from headrace.offload.tiers.pinned import PinnedBuffers
 from headrace.offload.tiers.stack import Tiers
+from headrace.parallel.coming import wait_for_all
 from tests.support.stream_order import StreamOrder, ordered_threads
 
 LAYERS, SLOTS, HIDDEN, HEADS, DIM = 2, 8, 32, 2, 16
@@ -43,7 +46,7 @@ class Engine:
         self.order = order
         ordered_threads(order, monkeypatch, (arrival, ticket, copy_streams, landing, chunk_codec))
         _watch_the_host(order, monkeypatch)
-        spec = AttentionSpec(LAYERS, HEADS, HEADS, DIM, 1.0, (None,) * LAYERS)
+        self.spec = spec = AttentionSpec(LAYERS, HEADS, HEADS, DIM, 1.0, (None,) * LAYERS)
         self.storage = KVStorage(spec, SLOTS, torch.float32, HIDDEN, torch.float32)
         assert self.storage.x is not None
         self.x = self.storage.x
@@ -83,6 +86,11 @@ class Engine:
             found += [x[slots] for x in self.storage.pool(layer).tensors]
         return found
 
+    def replay(self, slots: Sequence[int]) -> list[Tensor]:
+        """As a replayed step, between whose layers nothing waits."""
+        wait_for_all(self.agent, slots, self.spec)
+        return [x[slots] for layer in range(LAYERS) for x in self.storage.pool(layer).tensors]
+
     def store(self, slots: Sequence[int]) -> None:
         for slot, digest in zip(slots, DIGESTS, strict=True):
             assert self.agent.store(words.ChunkToStore(slot, digest, b"", True, activations=True))
@@ -116,7 +124,7 @@ def _watch_the_host(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(host, "copy", given)
 
 
-def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
+def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, lends: bool, replayed: bool = False) -> None:
     """Chunks are computed, stored and overwritten; they come back twice into slots that were in use before, and are
     attended while they come. What comes a third time nobody attends: its slots are written to when it is there."""
     with device.use(order), order.recording():
@@ -129,7 +137,8 @@ def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, lends: bool) -> Non
         for slots in (second, first):
             engine.read(slots)  # a step is still at them
             engine.bring(slots, KINDS)
-            assert all(torch.equal(*pair) for pair in zip(engine.read(slots), truth, strict=True))
+            attended = engine.replay(slots) if replayed else engine.read(slots)
+            assert all(torch.equal(*pair) for pair in zip(attended, truth, strict=True))
             assert engine.answers.get().good == len(slots)
             engine.agent.obey(words.EndBring(8, 7), engine.answers.put)
             engine.answers.get()
@@ -163,6 +172,34 @@ def test_a_dropped_wait_is_found(place: tuple[str, str], monkeypatch: pytest.Mon
     order = StreamOrder(dropped=place)
     run(order, monkeypatch, lends=place != LANDING)
     assert order.violations
+
+
+@pytest.mark.parametrize("dropped", [None, ("wait in wait_for_all", "wait_event")], ids=["ordered", "dropped"])
+def test_a_replayed_step_waits_for_all_layers(dropped: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no copy is known to have ended before it is attended: else a thread that knows would order it."""
+    order, attended = StreamOrder(dropped), threading.Event()
+    finish, bring, replay = CudaTicket.finish, Engine.bring, Engine.replay
+
+    def finished(self: CudaTicket, link: EmulatedLink) -> None:
+        attended.wait(9)
+        finish(self, link)
+
+    def brought(self: Engine, slots: Sequence[int], kinds: Sequence[BlobKind]) -> None:
+        if kinds is KINDS:  # they are attended
+            attended.clear()
+        bring(self, slots, kinds)
+
+    def replayed(self: Engine, slots: Sequence[int]) -> list[Tensor]:
+        found = replay(self, slots)
+        attended.set()
+        return found
+
+    attended.set()
+    monkeypatch.setattr(CudaTicket, "finish", finished)
+    monkeypatch.setattr(Engine, "bring", brought)
+    monkeypatch.setattr(Engine, "replay", replayed)
+    run(order, monkeypatch, lends=True, replayed=True)
+    assert bool(order.violations) == (dropped is not None)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace.kernels import dispatch, reference
 from headrace.kernels.records import Pool, StepInputs
 from headrace.offload import copy_streams, ticket
 from headrace.offload.copy_streams import open_copy_streams
+from headrace.offload.weights.streamed import StreamedLayers
 from tests.support.stream_order import StreamOrder, ordered_threads
 from tests.support.traces import run, same, words
 
@@ -24,13 +26,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "row": {"offload_schedule": "row"},
     "row, X in memory": {"offload_schedule": "row", "offload_x_resident": True},
     "column": {"offload_schedule": "column", "offload_batches": 2},
+    "weights outside": {"offload_schedule": "column", "offload_batches": 2, "weight_offload": True},
 }
 
 
 EVERY = {("_carry", "wait_event"), ("wait in _wait", "wait_event"), ("wait in claim", "wait_event")}
 """Functions that wait, and how."""
-NEEDED = {form: EVERY | ({("wait in run", "wait_event")} if form == "column" else set()) for form in FORMS}
-"""Hidden states that wait outside come back after they have left."""
+HIDDEN, WEIGHTS = ("wait in run", "wait_event"), ("wait in wait", "wait_event")
+"""Hidden states that wait outside come back after they have left. What a layer multiplies by has come."""
+NEEDED = {"column": EVERY | {HIDDEN}, "weights outside": EVERY | {HIDDEN, WEIGHTS}}
 TIMES = {("seconds", "synchronize"), ("run", "synchronize"), ("finish", "synchronize")}
 """Waits that order nothing that is not ordered without: for times and errors."""
 
@@ -50,6 +54,8 @@ class Prepared:
 def streaming(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, **form: Any) -> Iterator[LLM]:
     """An engine whose staging is the device's, and whose kernels are torch's operations on it."""
     ordered_threads(order, monkeypatch, (arrival, ticket, copy_streams))
+    if "weight_offload" in form:
+        monkeypatch.setattr(dispatch, "_forced", "torch")  # whose products tell what they read
     monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)
     llm = LLM("tiny", kv_offloading_size=0.01, kv_offload_activations="on", **form, **SETTINGS)
     streamer = llm.engine.loaded.executor.streamer  # type: ignore[attr-defined]
@@ -58,6 +64,9 @@ def streaming(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, **form: Any) 
     transfers.streams.close()
     with device.use(order):
         transfers.device, transfers.streams = order, open_copy_streams(order)
+        if isinstance(transfers.layers, StreamedLayers):
+            watch_weights(order, transfers.layers)
+            transfers.layers.stream = transfers.streams.into
         transfers.kernels = SimpleNamespace(append=reference.append, prepare=Prepared)
         for buffer, pool in enumerate(transfers.staging.kv):
             for x in (*pool.tensors, transfers.staging.x[buffer]):
@@ -71,6 +80,16 @@ def streaming(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, **form: Any) 
         transfers.streams.close()
 
 
+def watch_weights(order: StreamOrder, layers: StreamedLayers) -> None:
+    for number, buffer in enumerate(layers.buffers):
+        for name, room in buffer.room.items():
+            order.watch(room, f"{name} in buffer {number}")
+    for layer in layers.outside:
+        for weight in layer.matrices.values():
+            assert isinstance(weight, Tensor)
+            order.watch(weight, f"weights outside of layer {layer.index}", held=False)
+
+
 def answers(llm: LLM) -> Any:
     """Two sequences that share a chunk and one of its own; then the first again, on what is stored."""
     first = words(llm, 150, seed=1)
@@ -78,25 +97,30 @@ def answers(llm: LLM) -> Any:
     return run(llm, prompts, PARAMS) + run(llm, prompts[:1], PARAMS)
 
 
-@pytest.fixture(scope="module")
-def truth() -> Any:
-    return answers(LLM("tiny", kv_cache_tokens=2048, **SETTINGS))
+@cache
+def truth(form: str) -> Any:
+    with dispatch.force("torch" if "weight_offload" in FORMS[form] else None):
+        return answers(LLM("tiny", kv_cache_tokens=2048, **SETTINGS))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_is_ordered(form: str, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = StreamOrder()
+def test_all_is_ordered(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, expected = StreamOrder(), truth(form)
     with streaming(order, monkeypatch, **FORMS[form]) as llm:
-        same(answers(llm), truth)
+        same(answers(llm), expected)
         transfers = llm.engine.loaded.executor.streamer.transfers  # type: ignore[attr-defined]
         assert min(transfers.throughput.link._latest) > 0, "a transfer counted before its end"
     assert not order.violations
-    assert order.seen == NEEDED[form] | TIMES
+    assert order.seen == NEEDED.get(form, EVERY) | TIMES
 
 
 @pytest.mark.parametrize(
     ("form", "place"),
-    [("row", place) for place in sorted(EVERY)] + [("column", ("wait in run", "wait_event"))],
+    [
+        *(("row", place) for place in sorted(EVERY)),
+        ("column", HIDDEN),
+        pytest.param("weights outside", WEIGHTS, marks=pytest.mark.matrix),
+    ],
     ids=lambda given: given if isinstance(given, str) else "-".join(given).replace(" ", "-"),
 )
 def test_a_dropped_wait_is_found(form: str, place: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,3 +128,12 @@ def test_a_dropped_wait_is_found(form: str, place: tuple[str, str], monkeypatch:
     with streaming(order, monkeypatch, **FORMS[form]) as llm:
         answers(llm)
     assert order.violations
+
+
+@pytest.mark.matrix
+def test_a_buffer_of_weights_is_not_filled_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies begin behind what was computed when they were submitted: else the layer before last loses its weights."""
+    order = StreamOrder(dropped=("_carry", "wait_event"))
+    with streaming(order, monkeypatch, **FORMS["weights outside"]) as llm:
+        answers(llm)
+    assert any("weight in buffer" in told for told in order.violations)

@@ -13,7 +13,7 @@ from headrace import LLM, SamplingParams
 from tests.support.checkpoints import KINDS, VOCAB, build_model, make_checkpoint
 from tests.support.traces import Trace, alone, prompts_of, run, same, words
 from tools.gpu.bits import eager_steps
-from tools.gpu.long_context import far_outputs, far_slots
+from tools.gpu.long_context import far_outputs, far_positions, far_slots
 from tools.gpu.runner import LeftOut, Row
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -103,6 +103,13 @@ def test_more_than_two_to_the_31_elements(beyond: Callable[[], Row]) -> None:
     """Numbers of elements that no int32 holds."""
     try:
         assert beyond().figures["elements"] > 1 << 31
+    except LeftOut as why:
+        pytest.skip(str(why))
+
+
+def test_a_row_at_a_million_tokens_has_its_bits_decoded_or_prefilled() -> None:
+    try:
+        assert far_positions(rows=130).figures["decode_gbps"] > 0
     except LeftOut as why:
         pytest.skip(str(why))
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.device import current
 from headrace.kernels.chunk_formats import gather
+from headrace.offload.weights.streamed import bytes_of_buffers
 from tests.support.drafting import answered, drafts_from
 from tests.support.offloading import MIXES, answer, flush, forced, prompts_of, watched
 from tests.support.traces import Trace, run, same
@@ -22,6 +24,8 @@ STREAMED: dict[str, dict[str, Any]] = {
     "row": {"offload_schedule": "row"},
     "row, X in GPU memory": {"offload_schedule": "row", "offload_x_resident": True},
     "column": {"offload_schedule": "column", "offload_batches": 2},
+    "weights outside, column": {"offload_schedule": "column", "offload_batches": 2, "weight_offload": True},
+    "weights outside, row": {"offload_schedule": "row", "weight_offload": True},
 }
 
 
@@ -53,6 +57,23 @@ def test_restored_is_the_same_as_computed(mix: str, truth: list[Trace]) -> None:
     restored(llm, truth)
 
 
+def test_replayed_steps_keep_activations(truth: list[Trace]) -> None:
+    """What they kept is projected again when the answer is a prompt."""
+    llm = engine(kv_cache_tokens=8192, kv_offloading_size=0.05, kv_offload_activations="on")
+    prompts, params = prompts_of(llm), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
+    longer = engine(kv_cache_tokens=8192)
+    expected = run(longer, prompts, params)
+    before = llm.engine.stats().graphs
+    same(answer(llm, prompts, params), expected)
+    assert llm.engine.offload is not None
+    assert before.replayed and not before.eager
+    flush(llm)
+    llm.engine.offload.choose = forced(*MIXES["project"])
+    going_on = [answered(prompt, trace) for prompt, trace in zip(prompts, expected, strict=True)]
+    same(answer(llm, going_on, PARAMS), [run(longer, [prompt], PARAMS)[0] for prompt in going_on])
+    llm.close()
+
+
 def test_from_a_disk(tmp_path: Path, truth: list[Trace]) -> None:
     restored(engine(kv_cache_tokens=8192, kv_offload_path=str(tmp_path)), truth)
 
@@ -73,6 +94,41 @@ def test_streamed_is_the_same_as_resident(form: str, share: float | None, truth:
     prompts = prompts_of(llm)
     same(run(llm, prompts, PARAMS), truth)
     same(run(llm, prompts[::-1], PARAMS), truth[::-1])  # on cached prefixes
+    llm.close()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_codes_outside_are_the_same_as_resident(quantization: str) -> None:
+    resident = engine(kv_cache_tokens=8192, quantization=quantization)
+    prompts = prompts_of(resident)
+    expected = run(resident, prompts, PARAMS)
+    resident.close()
+    llm = engine(kv_offloading_size=0.05, quantization=quantization, **STREAMED["weights outside, column"])
+    same(run(llm, prompts, PARAMS), expected)
+    llm.close()
+
+
+def test_a_gpu_holds_two_layers_of_weights_outside(tmp_path: Path) -> None:
+    """Of eight, experts among them; all lie in pinned memory."""
+    shape = CheckpointShape(
+        hidden=256, layers=8, heads=4, kv_heads=4, head_dim=64, mlp=256, vocab=512, experts=8, chosen=2
+    )
+    folder, params = str(write_checkpoint(shape, tmp_path)), SamplingParams(temperature=0.0, max_tokens=4)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "max_batch_tokens": 64}
+    resident = LLM(folder, kv_cache_tokens=256, max_model_len=256, **settings)
+    whole = sum(w.nbytes for w in resident.engine.loaded.decoder.matrices.values() if isinstance(w, torch.Tensor))
+    expected = run(resident, [[3, 5, 7]], params)
+    resident.close()
+    del resident
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    llm = LLM(folder, kv_offloading_size=0.01, max_model_len=256, **STREAMED["weights outside, row"], **settings)
+    layers = llm.engine.loaded.executor.streamer.transfers.layers  # type: ignore[attr-defined]
+    weights = [w for layer in layers.outside for w in layer.matrices.values()]
+    assert all(isinstance(w, torch.Tensor) and w.is_pinned() and not w.is_cuda for w in weights)
+    assert bytes_of_buffers(layers.outside, experts=True) < whole / 3
+    assert torch.cuda.memory_allocated() - before < whole / 2 + (32 << 20), "staging, embeddings and buffers"
+    same(run(llm, [[3, 5, 7]], params), expected)
     llm.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.kernels.triton import product_kernels, products, rotary_kernels, row_kernels
+from headrace.kernels.triton import kept_row_kernels, product_kernels, products, rotary_kernels, row_kernels
 from headrace.kernels.triton.tiles import AHEAD, TOGETHER, Tile
 
 INTEGERS = ("rows", "inputs", "outputs", "x_stride", "width", "stride", "heads", "row_heads")
@@ -55,6 +55,7 @@ def cases(architecture: int = 80) -> list[Compiled]:
         found.append(Compiled(f"norm {name}", row_kernels.norm, constants, dict(num_warps=8), {"heads": "i32"}))
     constants = {"WIDTH": 1024, "KIND": "silu", "GATED": True, "OVERLAPS": overlaps}
     found.append(Compiled("activate", row_kernels.activate, constants, dict(num_warps=4)))
+    found.append(Compiled("keep", kept_row_kernels.keep, {"COLUMNS": 1024}, dict(num_warps=4), {"row_stride": "i32"}))
     heads = {"Q": 32, "KV": 8, "D": 128, "P": 128, "TURNED": 128, "NORM": True, "STORE": True, "TOGETHER": 8}
     types = {"heads": "*bf16"}
     found.append(Compiled("rotate_heads", rotary_kernels.rotate_heads, heads, dict(num_warps=4), types))

@@ -48,6 +48,16 @@ TOO_MUCH = [
         dict(kv_offloading_size=12, offload_schedule="row", max_sequences=1000),
         "kv_offloading_size 12 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights: at most 9.7 GiB fit",
     ),
+    (
+        dict(
+            kv_offloading_size=12,
+            offload_schedule="row",
+            weight_offload=True,
+            attention_backend="triton",
+            max_sequences=1000,
+        ),
+        "kv_offloading_size 12 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights: at most 9.7 GiB fit",
+    ),
 ]
 FITS: list[dict[str, Any]] = [
     dict(),
@@ -114,12 +124,11 @@ def test_lengths() -> None:
 
 
 @pytest.mark.parametrize(("settings", "kept"), [
-    ({}, True), ({"kv_offload_activations": "off"}, False), ({"attention_backend": "triton"}, False),
-    ({"attention_backend": "triton", "kv_offload_activations": "on"}, True),
+    ({}, True), ({"kv_offload_activations": "off"}, False), ({"attention_backend": "triton"}, True),
     ({"context_parallel_size": 2}, False), ({"context_parallel_size": 2, "kv_offload_activations": "on"}, True),
 ], ids=str)  # fmt: skip
 def test_where_activations_are_kept(settings: dict[str, Any], kept: bool) -> None:
-    """Of a model whose X is smaller than its K and V: heads of their own. On ranks and a GPU where it is asked for."""
+    """Of a model whose X is smaller than its K and V: heads of their own. On ranks where it is asked for."""
     alike = replace(TINY, attention=replace(TINY.attention, kv_heads=TINY.attention.heads))
     assert keeps_activations(EngineConfig(kv_offloading_size=1.0, **settings), alike, 2, 2) is kept
 

@@ -30,18 +30,25 @@ from tools.gpu.attention import ELEMENT, needs
 from tools.gpu.engine import release
 from tools.gpu.models import USUAL
 from tools.gpu.runner import Case, Goal, LeftOut, Row
-from tools.gpu.timing import CUDA
+from tools.gpu.timing import CUDA, event_ms
 
 ELEMENTS = 1 << 31
+OUTSIDE: dict[str, Any] = {
+    "kv_cache_tokens": None, "offload_schedule": "row", "kv_offloading_size": 0.3, "offload_staging_mb": 700,
+}  # fmt: skip
+"""All keys and values lie in host memory; a GPU stages those of the model's only layer."""
 CONTEXTS = {"128k": 1 << 17, "1M": 1 << 20}
 
 
 def cases() -> Iterator[Case]:
     yield Case("pool beyond 2**31", far_slots)
     yield Case("outputs beyond 2**31", far_outputs)
+    yield Case("attention at 1M", far_positions)
     yield Case("facts in 128k", partial(facts, "128k"))
     yield Case("facts in 1M", partial(facts, "1M"))
     yield Case("facts in 1M, int8 KV", partial(facts, "1M", kv_cache_dtype="int8"))
+    yield Case("facts in 1M, restored", partial(facts, "1M", restored=True, kv_offloading_size=0.5))
+    yield Case("facts in 1M, KV outside", partial(facts, "1M", **OUTSIDE))
     yield Case("facts, shipped model", shipped)
     release()
 
@@ -63,9 +70,9 @@ def far_slots(heads: Heads = GQA, length: int = 700, rows: int = 130) -> Row:
     return Row("pool beyond 2**31", {"elements": slots * chunk, "rows_equal": rows})
 
 
-def empty_pool(slots: int, heads: Heads) -> Pool:
+def empty_pool(slots: int, heads: Heads, dtype: torch.dtype = torch.bfloat16) -> Pool:
     tails = ((heads.dim, CHUNK), (CHUNK, heads.dim))
-    return Pool(*(torch.zeros(slots, heads.kv_heads, *tail, device=CUDA, dtype=torch.bfloat16) for tail in tails))
+    return Pool(*(torch.zeros(slots, heads.kv_heads, *tail, device=CUDA, dtype=dtype) for tail in tails))
 
 
 def attended(pool: Pool, first: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -90,9 +97,34 @@ def far_outputs(inputs: int = 64, outputs: int = 128_256) -> Row:
     return Row("outputs beyond 2**31", {"elements": rows * outputs})
 
 
-def facts(name: str, **settings: Any) -> Row:
-    """Facts planted from the first token of a context to its last, each asked for. Raises AssertionError for a wrong
-    answer, LeftOut where the settings are refused."""
+@torch.inference_mode()
+def far_positions(
+    heads: Heads = GQA, length: int = CONTEXTS["1M"], rows: int = 8192, dtype: torch.dtype = torch.bfloat16
+) -> Row:
+    """The last rows of a million tokens in one step of prefill, and the last one alone, decoded: the same bits."""
+    slots = chunks_for(length)
+    needs(2 * slots * CHUNK * heads.kv_heads * heads.dim * ELEMENT)
+    pool = empty_pool(slots, heads, dtype)
+    for each in pool.tensors:
+        each.normal_()
+    q = torch.randn(rows, heads.heads, heads.dim, device=CUDA, dtype=dtype)
+    prefill, decode = (partial(last_rows, pool, q[-count:], length) for count in (rows, 1))
+    assert torch.equal(prefill()[-1:], decode()), "a decoded row has other bits than a prefilled one"
+    ms = {name: event_ms(run, flush=False) for name, run in (("prefill_ms", prefill), ("decode_ms", decode))}
+    read = sum(each.nbytes for each in pool.tensors) / ms["decode_ms"] / 1e6
+    return Row(f"attention at {length:,} tokens, {rows:,} rows", {**ms, "decode_gbps": read})
+
+
+def last_rows(pool: Pool, q: torch.Tensor, length: int) -> torch.Tensor:
+    """Attention of the last rows q [R, Hq, D] of a sequence that has all of the pool."""
+    plan = build([Span(np.arange(len(pool.k), dtype=np.int32), length - len(q), len(q))])
+    items, positions = torch.from_numpy(plan.items), torch.from_numpy(plan.positions)
+    return backend.attend(q, pool, Mask(items, positions, scale=q.shape[-1] ** -0.5))
+
+
+def facts(name: str, restored: bool = False, **settings: Any) -> Row:
+    """Facts planted from the first token of a context to its last, each asked for; restored: when the pool has been
+    emptied into the tier below. Raises AssertionError for a wrong answer, LeftOut where the settings are refused."""
     length = CONTEXTS[name]
     with tempfile.TemporaryDirectory() as folder:
         lookup_model.write(Path(folder), 2 * length)
@@ -106,13 +138,24 @@ def facts(name: str, **settings: Any) -> Row:
         began = time.perf_counter()
         sessions.run(llm, [text.tokens], sessions.answers(1))
         read_s = time.perf_counter() - began
+        if restored:
+            empty(llm)
         asked = [[*text.tokens, lookup_model.question(number)] for number in range(lookup_model.NAMES)]
+        began = time.perf_counter()
         told = [output.token_ids[0] for output in llm.generate(asked, sessions.answers(1))]
+        asked_s = time.perf_counter() - began
     wrong = text.wrong(told)
     assert not wrong, f"wrong answers for the facts {wrong} of {len(text.values)}"
-    kind = "".join(f", {key} {value}" for key, value in settings.items())
-    figures = {"facts": len(told), "read_s": read_s, "read_tok_s": length / read_s}
+    kind = "".join(f", {key} {value}" for key, value in settings.items()) + (", restored" if restored else "")
+    figures = {"facts": len(told), "read_s": read_s, "read_tok_s": length / read_s, "asked_s": asked_s}
     return Row(f"facts in {length:,} tokens{kind}", figures)
+
+
+def empty(llm: LLM) -> None:
+    """Empties the pool once all is stored below it."""
+    below = llm.engine.offload
+    assert below is not None and below.writeback.wait(60) and below.tiers.flush(60), "not all is stored after a minute"
+    llm.engine.cache.tree.clear()
 
 
 def shipped(prompts: int = 8, lengths: tuple[int, ...] = (1024, 4096, 8192)) -> list[Row]:

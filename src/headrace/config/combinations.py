@@ -118,7 +118,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *(Exclusion("draft", other, "a draft model runs on one CPU rank, which has all of the pool")
       for other in ("context", "tensor", "gpu")),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
-    Exclusion("gpu", "weights", "it works on the CPU only"),
 )  # fmt: skip
 
 

@@ -37,13 +37,13 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
 
     They pay where they are smaller than K and V, which is not so where several query heads share a KV head. Ranks keep
     them if asked to: context ranks have those of chunks whose owner computed all rows, often few, and the pool of each
-    tensor rank has room for those of all chunks. So does a GPU, which replays only steps that keep none.
+    tensor rank has room for those of all chunks.
     """
     if config.tiers is None or config.tiers.activations == "off":
         return False
     if model.recurrent is not None:
         return False
-    if config.ranks.count > 1 or config.model.on_gpu:
+    if config.ranks.count > 1:
         return config.tiers.activations == "on"
     spec = model.attention
     smaller = model.hidden_size * element_bytes * spec.stored < spec.kv_bytes_per_token(kv_element_bytes)
@@ -100,7 +100,8 @@ class Footprint:
     def check(self) -> None:
         """Raises ValueError, with what is needed, what is free and what fits, where it is more than there is."""
         ray = self.config.ranks.launcher == "ray" and self.config.ranks.count > 1
-        if self.config.model.on_gpu or ray:
+        pinned = self.config.streaming is not None and self.config.streaming.weights
+        if (self.config.model.on_gpu and not pinned) or ray:
             return  # a GPU's memory, which the engine looks at, or ranks on hosts of which nothing is known
         if self.loading > self.free:
             raise ValueError(

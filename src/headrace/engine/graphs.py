@@ -70,10 +70,8 @@ class GraphAttention(Attend):
         return None if self.sinks is None else self.sinks[layer]
 
 
-def obstacle(config: ModelConfig, storage: KVStorage) -> str | None:
+def obstacle(config: ModelConfig) -> str | None:
     """Why a model's steps are not recorded; None where they can be."""
-    if storage.keeps_activations:
-        return "activations are kept between layers"
     if config.rope_depends_on_length:
         return "rotations depend on the lengths of sequences"
     if not config.head:
@@ -158,7 +156,8 @@ class CudaGraphs:
         positions = self.step.positions[: key.rows].clamp(min=0)
         attend = GraphAttention(self.step.layers(key.rounds), self.storage, decoder)
         turns = None if self._turns is None else self._turns.index_select(0, positions)
-        x = decoder.layers(decoder.embed(tokens, positions), turns, attend)
+        keep = None if self.storage.x is None else partial(self.step.keep, self.storage.x)
+        x = decoder.layers(decoder.embed(tokens, positions), turns, attend, watch=keep)
         logits = decoder.logits(decoder.leave(x))
         values, best = ops.greatest(logits)
         return logits, torch.stack((best.int(), values.view(torch.int32)))

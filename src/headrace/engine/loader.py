@@ -140,7 +140,7 @@ class Sized:
         return load_decoder(
             model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
             config.model.quantization, device=ranks.device_of(config), packed=measured(tell, "packing"),
-            outside=ranks.expert_file(config, self.model),
+            outside=ranks.expert_file(config, self.model), leave=streaming.leaving(config),
         )  # fmt: skip
 
 

@@ -146,6 +146,12 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(
             "quantization fp8_rowwise: only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"
         )
+    if config.model.on_gpu and config.expert_folder is not None and model.experts is not None:
+        setting = "expert_offload_path" if config.experts.path is not None else "kv_offload_path"
+        raise ValueError(
+            f"{setting}: a GPU reads no experts in a file; leave it out, or keep all weights in host memory by "
+            "weight_offload with kv_offloading_size"
+        )
     if asked is None:
         return
     if asked > model.max_model_len:

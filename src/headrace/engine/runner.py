@@ -18,7 +18,7 @@ from headrace.engine.sequence import Slice
 from headrace.kernels.backend import backend_of, recorded
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder
-from headrace.parallel.coming import NOTHING, Coming
+from headrace.parallel.coming import NOTHING, Coming, wait_for_all
 from headrace.stats import EngineStats
 
 log = logging.getLogger(__name__)
@@ -54,16 +54,15 @@ class Runner(Executor):
         can = self.backend.capabilities
         if can.graphs:
             recorded(self.backend).verify(self.decoder.config.attention, self.decoder.dtype, self.storage.dtype)
+            return self._graphs() or self.eager
         if self.storage.keeps_activations:
             return self.eager
-        if can.graphs:
-            return self._graphs() or self.eager
         in_cpp = can.all_layers and self.decoder.runs_whole and self.storage.dtype != torch.int8
         return InCpp(self.decoder, attention, self.states) if in_cpp else self.eager
 
     def _graphs(self) -> graphs.CudaGraphs | None:
         """Steps as CUDA graphs, where nothing is against it."""
-        why = graphs.obstacle(self.decoder.config, self.storage)
+        why = graphs.obstacle(self.decoder.config)
         if why is not None:
             log.info("steps of decoding are launched one kernel at a time: %s", why)
             return None
@@ -89,7 +88,11 @@ class Runner(Executor):
         step = StepRows(planned, ordered, None if every else wanted.rows, wanted.drawn, awaited, self.coming)
         if self.states is not None:
             step.segments = self._segments(slices, planned.order)
-        program = self.decoding if every and not awaited and not wanted.reported else self.eager
+        if awaited and every and isinstance(self.decoding, graphs.CudaGraphs):
+            # Between a replay's layers nothing can wait. It takes less than launching the layers does.
+            wait_for_all(self.coming, awaited, self.decoder.config.attention)
+            step.awaited = ()
+        program = self.decoding if every and not step.awaited and not wanted.reported else self.eager
         logits = program.run(step)
         reported = wanted.of(logits.hidden) if logits.hidden is not None else ()
         return Computed(logits.values, wanted.parts, logits.greatest, reported)

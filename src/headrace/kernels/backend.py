@@ -166,6 +166,9 @@ class GraphStep(Protocol):
         """Carries the step to the device: the one that was filled or grown, or a later one of the same items, as
         PreparedStep.go_on."""
 
+    def keep(self, pools: Sequence[Tensor], layer: int, x: Tensor) -> None:
+        """Writes what enters a layer, x [T, H], to the places of the step's rows in pools[layer] [slots, 64, H]."""
+
     def layers(self, rounds: int) -> LayerStep:
         """What is recorded: for any T up to `rows` and at least those of a step. Rows of padding are not stored, and
         what they give is finite. A result is valid until the next call."""

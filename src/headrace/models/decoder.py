@@ -29,7 +29,7 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.layers import Layer, OneByOne, Weights, norm
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
-from headrace.models.packing import HEAD, ExpertsPlace, StoredPacking, multiplied, pack_all
+from headrace.models.packing import HEAD, ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import refuse_rounding
@@ -71,7 +71,8 @@ class Decoder:
     those of its own heads, so that keys and values are stored for these alone. All ranks of the group call `forward`
     with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`. `share`: what it
     computes; None where that is everything. `turns`: whose turn it is to keep a chunk's activations. `outside`: takes
-    the experts as they are packed; they stay there.
+    the experts as they are packed; they stay there. `leave`: takes each matrix as it is packed, and gives it back from
+    where it stays.
     """
 
     def __init__(
@@ -83,13 +84,14 @@ class Decoder:
         packed: OnProgress | None = None,
         stored: Mapping[str, StoredMatrix] | None = None,
         outside: ExpertsPlace | None = None,
+        leave: Leave | None = None,
     ) -> None:
         self.share = share = _share(config, tensor)
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
-        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device)
-        packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside)
+        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave)
+        packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave)
         self.matrices |= packing.all_of(stored or {}, packed)
         self.outside = outside
         self.weights = weights if outside is None else weights | outside.settle()
@@ -313,6 +315,7 @@ def load_decoder(
     packed: OnProgress | None = None,
     outside: ExpertsPlace | None = None,
     facts: ModelConfig | None = None,
+    leave: Leave | None = None,
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
@@ -320,7 +323,7 @@ def load_decoder(
     (fp8_rowwise: both, of feed-forward layers alone); embeddings, norms and biases stay. progress and packed are told
     of bytes, as weights are read and then as matrices are packed. With `tensor` only this rank's share is read and
     kept. device: of the weights and of all that is computed; the CPU, if it is not given. outside: takes the experts
-    one by one, so that memory never holds them all. facts: of the model, if they have been read.
+    one by one, so that memory never holds them all. facts: of the model, if they have been read. leave: see Decoder.
     Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
     model that the ranks cannot share.
     """
@@ -338,7 +341,7 @@ def load_decoder(
     if device is not None and device.type != "cpu":
         one_by_one = set(multiplied(weights))  # moved as they are packed
         weights = {name: w if name in one_by_one else w.to(device) for name, w in weights.items()}
-    decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside)
+    decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside, leave)
     del weights, stored
     give_back()
     return decoder

@@ -7,6 +7,7 @@ one row, and whatever is elementwise is add, multiply or a table look-up.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 from torch import Tensor
@@ -83,6 +84,13 @@ class Layer:
             return x, self.whole("hidden", self._mlp(second) + attended)
         x, second = self._joined("mlp_norm", x, self._added("attention_out_norm", attended))
         return x, self._added("mlp_out_norm", self._mlp(second))
+
+    def on(self, matrices: Matrices) -> Layer:
+        """The layer with other matrices; its vectors stay its own."""
+        other = copy(self)
+        other.matrices = matrices
+        other.mixture = other._mixture(other.experts)
+        return other
 
     def _added(self, name: str, part: Tensor) -> Tensor:
         """What a part [T, this rank's share of H] adds to the residual stream [T, H]."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,8 +44,17 @@ def multiplied(weights: Weights) -> list[str]:
     return [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
 
 
+Leave = Callable[[str, ops.Weight], ops.Weight]
+"""Moves the matrix of that name, once packed on a device, to where it stays. Maybe nowhere."""
+
+
 def pack_all(
-    weights: Weights, quantization: Quantization, gated: bool, packed: OnProgress | None, device: torch.device
+    weights: Weights,
+    quantization: Quantization,
+    gated: bool,
+    packed: OnProgress | None,
+    device: torch.device,
+    leave: Leave | None = None,
 ) -> Matrices:
     """All weights that rows are multiplied by, on the device. What is packed leaves `weights`: memory never holds all
     twice."""
@@ -58,6 +67,8 @@ def pack_all(
         matrices[name] = _packed(name, weight.to(device), _rounding(name, quantization), gates)
         if matrices[name] is not weight:
             del weights[name]
+        if leave is not None:
+            matrices[name] = leave(name, matrices[name])
         done += weight.nbytes
         if packed is not None:
             packed(done, total)
@@ -82,6 +93,7 @@ class StoredPacking:
     gated: bool
     quantization: Quantization
     outside: ExpertsPlace | None
+    leave: Leave | None = None
 
     def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
         matrices: Matrices = {}
@@ -94,6 +106,8 @@ class StoredPacking:
                 matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
             else:
                 matrices[name] = self._on_gpu(name, matrix, widened)
+                if self.leave is not None:
+                    matrices[name] = self.leave(name, matrices[name])
             done += self._size(matrix)
             if packed is not None:
                 packed(done, total)

@@ -40,6 +40,14 @@ class NothingComes(Coming):
 NOTHING = NothingComes()
 
 
+def wait_for_all(coming: Coming, slots: Sequence[int], spec: AttentionSpec) -> None:
+    """Waits for all layers of what is on its way into these slots, the first layer first. On a GPU the current stream
+    waits, and the host for little more than that the transfers are handed over."""
+    for layer in range(spec.layers):
+        for each in coming.pending(slots, spec.source(layer)):
+            each.wait()
+
+
 class WaitingAttend(Attend):
     """Attention over a pool, some of whose chunks, in these slots, are still on their way."""
 

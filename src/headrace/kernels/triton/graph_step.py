@@ -6,7 +6,7 @@ R: rows of a step; T: rows of the recording, those behind the step's being paddi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from headrace.kernels.triton import attention
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
 from headrace.kernels.triton.attention import ArenaStep, TileWork, bounds
 from headrace.kernels.triton.heads import Heads
+from headrace.kernels.triton.kept_rows import keep_rows
 from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
 
@@ -88,6 +89,9 @@ class TritonGraphStep:
         arena.move(positions, offsets)
         arena.send(tasks=self._filled)
         self._filled = False
+
+    def keep(self, pools: Sequence[Tensor], layer: int, x: Tensor) -> None:
+        keep_rows(pools[layer], x, self.arena.slots.there, self.arena.offsets.there)
 
     def layers(self, rounds: int) -> ArenaStep:
         work = {window: each.first(rounds) for window, each in self._work.items()}

@@ -17,6 +17,7 @@ from headrace.device import Device, current
 from headrace.kernels.backend import backend_of
 from headrace.kernels.records import Allocate, Pool
 from headrace.models.decoder import Decoder
+from headrace.models.packing import Leave
 from headrace.models.shards import shard
 from headrace.models.spec import ModelConfig
 from headrace.offload.copy_streams import open_copy_streams
@@ -31,8 +32,8 @@ from headrace.offload.streaming.store import FileMemory, OutsideStore, bytes_per
 from headrace.offload.streaming.streamer import Streamer
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.weights.in_turn import LayersInTurn
-from headrace.offload.weights.layers import layers_of, tensors_of
-from headrace.offload.weights.streamed import ResidentLayers, StreamedLayers
+from headrace.offload.weights.layers import layers_of, moved, tensors_of
+from headrace.offload.weights.streamed import ResidentLayers, StreamedLayers, bytes_of_buffers
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,15 @@ def _staged(config: EngineConfig, each: int, whole: int, buffers: int) -> tuple[
     return name, room // each
 
 
+def leaving(config: EngineConfig) -> Leave | None:
+    """Takes the layers' matrices out of a GPU as they are packed, which so never has all of them: into pinned memory,
+    or on their way to a file. None: they stay."""
+    if not config.model.on_gpu or config.streaming is None or not config.streaming.weights:
+        return None
+    place = memory.zeros if config.streaming.path else current().pinned
+    return lambda name, weight: moved(weight, place) if name.startswith("layers.") else weight
+
+
 def open_staged(
     config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype, backend: str
 ) -> StagedStore:
@@ -182,6 +192,8 @@ def open_streamer(
     outside, fast = _outside(asked, decoder, sized.store, kv_dtype, hidden), memory.zeros
     if device is not None:
         fast, outside = partial(_on, device), outside if asked.path else device.pinned
+    if device is not None:
+        _check_device(device, asked, decoder, sized, bytes_per_chunk(model.attention, kv_dtype, dtype, hidden))
     store = OutsideStore(
         model.attention, sized.store, kv_dtype, dtype, hidden, outside, fast if asked.x_resident else None
     )
@@ -192,7 +204,7 @@ def open_streamer(
     layers: ResidentLayers | StreamedLayers = ResidentLayers(decoder)
     weight_bytes = 0
     if asked.weights:
-        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None)
+        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None, fast, device is not None)
         weight_bytes = layers.bytes_per_layer
     options = StreamingOptions(schedule_of(asked), asked.weights)
     log.debug(
@@ -203,6 +215,23 @@ def open_streamer(
     transfers = Transfers(store, staging, layers, streams, backend_of(backend), weight_bytes, asked.x_resident, device)
     measure(decoder, transfers)
     return Streamer(decoder, transfers, options)
+
+
+def _check_device(device: Device, asked: KVStreaming, decoder: Decoder, sized: StreamSizes, chunk: int) -> None:
+    """Raises ValueError for staging and buffers of weights that the GPU has no room for beside what lies there. chunk:
+    bytes of one in all layers, with X where that is kept. A tenth of what is free is left for what a step computes."""
+    layers = decoder.config.attention.layers
+    staging = BUFFERS * sized.staged * chunk // layers
+    weights = bytes_of_buffers(layers_of(decoder), experts=True) if asked.weights else 0
+    resident = sized.store * CHUNK * decoder.config.hidden_size * decoder.dtype.itemsize * layers
+    free = device.free_memory() * 9 // 10 - (resident if asked.x_resident else 0)
+    if staging + weights > free:
+        told = ", leave out offload_x_resident" if asked.x_resident else ""
+        raise ValueError(
+            f"{free / 2**30:.1f} GiB of the GPU may be taken: staging takes {staging / 2**30:.1f} GiB, "
+            f"two layers of weights {weights / 2**30:.1f}; lower {asked.room[0]} and offload_staging_mb{told}, or "
+            "take a smaller model"
+        )
 
 
 def asked_of(config: EngineConfig) -> KVStreaming:

@@ -5,16 +5,20 @@ T: rows, H: hidden size, Hq, Hkv: query and KV heads, D: head size.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from copy import copy
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
 from headrace.kernels.backend import Attend
-from headrace.kernels.quantized import Parts, Quantized
-from headrace.kernels.triton.weights import GpuWeight
+from headrace.kernels.quantized import Parts
+from headrace.kernels.records import Allocate
+from headrace.kernels.triton.rounded import GpuRounded
+from headrace.kernels.triton.weights import GpuParts, GpuQuantized, GpuWeight
 from headrace.models.decoder import Decoder
 from headrace.models.layers import Layer, OneByOne
 
@@ -64,6 +68,8 @@ def query_rows(weight: ops.Weight, spec: AttentionSpec) -> dict[str, int]:
     heads = spec.heads * spec.head_dim
     if isinstance(weight, Tensor):
         return {"weight": heads}
+    if isinstance(weight, GpuWeight):
+        return dict.fromkeys(tensors_of(weight), 0)  # its groups of inputs are not rows
     if not isinstance(weight, Parts):
         blocks = heads // cpu.COLUMNS
         return {name: blocks * cpu.COLUMNS if x.dim() == 1 else blocks for name, x in tensors_of(weight).items()}
@@ -77,16 +83,17 @@ def query_rows(weight: ops.Weight, spec: AttentionSpec) -> dict[str, int]:
 
 
 def tensors_of(weight: ops.Weight) -> dict[str, Tensor]:
-    """The tensors that a weight consists of, contiguous each. Raises ValueError for codes in a GPU's memory."""
+    """The tensors that a weight consists of, contiguous each."""
     if isinstance(weight, Tensor):
         return {"weight": weight}
     if isinstance(weight, cpu.Packed):
         return {"blocks": weight.blocks}
-    if isinstance(weight, Parts):
+    if isinstance(weight, Parts | GpuParts):
         each = [tensors_of(part) for part in weight.parts]
         return {f"{index}.{name}": x for index, part in enumerate(each) for name, x in part.items()}
-    if isinstance(weight, GpuWeight):
-        raise ValueError("quantised weights lie in a GPU's memory as a whole; leave out weight_offload or quantization")
+    if isinstance(weight, GpuQuantized):
+        found = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets, "order": weight.order}
+        return {name: x for name, x in found.items() if x is not None}
     return {"codes": weight.codes, "scales": weight.scales}
 
 
@@ -95,22 +102,36 @@ def on_tensors(weight: ops.Weight, tensors: dict[str, Tensor]) -> ops.Weight:
     if isinstance(weight, Tensor):
         return tensors["weight"]
     other = copy(weight)
-    if isinstance(other, Parts):
-        other.parts = [_part_on(part, index, tensors) for index, part in enumerate(other.parts)]
-        return other
-    for name, tensor in tensors.items():
-        setattr(other, name, tensor)
+    if isinstance(other, Parts | GpuParts):
+        parts: Any = [on_tensors(part, _named(index, tensors)) for index, part in enumerate(other.parts)]
+        other.parts = parts
+    else:
+        for name, tensor in tensors.items():
+            setattr(other, name, tensor)
     return other
 
 
-def _part_on(part: Quantized | cpu.Packed, index: int, tensors: dict[str, Tensor]) -> Quantized | cpu.Packed:
-    other = on_tensors(part, {name: tensors[f"{index}.{name}"] for name in tensors_of(part)})
-    assert isinstance(other, Quantized | cpu.Packed)
-    return other
+def _named(part: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one of several parts, by their names there."""
+    prefix = f"{part}."
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
-def bare(layer: Layer, matrices: dict[str, ops.Weight]) -> Layer:
-    """The layer with other matrices; its vectors stay its own."""
-    other = Layer(layer.config, {}, {}, layer.index, layer.whole)
-    other.weights, other.matrices = layer.weights, matrices
-    return other
+def moved(weight: ops.Weight, allocate: Allocate) -> ops.Weight:
+    """A copy of the weight in other memory."""
+    return on_tensors(weight, {name: allocate(x.shape, x.dtype).copy_(x) for name, x in tensors_of(weight).items()})
+
+
+def form_of(weight: ops.Weight) -> Hashable:
+    """What weights have in common that are the same but for the numbers in their tensors. Of a CPU's weights each has a
+    form of its own."""
+    if isinstance(weight, Tensor):
+        return weight.shape, weight.dtype
+    if isinstance(weight, GpuParts):
+        return tuple(form_of(part) for part in weight.parts)
+    if isinstance(weight, GpuQuantized):
+        names = tuple(tensors_of(weight))
+        return weight.shape, weight.kind, weight.bits, weight.group, weight.step, names
+    if isinstance(weight, GpuRounded):
+        return weight.shape, weight.kind
+    return id(weight)

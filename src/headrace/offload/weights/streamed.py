@@ -1,12 +1,14 @@
 """Weights that stay outside the fast memory: two buffers of one layer's matrices take turns.
 
 KVPR, section 3.4 ("fine-grained"): the part of a layer's weights that makes keys and values comes first, so that
-projecting may start; then queries, output and MLP. Vectors (norms, biases) are small and stay. Experts stay outside: a
-step reads those that its rows meet where they lie, so that of a file the system keeps the most used in memory.
+projecting may start; then queries, output and MLP. Vectors (norms, biases) are small and stay. Experts stay outside:
+a step reads those that its rows meet where they lie, so that of a file the system keeps the most used in memory. For a
+GPU, which cannot, all of them are loaded with their layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
@@ -23,8 +25,9 @@ from headrace.offload.copy_streams import CopyStream, copy_alone
 from headrace.offload.ticket import Ticket
 from headrace.offload.weights.layers import (
     OneLayer,
-    bare,
+    form_of,
     layers_of,
+    moved,
     on_tensors,
     query_rows,
     shape_of,
@@ -35,7 +38,9 @@ WeightPart = Literal["kv", "q", "out", "up", "down"]
 WEIGHT_PARTS: tuple[WeightPart, ...] = ("kv", "q", "out", "up", "down")
 """In the order in which a layer needs them."""
 WeightSlice = Literal["first", "rest", "coarse"]
-LINE = 64
+BUFFERS = 2
+ALIGN = 256
+"""Bytes between whose multiples tensors lie in a buffer, as a GPU's memory begins: kernels are chosen by it."""
 CopyPairs = list[tuple[Tensor, Tensor]]
 """(into, source) of each, flat."""
 
@@ -96,29 +101,49 @@ class _LayerBuffer:
 
 class StreamedLayers:
     """Layers whose matrices lie outside, and come over `stream` when asked for. The decoder's own are given up: its
-    layers read the outside ones from then on. allocate: where those shall lie; None: where they are.
+    layers read the outside ones from then on. allocate: where those shall lie; None: where they are. fast: where the
+    buffers lie. experts: they are loaded with their layer.
     """
 
-    def __init__(self, decoder: Decoder, stream: CopyStream, allocate: Allocate | None = None) -> None:
-        self.stream = stream
+    def __init__(
+        self,
+        decoder: Decoder,
+        stream: CopyStream,
+        allocate: Allocate | None = None,
+        fast: Allocate = memory.zeros,
+        experts: bool = False,
+    ) -> None:
+        self.stream, self.experts = stream, experts
         self.shape = shape_of(decoder)
         self.outside = layers_of(decoder)
         if allocate is not None:
-            placed = decoder.outside is not None
-            self.outside = [_moved(layer, allocate, but_experts=placed) for layer in self.outside]
-            for layer in self.outside:
-                prefix = f"layers.{layer.index}."
-                decoder.matrices.update({prefix + name: weight for name, weight in layer.matrices.items()})
-            decoder.layers = OneByOne(self.outside)
+            self._move(decoder, allocate)
         self.spec = decoder.config.attention
-        self.buffers = [_LayerBuffer(_room(self.outside)) for _ in range(2)]
+        loaded = [self._loaded(layer) for layer in self.outside]
+        self.buffers = [_LayerBuffer(_room(loaded, fast)) for _ in range(BUFFERS)]
+        self._forms = [tuple((name, form_of(weight)) for name, weight in each.items()) for each in loaded]
+        self._placed: dict[tuple[Hashable, int], dict[str, ops.Weight]] = {}
         self._runs: dict[tuple[int, int], OneLayer] = {}
         self._next = 0
+
+    def _move(self, decoder: Decoder, allocate: Allocate) -> None:
+        """Moves the matrices outside, but for experts that lie there already."""
+        placed = decoder.outside is not None
+        for index, layer in enumerate(self.outside):
+            leaving = {name: w for name, w in layer.matrices.items() if not (placed and _of_expert(name))}
+            there = {name: moved(weight, allocate) for name, weight in leaving.items()}
+            self.outside[index] = layer.on(layer.matrices | there)
+            decoder.matrices.update({f"layers.{layer.index}.{name}": weight for name, weight in there.items()})
+        decoder.layers = OneByOne(self.outside)
 
     @property
     def bytes_per_layer(self) -> int:
         """Bytes of a layer's matrices that are loaded, of the largest layer: their formats may differ."""
-        return max(sum(_nbytes(w) for name, w in layer.matrices.items() if _loads(name)) for layer in self.outside)
+        return max(sum(map(_nbytes, self._loaded(layer).values())) for layer in self.outside)
+
+    def _loaded(self, layer: Layer) -> dict[str, ops.Weight]:
+        """The matrices that are loaded for their layer."""
+        return loaded_of(layer, self.experts)
 
     def start(self) -> None:
         """Layer 0 is on its way since the last step, but for the first one."""
@@ -149,8 +174,16 @@ class StreamedLayers:
             found = self.buffers[self._next]
             self._next = 1 - self._next
             found.layer, found.tickets = layer, {}
-            found.matrices = _placed(self.outside[layer], found.room)
+            found.matrices = self._matrices_in(found, layer)
         return found
+
+    def _matrices_in(self, buffer: _LayerBuffer, layer: int) -> dict[str, ops.Weight]:
+        """The layer's matrices in a buffer, the same objects as of other layers of its forms: what kernels find out of
+        a weight, they find once for a buffer."""
+        key = (self._forms[layer], self.buffers.index(buffer))
+        if key not in self._placed:
+            self._placed[key] = _placed(self._loaded(self.outside[layer]), buffer.room)
+        return self._placed[key]
 
     def _buffer_of(self, layer: int) -> _LayerBuffer | None:
         return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
@@ -160,8 +193,7 @@ class StreamedLayers:
         key = (layer, self.buffers.index(buffer))
         if key not in self._runs:
             outside = self.outside[layer]
-            matrices = {name: buffer.matrices[name] if _loads(name) else w for name, w in outside.matrices.items()}
-            self._runs[key] = OneLayer(bare(outside, matrices), self.shape)
+            self._runs[key] = OneLayer(outside.on(outside.matrices | buffer.matrices), self.shape)
         return self._runs[key]
 
     def wait(self, layer: int, *parts: WeightPart) -> None:
@@ -192,7 +224,7 @@ class StreamedLayers:
         """What a part consists of: (into, source)."""
         if part in ("q", "kv"):
             return self._pairs_of_qkv(layer, buffer, part)
-        names = [name for name in layer.matrices if _loads(name) and _part_of(name) == part]
+        names = [name for name in buffer.matrices if _part_of(name) == part]
         into = {name: tensors_of(buffer.matrices[name]) for name in names}
         return [(into[name][kind], x) for name in names for kind, x in tensors_of(layer.matrices[name]).items()]
 
@@ -204,15 +236,24 @@ class StreamedLayers:
         return [(into[kind][rows[kind]], source[rows[kind]]) for kind, source in sources.items()]
 
 
-def _loads(name: str) -> bool:
-    """Whether a matrix is loaded for its layer: all but the experts' are."""
-    return not name.startswith("experts.")
+def loaded_of(layer: Layer, experts: bool) -> dict[str, ops.Weight]:
+    """The layer's matrices that are loaded for it: all, or all but its experts'."""
+    return {name: weight for name, weight in layer.matrices.items() if experts or not _of_expert(name)}
+
+
+def bytes_of_buffers(layers: Sequence[Layer], experts: bool) -> int:
+    """Fast memory that StreamedLayers takes for these layers. experts: as there."""
+    return BUFFERS * sum(_ends([loaded_of(layer, experts) for layer in layers]).values())
+
+
+def _of_expert(name: str) -> bool:
+    return name.startswith("experts.")
 
 
 def _part_of(name: str) -> str:
-    """The part that a matrix comes with: its own name, but routers and gates come with `up`, and matrices of an expert
-    that every row meets with the MLP's of that name."""
-    module = name.removesuffix(".weight").removeprefix("shared.")
+    """The part that a matrix comes with: its own name, but routers and gates come with `up`, and an expert's matrices
+    with the MLP's of that name."""
+    module = name.removesuffix(".weight").rsplit(".", 1)[-1]
     return "up" if module in ("router", "shared_gate") else module
 
 
@@ -229,22 +270,24 @@ def _flat(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def _room(layers: list[Layer]) -> dict[str, Tensor]:
-    """Fast memory for what is loaded of any of the layers, uint8 by name. Layers with experts and dense ones differ."""
+def _room(layers: Sequence[dict[str, ops.Weight]], fast: Allocate) -> dict[str, Tensor]:
+    """Fast memory for these matrices of any of the layers, uint8 by name."""
+    return {name: fast((end,), torch.uint8) for name, end in _ends(layers).items()}
+
+
+def _ends(layers: Sequence[dict[str, ops.Weight]]) -> dict[str, int]:
+    """Bytes of the largest matrix of each name. Layers with experts and dense ones differ."""
     ends: dict[str, int] = {}
-    for layer in layers:
-        for name, weight in layer.matrices.items():
-            if _loads(name):
-                ends[name] = max(ends.get(name, 0), _end(weight))
-    return {name: memory.zeros((end,), torch.uint8) for name, end in ends.items()}
+    for matrices in layers:
+        for name, weight in matrices.items():
+            ends[name] = max(ends.get(name, 0), _end(weight))
+    return ends
 
 
-def _placed(layer: Layer, room: dict[str, Tensor]) -> dict[str, ops.Weight]:
-    """Matrices of the layer's forms in that memory, whatever it holds; those that are not loaded where they are."""
-    found = dict(layer.matrices)
-    for name, weight in layer.matrices.items():
-        if not _loads(name):
-            continue
+def _placed(matrices: dict[str, ops.Weight], room: dict[str, Tensor]) -> dict[str, ops.Weight]:
+    """Matrices of these forms in that memory, whatever it holds."""
+    found: dict[str, ops.Weight] = {}
+    for name, weight in matrices.items():
         at, views = 0, {}
         for kind, x in tensors_of(weight).items():
             views[kind] = room[name][at : at + x.nbytes].view(x.dtype).view(x.shape)
@@ -258,16 +301,4 @@ def _end(weight: ops.Weight) -> int:
 
 
 def _rounded(size: int) -> int:
-    """Whole cache lines."""
-    return -(-size // LINE) * LINE
-
-
-def _moved(layer: Layer, allocate: Allocate, but_experts: bool) -> Layer:
-    """The layer with its matrices copied to other memory."""
-    matrices = dict(layer.matrices)
-    for name, weight in layer.matrices.items():
-        if but_experts and not _loads(name):
-            continue
-        there = {kind: allocate(x.shape, x.dtype).copy_(x) for kind, x in tensors_of(weight).items()}
-        matrices[name] = on_tensors(weight, there)
-    return bare(layer, matrices)
+    return -(-size // ALIGN) * ALIGN
