@@ -107,6 +107,10 @@ class Scheduler:
         self.running.remove(sequence)
         self._close(sequence, ended=True)
 
+    def again(self, sequence: SequenceState) -> None:
+        """Between steps: a running sequence, whose newest row is of no use, waits to be computed again."""
+        self._preempt(sequence)
+
     def schedule(self) -> list[Slice]:
         """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
         self._slices = {}
