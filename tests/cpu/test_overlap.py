@@ -2,57 +2,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
-from headrace.bench.shapes import CheckpointShape, write_checkpoint
-from headrace.engine import parts
-from headrace.engine.device_sampler import DeviceSampler
-from headrace.engine.runner import Runner
-from headrace.kernels.triton import sampling
-from tests.support.delayed_device import DelayedDevice, delayed_device
+from headrace.engine.core import EngineCore
+from headrace.types import Request
+from tests.support.delayed_device import delayed_device
+from tests.support.token_machine import TokenMachine, machine_engine
 
-SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
+CHUNKS = 12
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(SHAPE, tmp_path_factory.mktemp("model"))
+def llm() -> LLM:
+    return LLM("tiny", kv_cache_tokens=1024)
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedDevice]:
-    monkeypatch.setattr(Runner, "record", lambda self: None)  # recordings are made when they are needed
-    monkeypatch.setattr(parts, "device_sampler", lambda loaded: DeviceSampler())
-    monkeypatch.setattr(sampling, "BLOCK", 64)
-    monkeypatch.setattr(sampling, "PIECE", 32)
-    with delayed_device(monkeypatch) as device:
-        yield device
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: tuple[Any, ...] = ()
 
 
-def engine(folder: Path, **settings: Any) -> LLM:
-    given = {"kv_cache_tokens": 1024, "max_sequences": 4, **settings}
-    return LLM(str(folder), attention_backend="triton", dtype="float32", **given)
+class Client:
+    """Requests to an engine, and what came of them."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.answers: dict[tuple[str, int], Answer] = {}
+        machine = core.loaded.executor
+        assert isinstance(machine, TokenMachine)
+        self.machine = machine
+
+    def add(self, name: str, prompt: list[int], tenant: str = "", priority: int = 0, **params: Any) -> None:
+        checked = self.core.loaded.capacity.check(prompt, SamplingParams(**params))
+        for index in range(checked.n):
+            self.answers[name, index] = Answer()
+        self.core.add(Request(name, prompt, checked, tenant=tenant, priority=priority))
+
+    def abort(self, name: str) -> None:
+        if self.core.abort(name):
+            for (each, _), answer in self.answers.items():
+                if each == name and not answer.end:
+                    answer.end = ("abort",)
+
+    def step(self) -> None:
+        for delta in self.core.step():
+            answer = self.answers[delta.request_id, delta.index]
+            assert not answer.end, "something comes behind the end"
+            answer.tokens += delta.token_ids
+            answer.text += delta.text
+            if delta.finish_reason is not None:
+                answer.end = (delta.finish_reason, delta.stop_reason)
+        self.core._overlap.check()
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work and not self.core.cache.used and not self.core.cache.tables
+        self.core._overlap.check()
+        self.machine.check(self.core.cache)
 
 
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(SHAPE.vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+def prompt(seed: int, length: int, shared: int = 0) -> list[int]:
+    own, common = random.Random(seed), random.Random(0)
+    return [common.randrange(10, 2000) for _ in range(shared)] + [own.randrange(10, 2000) for _ in range(length)]
 
 
-def test_first(folder: Path, late: DelayedDevice) -> None:
-    prompts = [tokens(61, 1), tokens(5, 2), tokens(30, 3)]
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (9, 5, 7)]
-    found = []
-    for on in (True, False):
-        llm = engine(folder, async_scheduling=on)
-        found.append([each.outputs[0].token_ids for each in llm.generate(prompts, params)])
-        llm.engine.scheduler.check()
-        print(llm.engine.stats().graphs, late.most_ahead)
-    assert found[0] == found[1]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 19 steps behind the prompts; one of two sequences ends meanwhile, one enters a chunk."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead))
+            client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
+            client.add("b", prompt(2, 9), max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
+            client.finish()
+        found[ahead] = client.answers
+        assert (client.machine.ahead, late.most_ahead) == ((18, 2) if ahead else (0, 0))
+    assert found[True] == found[False]
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    GREEDY,
+    {"temperature": 0.0},
+    {"temperature": 1.3, "seed": 1, "n": 2},
+    {"temperature": 0.8, "top_p": 0.9, "min_tokens": 5},
+    {"temperature": 0.0, "stop": ["e", "th"]},
+    {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "seed": 2, "stop_token_ids": list(range(0, 2300, 7))},
+)
+"""Parameters of requests."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens before a step: an abort of an earlier request, or a new one."""
+
+    step: int
+    aborts: int
+    kind: int
+    length: int
+    shared: int
+    answer: int
+    tenant: str
+    priority: int
+
+
+events = st.builds(
+    Event, st.integers(0, 60), st.integers(-12, 3), st.integers(0, len(KINDS) - 1), st.integers(1, 150),
+    st.sampled_from([0, 0, 64, 70, 130]), st.integers(5, 70), st.sampled_from(["", "x"]), st.integers(0, 1),
+)  # fmt: skip
+
+
+def play(core: EngineCore, planned: list[Event]) -> Client:
+    client, step = Client(core), 0
+    for number, event in enumerate(sorted(planned, key=lambda each: each.step)):
+        while step < event.step:
+            client.step()
+            step += 1
+        if event.aborts >= 0:
+            client.abort(str(event.aborts))
+            continue
+        known = prompt(number, event.length, event.shared)
+        params = {**KINDS[event.kind], "max_tokens": event.answer}
+        client.add(str(number), known, event.tenant, event.priority, **params)
+    client.finish()
+    return client
+
+
+def compare(ahead: Client, truth: Client) -> None:
+    """Requests that were aborted have the tokens that came until then, of the same answer."""
+    for key, answer in ahead.answers.items():
+        other = truth.answers[key]
+        if ("abort",) in (answer.end, other.end):
+            assert all(one == two for one, two in zip(answer.tokens, other.tokens, strict=False))
+        else:
+            assert answer == other
+
+
+@pytest.mark.parametrize("haste", [0.0, 0.3])
+@given(
+    planned=st.lists(events, min_size=1, max_size=8), chunks=st.sampled_from([6, 9, 40]),
+    policy=st.sampled_from(["fair", "fcfs"]), sequences=st.sampled_from([2, 5]), wild=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_answers_are_those_without(
+    llm: LLM, haste: float, planned: list[Event], chunks: int, policy: str, sequences: int, wild: bool
+) -> None:
+    """Stops, aborts, preemption, shared prefixes, tenants, priorities, penalties, seeds. wild: some steps are refused,
+    and some tokens left to the host."""
+    given = {"scheduling_policy": policy, "max_sequences": sequences, "max_batch_tokens": 128}
+    with pytest.MonkeyPatch.context() as patch, delayed_device(patch, haste) as late:
+        ahead = play(machine_engine(llm, late, chunks, True, refuses=wild, unsure=wild, **given), planned)
+        compare(ahead, play(machine_engine(llm, late, chunks, False, **given), planned))

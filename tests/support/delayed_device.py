@@ -6,6 +6,7 @@ will find there.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -41,20 +42,16 @@ class DelayedGraph(FakeGraph):
     late: DelayedDevice
 
     def replay(self) -> None:
-        self.late.steps += 1
-        self.late.most_ahead = max(self.late.most_ahead, self.late.steps)
-        self.late.give(self._replay)
-
-    def _replay(self) -> None:
-        super().replay()
-        self.late.steps -= 1
+        self.late.begin(super().replay)
 
 
 class DelayedDevice(FakeDevice):
-    """given: how many things it was given to do. steps: how many are not done; most_ahead: at most."""
+    """given: how many things it was given to do. steps: how many are not done; most_ahead: at most. haste: how often it
+    does at once all that it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, haste: float = 0.0) -> None:
         super().__init__()
+        self.haste, self.random = haste, random.Random(5)
         self.given = self.steps = self.most_ahead = 0
         self._work: list[Callable[[], object]] = []
         self._pinned: set[int] = set()
@@ -62,6 +59,19 @@ class DelayedDevice(FakeDevice):
     def give(self, work: Callable[[], object]) -> None:
         self._work.append(work)
         self.given += 1
+        if self.random.random() < self.haste:
+            self.synchronize()
+
+    def begin(self, step: Callable[[], object]) -> None:
+        """`give` of a step."""
+
+        def work() -> None:
+            step()
+            self.steps -= 1
+
+        self.steps += 1
+        self.most_ahead = max(self.most_ahead, self.steps)
+        self.give(work)
 
     @torch.inference_mode()
     def work_until(self, place: int) -> None:
@@ -94,9 +104,9 @@ class DelayedDevice(FakeDevice):
 
 
 @contextmanager
-def delayed_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedDevice]:
+def delayed_device(monkeypatch: pytest.MonkeyPatch, haste: float = 0.0) -> Iterator[DelayedDevice]:
     """An engine with attention_backend 'triton' computes on it meanwhile."""
-    late = DelayedDevice()
+    late = DelayedDevice(haste)
     choose, record = Replays.choose, CudaGraphs._record
 
     def choose_late(self: Replays, *given: Any) -> None:

@@ -108,6 +108,10 @@ class Overlap:
         else:
             self.scheduler.remove(sequence)
 
+    def check(self) -> None:
+        """Raises AssertionError unless queues, tables and cache agree, whatever is under way. For tests."""
+        self.scheduler.check(() if self._flight is None else self._flight.rows)
+
     def land(self) -> None:
         """Waits for the step that is under way, if there is one, none of whose rows count any more."""
         flight, self._flight = self._flight, None
