@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
-from headrace import LLM, SamplingParams
+from torch import Tensor
+
+from headrace import LLM, SamplingParams, device
 from headrace.engine.core import EngineCore
-from headrace.types import Request
+from headrace.kernels import step_copies
+from headrace.kernels.step_copies import Reading
+from headrace.types import Request, Structured
 from tests.support.delayed_device import delayed_device
+from tests.support.stream_order import StreamOrder
 from tests.support.token_machine import TokenMachine, machine_engine
 
 CHUNKS = 12
@@ -64,6 +70,11 @@ class Client:
             if delta.finish_reason is not None:
                 answer.end = (delta.finish_reason, delta.stop_reason)
         self.core._overlap.check()
+
+    def await_grammars(self) -> None:
+        for output in self.core._outputs.values():
+            if output.matcher is not None and output.matcher.job is not None:
+                output.matcher.job.result()
 
     def finish(self) -> None:
         for _ in range(2000):
@@ -156,18 +167,102 @@ def compare(ahead: Client, truth: Client) -> None:
             assert answer == other
 
 
-@pytest.mark.parametrize("haste", [0.0, 0.3])
 @given(
     planned=st.lists(events, min_size=1, max_size=8), chunks=st.sampled_from([6, 9, 40]),
     policy=st.sampled_from(["fair", "fcfs"]), sequences=st.sampled_from([2, 5]), wild=st.booleans(),
+    haste=st.sampled_from([0.0, 0.3]),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None)
 def test_answers_are_those_without(
-    llm: LLM, haste: float, planned: list[Event], chunks: int, policy: str, sequences: int, wild: bool
+    llm: LLM, planned: list[Event], chunks: int, policy: str, sequences: int, wild: bool, haste: float
 ) -> None:
     """Stops, aborts, preemption, shared prefixes, tenants, priorities, penalties, seeds. wild: some steps are refused,
-    and some tokens left to the host."""
+    and some tokens left to the host. haste: how often the device is not late."""
     given = {"scheduling_policy": policy, "max_sequences": sequences, "max_batch_tokens": 128}
     with pytest.MonkeyPatch.context() as patch, delayed_device(patch, haste) as late:
         ahead = play(machine_engine(llm, late, chunks, True, refuses=wild, unsure=wild, **given), planned)
         compare(ahead, play(machine_engine(llm, late, chunks, False, **given), planned))
+
+
+def test_the_host_waits_for_steps_of_an_answer_with_a_shape(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps before it, and behind it, it does not. What waits for a place begins when one is free."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead, max_sequences=2))
+            client.add("a", prompt(1, 5), max_tokens=40, **GREEDY)
+            for _ in range(5):
+                client.step()
+            before = client.machine.ahead
+            shape = Structured(choice=("Lisbon", "Porto"))
+            client.add("b", prompt(2, 5), max_tokens=9, temperature=0.0, structured=shape)
+            client.add("c", prompt(3, 5), max_tokens=12, **GREEDY)
+            client.await_grammars()
+            while not client.answers["b", 0].end:
+                client.step()
+            assert (before, client.machine.ahead) == ((4, 4) if ahead else (0, 0))
+            client.finish()
+            assert client.machine.ahead > 15 or not ahead
+        found[ahead] = client.answers
+    assert found[True] == found[False] and found[True]["b", 0].text in ("Lisbon", "Porto")
+
+
+def test_an_engine_left_alone_holds_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort of all that there is, with a step under way."""
+    with delayed_device(monkeypatch) as late:
+        client = Client(machine_engine(llm, late, CHUNKS, ahead=True))
+        client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
+        for _ in range(4):
+            client.step()
+        assert late.steps == 1 and client.core.has_work
+        client.abort("a")
+        assert not late.steps and not client.core.has_work and not client.core.cache.used
+
+
+class Ordered(StreamOrder):
+    """Keeps a record of what the machine's steps do, which is done at once."""
+
+    steps = 0
+
+    @staticmethod
+    def give(work: Callable[[], object]) -> None:
+        work()
+
+    begin = give
+
+
+NEEDED = ("wait in waited", "synchronize")
+"""For a step's results."""
+
+
+def ordered(llm: LLM, patch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> Ordered:
+    """Some steps ahead, with the host's memory watched that copies pass through."""
+    order = Ordered(dropped)
+    fill, wait = step_copies.fill, Reading.wait
+
+    def filled(room: Tensor, values: Tensor) -> None:
+        order.host(room.numpy(), writes=True)
+        fill(room, values)
+
+    def waited(self: Reading) -> Tensor:
+        found = wait(self)
+        order.host(found.numpy(), writes=False)
+        return found
+
+    patch.setattr(step_copies, "fill", filled)
+    patch.setattr(Reading, "wait", waited)
+    with device.use(order), order.recording():
+        client = Client(machine_engine(llm, order, CHUNKS, ahead=True))
+        client.add("a", prompt(1, 62), max_tokens=6, **GREEDY)
+        client.finish()
+        assert client.machine.ahead == 4
+    return order
+
+
+def test_host_memory_is_left_alone_while_the_device_is_at_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ordered(llm, monkeypatch)
+    assert NEEDED in order.seen and not order.violations
+
+
+def test_a_dropped_wait_is_found(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ordered(llm, monkeypatch, dropped=NEEDED).violations

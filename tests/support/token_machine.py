@@ -21,7 +21,8 @@ from headrace.engine.output import Output
 from headrace.engine.programs import Launched
 from headrace.engine.sampler import Sampled, SampleInput, sample
 from headrace.engine.sequence import SequenceState, Slice
-from headrace.kernels.step_copies import ReadBack, Sending
+from headrace.kernels.step_copies import ReadBack
+from headrace.kernels.triton.arena import Arena, padded
 from headrace.kv.cache import KVCache
 from headrace.kv.tree import chain, token_array
 from headrace.types import CHUNK
@@ -41,11 +42,11 @@ class TokenMachine(Executor):
         self.late, self.refuses = late, random.Random(3) if refuses else None
         self.memory = np.full((slots, CHUNK), -1, np.int64)
         self.kinds = torch.randn(KINDS, width, generator=torch.Generator().manual_seed(1))
-        self.tokens = torch.zeros(rows, dtype=torch.int32)
+        self.arena = Arena(rows, {}, late, torch.device("cpu"), pinned=True)
         self.chosen = torch.zeros(rows, dtype=torch.int32)
         self.logits = torch.zeros(rows, width)
         self.best = torch.zeros(2 * rows, dtype=torch.int32)
-        self._read_back, self._sending = ReadBack(2 * rows, torch.int32, late), Sending((rows,), torch.int32, late)
+        self._read_back = ReadBack(2 * rows, torch.int32, late)
         self.ahead = 0
         self.writers: list[dict[int, SequenceState]] = []
 
@@ -71,7 +72,8 @@ class TokenMachine(Executor):
             self.ahead += 1
             known = [-1 - before[part.sequence] for part in ordered]
         self._own([(int(slots[start // CHUNK]), part) for part, (slots, start) in zip(ordered, places, strict=True)])
-        self._sending.send(torch.tensor(known, dtype=torch.int32), self.tokens)
+        padded(self.arena.tokens.host, np.array(known, np.int32), 0)
+        self.arena.send(tasks=False)
         self.late.begin(lambda: self._compute(places))
         reading = self._read_back.begin(self.best[: 2 * rows].view(2, rows))
         return Launched(ordered, rows, self.logits[:rows], self.chosen[:rows], reading)
@@ -87,10 +89,9 @@ class TokenMachine(Executor):
         self.writers.append(mine)
 
     def _compute(self, places: list[tuple[np.ndarray[Any, Any], int]]) -> None:
-        for row, (slots, start) in enumerate(places):
-            token = int(self.tokens[row])
-            self.tokens[row] = token if token >= 0 else self.chosen[-1 - token]
-            self.memory[slots[start // CHUNK], start % CHUNK] = int(self.tokens[row])
+        known = [token if token >= 0 else int(self.chosen[-1 - token]) for token in self.arena.tokens.there.tolist()]
+        for token, (slots, start) in zip(known, places, strict=False):
+            self.memory[slots[start // CHUNK], start % CHUNK] = token
         for row, (slots, start) in enumerate(places):
             self.logits[row] = self.row(slots, start + 1)
         values, best = self.logits[: len(places)].max(1)
