@@ -69,7 +69,7 @@ class Client:
             answer.text += delta.text
             if delta.finish_reason is not None:
                 answer.end = (delta.finish_reason, delta.stop_reason)
-        self.core._overlap.check()
+        self.core.overlap.check()
 
     def await_grammars(self) -> None:
         for output in self.core._outputs.values():
@@ -82,7 +82,7 @@ class Client:
                 break
             self.step()
         assert not self.core.has_work and not self.core.cache.used and not self.core.cache.tables
-        self.core._overlap.check()
+        self.core.overlap.check()
         self.machine.check(self.core.cache)
 
 

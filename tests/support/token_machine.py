@@ -173,5 +173,5 @@ def machine_engine(
     cache = KVCache(chunks, b"tokens")
     machine = TokenMachine(late, chunks, loaded.capacity.vocab_size, config.scheduler.max_sequences, refuses)
     core = EngineCore(replace(loaded, config=config, cache=cache, executor=machine))
-    core._overlap.draws = LateDraws(late, unsure)  # type: ignore[assignment]
+    core.overlap.draws = LateDraws(late, unsure)  # type: ignore[assignment]
     return core

@@ -58,8 +58,6 @@ class Computed(NamedTuple):
 
     def sample(self, rows: list[int], inputs: Seq[SampleInput | None], device: DeviceSampler | None) -> Seq[Sampled]:
         """The next token of each of these rows, ascending, none twice. device: of logits that lie on a GPU."""
-        if self.sampled is not None:
-            return [self.sampled[row] for row in rows]
         # What greedy rows want may have been found already; the logits themselves take 0.2 ms to copy.
         if self.greatest is not None and all(item is None for item in inputs):
             return sample(self.logits, inputs, greatest=self.greatest_of(rows))

@@ -67,7 +67,7 @@ class Overlap:
         self.executor, self.cache, self.capacity = loaded.executor, loaded.cache, loaded.capacity
         self.scheduler, self.outputs, self.draws = scheduler, outputs, draws
         asked = loaded.config
-        self._on = asked.scheduler.async_scheduling and not asked.speculation.on and loaded.cache.states is None
+        self.on = asked.scheduler.async_scheduling and not asked.speculation.on and loaded.cache.states is None
         self._flight: Flight | None = None
         self._unsure: set[SequenceState] = set()
         self._waiting, self._patience = -1, 0
@@ -122,7 +122,7 @@ class Overlap:
     def _launch_known(self, slices: list[Slice]) -> Flight | None:
         """A step whose tokens are known; None if it is not of the kind that a step can follow unseen."""
         self._waiting, self._patience = len(self.scheduler.waiting), PATIENCE
-        if not self._on or not self.executor.launches or not all(map(self._is_usual, slices)):
+        if not self.on or not self.executor.launches or not all(map(self._is_usual, slices)):
             return None
         return self._launch(slices)
 
@@ -184,9 +184,10 @@ class Overlap:
             return None
         lasts = behind.lasts - 1 if behind is not None and behind.lasts > 0 else min(map(self._left, slices)) - 1
         flight = Flight(slices, launched, {part.sequence: row for row, part in enumerate(launched.slices)}, lasts)
-        outputs = [self.outputs[sequence] for sequence in flight.rows]
-        if self.draws is not None and not all(output.plain for output in outputs):
-            flight.drawn = self.draws.launch(launched, outputs)
+        if self.draws is not None and (behind is None or behind.drawn is not None):
+            outputs = [self.outputs[sequence] for sequence in flight.rows]
+            if not all(output.plain for output in outputs):
+                flight.drawn = self.draws.launch(launched, outputs)
         return flight
 
     def _landed(self, flight: Flight) -> Computed:
