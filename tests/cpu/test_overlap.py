@@ -103,8 +103,38 @@ def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest
             client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
             client.add("b", prompt(2, 9), max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
             client.finish()
-        found[ahead] = client.answers
+        found[ahead] = client.answers, set(client.core.cache.tree.nodes)
         assert (client.machine.ahead, late.most_ahead) == ((18, 2) if ahead else (0, 0))
+    assert found[True] == found[False] and len(found[True][1]) == 1, "the chunk that was filled has its name"
+
+
+def test_a_sequence_that_stops_keeps_its_chunk_while_a_step_writes_into_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two chunks. The other sequence needs a second one for the step behind that which is computed in vain."""
+    found = {}
+    for ahead, stops in ((False, ()), (False, None), (True, None)):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, 2, ahead))
+            client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
+            third = found[False]["b", 0].tokens[2:3] if stops is None else []
+            client.add("b", prompt(2, 9), max_tokens=4, stop_token_ids=third, **GREEDY)
+            client.finish()
+        found[ahead] = client.answers
+    assert found[True] == found[False] and len(found[True]["b", 0].tokens) == 3
+
+
+def test_what_the_device_is_not_sure_of_the_host_chooses(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the tokens. A step behind one of them, of a token that is wrong, is under way meanwhile."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead, unsure=True))
+            for name in "abc":
+                client.add(name, prompt(ord(name), 30), max_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
+            client.finish()
+            assert bool(client.core.stats().scheduler.preemptions) == ahead and (client.machine.ahead > 9) == ahead
+        found[ahead] = client.answers
     assert found[True] == found[False]
 
 

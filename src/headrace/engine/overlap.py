@@ -91,6 +91,7 @@ class Overlap:
         may be. watched: somebody looks at the logits, which that one would overwrite."""
         flight = self._flight or (None if watched else self._launch_known(slices))
         if flight is None:
+            self._unsure.difference_update([part.sequence for part in slices if part.samples])
             return self.executor.run(slices)
         try:
             self._flight = None if watched else self._launch_next(flight)
