@@ -111,12 +111,14 @@ def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest
 def test_a_sequence_that_stops_keeps_its_chunk_while_a_step_writes_into_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two chunks. The other sequence needs a second one for the step behind that which is computed in vain."""
+    """Of four chunks one sequence takes the last one for the step that is in vain for another; the third needs one more
+    for the step behind it."""
     found = {}
     for ahead, stops in ((False, ()), (False, None), (True, None)):
         with delayed_device(monkeypatch) as late:
-            client = Client(machine_engine(llm, late, 2, ahead))
+            client = Client(machine_engine(llm, late, 4, ahead))
             client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
+            client.add("c", prompt(3, 62), max_tokens=20, **GREEDY)
             third = found[False]["b", 0].tokens[2:3] if stops is None else []
             client.add("b", prompt(2, 9), max_tokens=4, stop_token_ids=third, **GREEDY)
             client.finish()
