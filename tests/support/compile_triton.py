@@ -25,7 +25,14 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from headrace.kernels.triton import attention_kernels, draw_kernels, hopper_kernels, sample_kernels, tile_schedule
+from headrace.kernels.triton import (
+    attention_kernels,
+    draw_kernels,
+    hopper_kernels,
+    sample_kernels,
+    tile_schedule,
+    token_kernels,
+)
 from tests.support import compiled_rows
 from tests.support.compiled_rows import Compiled
 
@@ -118,6 +125,9 @@ def sampling_cases() -> Iterator[Compiled]:
     for name, constants in SAMPLING.items():
         kernel = getattr(sample_kernels, name, None) or getattr(draw_kernels, name)
         yield Compiled(name, kernel, constants, {}, DRAWN)
+    yield Compiled(
+        "look_up", token_kernels.look_up, {"BLOCK": 128}, {}, DRAWN | dict.fromkeys(("chosen", "known"), "*i32")
+    )
 
 
 def compiled(case: Compiled, architecture: int) -> Used:

@@ -15,5 +15,5 @@ def look_up(tokens, chosen, known, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     token = tl.load(tokens + row, mask=there, other=0)
-    earlier = tl.load(chosen - 1 - token, mask=there & (token < 0), other=0)
+    earlier = tl.load(chosen + (-1 - token), mask=there & (token < 0), other=0)
     tl.store(known + row, tl.where(token < 0, earlier, token), mask=there)
