@@ -204,7 +204,7 @@ def compare(ahead: Client, truth: Client) -> None:
     policy=st.sampled_from(["fair", "fcfs"]), sequences=st.sampled_from([2, 5]), wild=st.booleans(),
     haste=st.sampled_from([0.0, 0.3]),
 )  # fmt: skip
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_answers_are_those_without(
     llm: LLM, planned: list[Event], chunks: int, policy: str, sequences: int, wild: bool, haste: float
 ) -> None:

@@ -199,12 +199,12 @@ def test_all_of_it_compiles_for_gpus(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: len(kernels) for name, kernels in found.items()} == {"80": 11, "90": 44, "100": 11}
+    assert {name: len(kernels) for name, kernels in found.items()} == {"80": 11, "90": 45, "100": 11}
     for architecture, kernels in found.items():
         assert all(used["shared"] <= used["limit"] for used in kernels.values()), architecture
         assert [name for name, used in kernels.items() if not used["tensor"]][:2] == ["merge_spans", "store"]
     assert [name for name, used in found["90"].items() if not used["tensor"]][2:] == [
-        "norm rms", "norm layer", "activate", "rotate_heads", *compile_triton.SAMPLING,
+        "norm rms", "norm layer", "activate", "rotate_heads", *compile_triton.SAMPLING, "look_up",
     ]  # fmt: skip
     spilling = {name: [k for k, used in kernels.items() if used["spills"]] for name, kernels in found.items()}
     ours = ("flash", "split", "resumed", "merge", "hopper")
