@@ -254,6 +254,7 @@ class GraphStats(StatsRecord):
     """Steps of decoding on a GPU as CUDA graphs."""
 
     replayed: int = counter("graph_steps_replayed", "Steps that were a replay of a CUDA graph.")
+    ahead: int = counter("graph_steps_ahead", "Of these, those launched while the step before was under way.")
     eager: int = counter("graph_steps_eager", "Steps of decoding for which there was no room in a graph's memory.")
     recorded: int = counter("graph_recordings", "CUDA graphs recorded.")
 

@@ -76,7 +76,6 @@ def test_engine_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         beside=300, slices=64,
     )  # fmt: skip
     monkeypatch.setattr(engine, "device_ms_a_step", lambda llm, prompts, answer: 1.0)
-    monkeypatch.setattr(engine, "replayed", lambda llm: 0)
     rows = [row for case in engine.cases_of("S1", 0.8, sizes) for row in rows_of(case)]
     assert len(rows) == 9
     for row in rows:

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from headrace import LLM
+from headrace import LLM, SamplingParams
 from headrace.engine.graphs import CudaGraphs
 from headrace.engine.runner import Runner
 from tests.support.drafting import answered, drafts_from
@@ -40,6 +40,32 @@ def test_replayed_is_the_same_as_eager() -> None:
     runner.decoding = graphs
     same(together, eager)
     same(apart, eager)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_steps_ahead_give_the_same_tokens(temperature: float) -> None:
+    """Uneven lengths, and stop tokens that some answers meet while a step with them is under way; then a pool that only
+    some of the sequences fit."""
+    llm = engine(max_sequences=16)
+    prompts = prompts_of(llm)
+    stops = list(range(0, 2300, 31))
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=20 + number, seed=number, stop_token_ids=stops)
+        for number in range(len(prompts))
+    ]
+    found = []
+    for on in (True, False, True):
+        llm.engine.overlap.on = on
+        before = llm.engine.stats().graphs.ahead
+        llm.engine.cache.tree.clear()
+        found.append([each.outputs[0] for each in llm.generate(prompts, params)])
+        assert (llm.engine.stats().graphs.ahead > before) == on
+        llm.engine.scheduler.check()
+        assert not llm.engine.cache.used
+    assert found[0] == found[1] == found[2]
+    small = engine(max_sequences=16, kv_cache_tokens=2048)
+    assert [each.outputs[0] for each in small.generate(prompts, params)] == found[0]
+    assert small.engine.stats().scheduler.preemptions and small.engine.stats().graphs.ahead
 
 
 def test_the_pool_leaves_room() -> None:

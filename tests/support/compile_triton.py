@@ -32,6 +32,7 @@ from headrace.kernels.triton import (
     pinned_kernels,
     sample_kernels,
     tile_schedule,
+    token_kernels,
     walk_options,
 )
 from tests.support import compiled_rows, compiled_weights
@@ -154,6 +155,9 @@ def sampling_cases() -> Iterator[Compiled]:
     for name, constants in SAMPLING.items():
         kernel = getattr(sample_kernels, name, None) or getattr(draw_kernels, name)
         yield Compiled(name, kernel, constants, {}, DRAWN)
+    yield Compiled(
+        "look_up", token_kernels.look_up, {"BLOCK": 128}, {}, DRAWN | dict.fromkeys(("chosen", "known"), "*i32")
+    )
 
 
 def cases(architecture: int) -> list[Compiled]:

@@ -57,6 +57,9 @@ class SettingKeywords(TypedDict, total=False):
     """Whose prompt is computed next: fair (tenants take turns by weight; within a tenant by priority, then as they
     came, much shorter ones first) or fcfs (as they came)."""
 
+    async_scheduling: bool
+    """On a GPU: launch a step of decoding while the one before still runs, wherever its tokens can be chosen there."""
+
     seed: int
     """Seed of requests that bring none."""
 

@@ -30,4 +30,9 @@ class SchedulerSettings(SettingsRecord):
         "they came, much shorter ones first) or fcfs (as they came).",
         name="scheduling_policy",
     )
+    async_scheduling: bool = setting(
+        True,
+        "On a GPU: launch a step of decoding while the one before still runs, wherever its tokens can be chosen there.",
+        rare=True,
+    )
     seed: int = setting(0, "Seed of requests that bring none.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.engine import parts
@@ -21,10 +21,8 @@ from headrace.engine.sampler import (
     BadLogits,
     History,
     Sampled,
-    SampleInput,
     is_plain,
     needs_history,
-    sample,
 )
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.shares import Shares
@@ -63,10 +61,11 @@ class EngineCore:
         self.speculator = parts.speculator(loaded)
         self.shares = Shares.of(loaded, self.scheduler, self._open_table)
         self.pins = self.shares.pins
-        self._device_sampler = parts.device_sampler(loaded)
         self._head = Head(loaded.decoder, loaded.tokenizer)
         self._active: dict[str, Active] = {}
         self._outputs: dict[SequenceState, Output] = {}
+        self._device_sampler = parts.device_sampler(loaded)
+        self.overlap = parts.overlap(loaded, self.scheduler, self._outputs, self._device_sampler)
         self._order = 0
         self._stats = EngineStats(kv=KVStats(chunks_total=self.cache.pool.total))
         self._started: list[str] = []
@@ -136,6 +135,8 @@ class EngineCore:
         for sequence in active.sequences:
             if sequence in self._outputs:
                 self._drop(sequence)
+        if not self._active:
+            self.overlap.land()
         self._stats.finished.abort += 1
         return True
 
@@ -144,7 +145,7 @@ class EngineCore:
             self.structured.drop(sequence)
         if self.speculator is not None:
             self.speculator.end(sequence)
-        self.scheduler.remove(sequence)
+        self.overlap.remove(sequence)
 
     def step(self) -> list[Delta]:
         """Computes one step; what it added to each sequence."""
@@ -155,7 +156,8 @@ class EngineCore:
             self.structured.release()
         if self.speculator is not None:
             self.speculator.propose(self.scheduler.running)
-        slices = self.scheduler.schedule()
+        begun = self.overlap.begun()
+        slices = self.scheduler.schedule() if begun is None else begun
         if not slices:
             if self.has_work:
                 self._wait()
@@ -170,7 +172,7 @@ class EngineCore:
         self.cache.commit()
         ended = self._observe(computed)
         deltas = ended + self._advance(computed)
-        for part in slices:
+        for part in slices if self.speculator is not None else ():
             self._settle(part.sequence)
         self._stats.scheduler.steps += 1
         self._stats.scheduler.step_s += time.monotonic() - began
@@ -190,7 +192,7 @@ class EngineCore:
         if self.speculator is not None:
             self.speculator.complete(slices)
         began = time.perf_counter()
-        computed = self.loaded.executor.run(slices)
+        computed = self.overlap.run(slices, watched=self.on_logits is not None)
         seconds = time.perf_counter() - began
         self.below.observe(slices, seconds)
         if self.speculator is not None and all(part.decodes for part in slices):
@@ -264,21 +266,22 @@ class EngineCore:
             if self._moved:
                 self.structured.ask(self._moved)
                 self._moved = []
+            if not firsts:
+                return deltas
             going_on = [(output, confirmed(output.sequence)) for output, _ in rows if output.sequence in self._outputs]
             rows = [(output, firsts[output] + right) for output, right in going_on if right]
             if self.on_logits is not None:
                 for output, row in rows:
                     sequence = output.sequence
                     self.on_logits(sequence, len(sequence.tokens) - 1, computed.copied(row))
-        return joined(deltas) if firsts else deltas
+        return joined(deltas)
 
     def _draw(self, rows: list[_Row], computed: Computed) -> list[Delta]:
         """Samples a token of each."""
         deltas: list[Delta] = []
         while rows:
             try:
-                inputs = [output.sample_input(self.loaded.capacity.eos_token_ids) for output, _ in rows]
-                sampled = self._sample(computed, [row for _, row in rows], inputs)
+                sampled = self._sample([row for _, row in rows], [output for output, _ in rows], computed)
             except BadLogits as error:
                 active = rows[error.row][0].active
                 rows = [row for row in rows if row[0].active is not active]
@@ -291,14 +294,11 @@ class EngineCore:
             break
         return deltas
 
-    def _sample(self, computed: Computed, rows: list[int], inputs: list[SampleInput | None]) -> list[Sampled]:
-        """The next token of each of these rows, ascending, none twice."""
-        # What greedy rows want may have been found already; the logits themselves take 0.2 ms to copy.
-        if computed.greatest is not None and all(item is None for item in inputs):
-            return sample(computed.logits, inputs, greatest=computed.greatest_of(rows))
-        if self._device_sampler is not None:
-            return self._device_sampler.sample(computed.logits, rows, inputs)
-        return sample(computed.pick(rows), inputs, greatest=computed.greatest_of(rows))
+    def _sample(self, rows: list[int], outputs: list[Output], computed: Computed) -> Sequence[Sampled]:
+        if computed.sampled is not None:
+            return [computed.sampled[row] for row in rows]
+        inputs = [output.sample_input(self.loaded.capacity.eos_token_ids) for output in outputs]
+        return computed.sample(rows, inputs, self._device_sampler)
 
     def _settle(self, sequence: SequenceState) -> None:
         """Ends the draft of a sequence, if it has one."""

@@ -84,7 +84,7 @@ class DeviceSampler:
         sampled: list[Sampled | None],
     ) -> None:
         """Fills in `sampled` at places of `inputs`, each given with its row of logits, where the device is sure."""
-        asks = [_asks(inputs[place], row, logits.shape[1]) for place, row in places]
+        asks = [asks_of(inputs[place], row, logits.shape[1]) for place, row in places]
         found = iter(self._found(logits, [ask for each in asks for ask in each]))
         for (place, _), each in zip(places, asks, strict=True):
             sampled[place] = _settled(inputs[place], list(islice(found, len(each))))
@@ -93,9 +93,9 @@ class DeviceSampler:
         if not asks:
             return []
         masks = {id(mask): mask for ask in asks for mask in (ask.mask, ask.watch) if mask is not None}
-        replays = self._prepared(max(len(asks), len(masks)), logits)
-        chooser, needs, room = replays.chooser, _needs(asks), replays.room(len(asks))
-        chooser.request[:room].copy_(_requested(asks, {key: place for place, key in enumerate(masks)}, room))
+        replays = self.prepared(max(len(asks), len(masks)), logits)
+        chooser, needs, room = replays.chooser, needs_of(asks), replays.room(len(asks))
+        chooser.request[:room].copy_(requested(asks, {key: place for place, key in enumerate(masks)}, room))
         if masks:
             chooser.masks[: len(masks)].copy_(packed(list(masks.values()), chooser.words))
         replays.choose(logits, len(asks), needs)
@@ -104,7 +104,8 @@ class DeviceSampler:
             leaders = chooser.leaders[: len(asks)].tolist()
         return list(zip_longest(found, leaders, fillvalue=()))
 
-    def _prepared(self, rows: int, logits: Tensor) -> Replays:
+    def prepared(self, rows: int, logits: Tensor) -> Replays:
+        """Memory and launches for a choice of so many rows from logits [R, V]."""
         replays, width = self._replays, logits.shape[1]
         if replays is None or replays.chooser.rows < rows or replays.chooser.width != width:
             room = max(FEWEST, 1 << (rows - 1).bit_length())
@@ -125,7 +126,7 @@ class DeviceSampler:
             raise BadLogits(left[error.row], error.reason) from None
 
 
-def _asks(item: SampleInput | None, source: int, width: int) -> list[_Ask]:
+def asks_of(item: SampleInput | None, source: int, width: int) -> list[_Ask]:
     """The choices that tell an input's token; none where the host must choose. Two where a mask may change a draw: that
     without it, which counts if it is allowed, and that with it."""
     if item is None:
@@ -159,7 +160,8 @@ def _allowed(item: SampleInput, width: int) -> Mask | None:
     return allowed
 
 
-def _needs(asks: list[_Ask]) -> Needs:
+def needs_of(asks: list[_Ask]) -> Needs:
+    """What these choices need together."""
     draws = [ask.params for ask in asks if ask.params is not None]
     reports = max(ask.reports for ask in asks)
     return Needs(
@@ -172,7 +174,7 @@ def _needs(asks: list[_Ask]) -> Needs:
     )
 
 
-def _requested(asks: Sequence[_Ask], places: dict[int, int], rows: int) -> Tensor:
+def requested(asks: Sequence[_Ask], places: dict[int, int], rows: int) -> Tensor:
     """Chooser.request of these, and rows behind them that take the most likely token of the first row. places: of
     masks, by id."""
     request = np.zeros((rows, ASKED + 4), np.int64)

@@ -15,7 +15,7 @@ Decoding sequences have a token each at every step, whoever they are of, and are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from headrace.engine.scheduler import Scheduler
@@ -325,8 +325,8 @@ class FairScheduler(Scheduler):
             told = stats.tenants.setdefault(name, TenantStats())
             told.prefilled, told.preemptions = self.served[name], self.yielded[name]
 
-    def check(self) -> None:
-        super().check()
+    def check(self, under_way: Collection[SequenceState] = ()) -> None:
+        super().check(under_way)
         for name, line in self.lines.items():
             here = [each for each in self.waiting if each.request.tenant == name]
             line.check(here)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from headrace.attention.plan import Plan, PlannedStep
 from headrace.device import Graph, current
-from headrace.engine.programs import Eager, Logits, StepRows
+from headrace.engine.programs import Eager, Launched, Logits, StepRows
 from headrace.kernels import ops
 from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, LayerStep
-from headrace.kernels.model_step import Greatest
 from headrace.kernels.records import QKRotary
+from headrace.kernels.step_copies import ReadBack
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
@@ -97,6 +97,7 @@ class CudaGraphs:
         self._recorded: dict[Key, Recorded] = {}
         self._first: Plan | None = None
         self._rounds = 0
+        self._read_back = ReadBack(2 * self.sizes[-1], torch.int32, current())
         self.stats = GraphStats()
 
     @torch.inference_mode()
@@ -107,21 +108,32 @@ class CudaGraphs:
             log.info("recorded steps of up to %d rows", rows)
         current().synchronize()
 
-    @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
+        launched = self.launch(step)
+        if launched is None:
+            self.stats.eager += 1
+            return self.eager.run(step)
+        return Logits(launched.logits, launched.greatest())
+
+    @torch.inference_mode()
+    def launch(self, step: StepRows) -> Launched | None:
+        """Gives the step to the device, and goes on. None: there is no room for it, or no graph yet and tokens that are
+        not known, since a recording computes the step and so changes what it looks up. Whoever launches has waited for
+        the step before the last."""
         planned = step.planned
         plan, rows = planned.plan, planned.first.rows
         if not self._holds(planned, plan):
-            self.stats.eager += 1
-            return self.eager.run(step)
-        self.step.send(step.tokens(), plan.positions, plan.row_offsets)
+            return None
         key = Key(next(size for size in self.sizes if size >= rows), self._rounds)
+        if step.before is not None and key not in self._recorded:
+            return None
+        self.step.send(step.tokens(), plan.positions, plan.row_offsets)
         recorded = self._recorded.get(key) or self._record(key)
         recorded.graph.replay()
         self.stats.replayed += 1
-        best, values = recorded.chosen.cpu()
-        greatest = Greatest(values.view(torch.float32)[:rows].tolist(), best[:rows].tolist())
-        return Logits(recorded.logits[:rows], greatest)
+        self.stats.ahead += step.before is not None
+        reading = self._read_back.begin(recorded.chosen)
+        return Launched(step.slices, rows, recorded.logits[:rows], self.step.chosen[:rows], reading)
 
     def _holds(self, planned: PlannedStep, plan: Plan) -> bool:
         """Whether the step's tasks lie, or now lie, in the fixed memory."""
@@ -152,7 +164,7 @@ class CudaGraphs:
 
     def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
         """From the tokens to the logits, and the greatest of each row."""
-        decoder, tokens = self.decoder, self.step.tokens[: key.rows]
+        decoder, tokens = self.decoder, self.step.known(key.rows)
         positions = self.step.positions[: key.rows].clamp(min=0)
         attend = GraphAttention(self.step.layers(key.rounds), self.storage, decoder)
         turns = None if self._turns is None else self._turns.index_select(0, positions)
@@ -160,4 +172,5 @@ class CudaGraphs:
         x = decoder.layers(decoder.embed(tokens, positions), turns, attend, watch=keep)
         logits = decoder.logits(decoder.leave(x))
         values, best = ops.greatest(logits)
+        self.step.chosen[: key.rows].copy_(best)
         return logits, torch.stack((best.int(), values.view(torch.int32)))

@@ -61,6 +61,12 @@ class Output:
     plain: bool
     matcher: SequenceMatcher | None = None
 
+    @property
+    def draws_freely(self) -> bool:
+        """Whether its tokens are drawn, unreported, from the logits as they are, but for what may be forbidden."""
+        params = self.sequence.request.params
+        return self.history is None and self.matcher is None and not (params.logit_bias or params.reports_answer)
+
     def add(self, delta: Delta, tokens: list[int], capacity: Capacity) -> None:
         """Adds tokens to the sequence and the delta, up to the one that ends it. None: its grammar lets nothing follow,
         so that it ends."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from headrace.engine.fairness import SCHEDULERS
 from headrace.engine.loader import Loaded
+from headrace.engine.output import Output
+from headrace.engine.overlap import Overlap
 from headrace.engine.ranks import device_of
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState
@@ -39,6 +41,17 @@ def device_sampler(loaded: Loaded) -> DeviceSampler | None:
     from headrace.engine.device_sampler import DeviceSampler
 
     return DeviceSampler()
+
+
+def overlap(
+    loaded: Loaded, scheduler: Scheduler, outputs: Mapping[SequenceState, Output], sampler: DeviceSampler | None
+) -> Overlap:
+    """outputs: of all sequences that have not ended. sampler: `device_sampler`."""
+    if sampler is None:
+        return Overlap(loaded, scheduler, outputs, None)
+    from headrace.engine.launched_draws import LaunchedDraws
+
+    return Overlap(loaded, scheduler, outputs, LaunchedDraws(sampler))
 
 
 def speculator(loaded: Loaded) -> Speculator | None:

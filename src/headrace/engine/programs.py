@@ -7,6 +7,7 @@ what a step costs besides its arithmetic is how many things Python looks at. The
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,8 +19,9 @@ from torch import Tensor
 from headrace.attention.execute import KeepActivations, StepAttention
 from headrace.attention.plan import Int64, Plan, PlannedStep
 from headrace.attention.recurrence import StepRecurrence, prepared_recurrence
-from headrace.engine.sequence import Slice
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest, ModelStep
+from headrace.kernels.step_copies import Reading
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
@@ -36,11 +38,30 @@ class Logits(NamedTuple):
     hidden: Tensor | None = None
 
 
+class Launched(NamedTuple):
+    """A step of R rows that was given to the device, and perhaps not computed yet. slices: in the order of the rows.
+    logits fp32 [R, V]: valid until the next step is launched. chosen int32 [R]: the token that follows each row, where
+    the step behind looks it up (StepRows.before); another choice may be put in its place. reading: of `greatest`,
+    tokens before the values' bits, int32 [2, R or more]."""
+
+    slices: list[Slice]
+    rows: int
+    logits: Tensor
+    chosen: Tensor
+    reading: Reading
+
+    def greatest(self) -> Greatest:
+        """Waits for the step."""
+        best, values = self.reading.wait()[:, : self.rows]
+        return Greatest(values.view(torch.float32).tolist(), best.tolist())
+
+
 @dataclass(slots=True)
 class StepRows:
     """The rows of a step. slices: in the order of the rows; wanted: rows needed behind the layers, None for all; drawn:
     places among these from which tokens are drawn, None for all. awaited: slots of chunks that may still be on their
-    way. segments: of a model with recurrent layers, see attention.recurrence."""
+    way. segments: of a model with recurrent layers, see attention.recurrence. before: the row of the step before that
+    chooses the token of each sequence's row, where the host does not know it yet."""
 
     planned: PlannedStep
     slices: list[Slice]
@@ -49,9 +70,12 @@ class StepRows:
     awaited: Seq[int] = ()
     coming: Coming = NOTHING
     segments: Tensor | None = None
+    before: Mapping[SequenceState, int] | None = None
 
     def tokens(self) -> list[int]:
-        """Tokens of the rows."""
+        """Tokens of the rows; -1 - n for the one that row n of the step before chooses."""
+        if self.before is not None:
+            return [-1 - self.before[part.sequence] for part in self.slices]
         if self.planned.steps:
             return [part.sequence.tokens[part.start] for part in self.slices]
         return [token for part in self.slices for token in part.tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import torch
@@ -13,8 +14,8 @@ from headrace.attention.execute import StepAttention
 from headrace.attention.recurrence import segment_rows
 from headrace.engine import graphs
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
-from headrace.engine.programs import Eager, InCpp, Program, StepRows
-from headrace.engine.sequence import Slice
+from headrace.engine.programs import Eager, InCpp, Launched, Program, StepRows
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.backend import backend_of, recorded
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder
@@ -77,10 +78,23 @@ class Runner(Executor):
         if isinstance(self.decoding, graphs.CudaGraphs):
             stats.graphs = self.decoding.stats
 
+    def _plan(self, slices: Seq[Slice]) -> planning.PlannedStep:
+        return self._planner.plan([planning.TableRows(table_of(part), part.start, part.length) for part in slices])
+
+    @property
+    def launches(self) -> bool:
+        return isinstance(self.decoding, graphs.CudaGraphs)
+
+    def launch(self, slices: Seq[Slice], before: Mapping[SequenceState, int] | None = None) -> Launched | None:
+        """See Executor.launch: as a CUDA graph."""
+        if not isinstance(self.decoding, graphs.CudaGraphs) or (self.coming and self._awaited(slices)):
+            return None
+        planned = self._plan(slices)
+        return self.decoding.launch(StepRows(planned, [slices[i] for i in planned.order], None, before=before))
+
     def run(self, slices: Seq[Slice]) -> Computed:
         """See Executor.run: one pass."""
-        rows = [planning.TableRows(table_of(part), part.start, part.length) for part in slices]
-        planned = self._planner.plan(rows)
+        planned = self._plan(slices)
         ordered = [slices[i] for i in planned.order]
         wanted = wanted_rows(ordered)
         every = len(wanted.rows) == planned.first.rows

@@ -20,7 +20,7 @@ that are known. With several ranks both go as far as the chunk does, whose owner
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.sequence import SequenceState, Slice
@@ -106,6 +106,10 @@ class Scheduler:
             return
         self.running.remove(sequence)
         self._close(sequence, ended=True)
+
+    def again(self, sequence: SequenceState) -> None:
+        """Between steps: a running sequence, whose newest row is of no use, waits to be computed again."""
+        self._preempt(sequence)
 
     def schedule(self) -> list[Slice]:
         """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
@@ -277,12 +281,13 @@ class Scheduler:
         told = stats.scheduler
         told.running, told.waiting, told.preemptions = len(self.running), len(self.waiting), self.preemptions
 
-    def check(self) -> None:
-        """Raises AssertionError unless queues, tables and cache agree. For tests."""
+    def check(self, under_way: Collection[SequenceState] = ()) -> None:
+        """Raises AssertionError unless queues, tables and cache agree. For tests. under_way: sequences that a step is
+        computing whose tokens are not known, or that have ended meanwhile."""
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_by_order), "a queue is out of order"
         assert all(s.table is None for s in self.waiting), "a waiting sequence holds chunks"
         assert {s.table for s in self.running} == self.cache.tables, "tables and running sequences differ"
         for s in self.running:
-            assert s.table is not None and s.table.tokens is s.tokens and s.remaining >= 1
+            assert s.table is not None and s.table.tokens is s.tokens and (s.remaining >= 1 or s in under_way)
         self.cache.check()

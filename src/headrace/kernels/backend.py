@@ -149,10 +149,16 @@ class GraphStep(Protocol):
     """append and attend of steps whose index data lies in fixed memory on the device, for graphs (device.Graph).
 
     tokens, positions: int32 [rows], of the step that was sent; rows that it does not have: token 0, position -1.
+    chosen: int32 [rows], filled by whoever computes the step: the token that follows each row, for the step behind.
     """
 
     tokens: Tensor
     positions: Tensor
+    chosen: Tensor
+
+    def known(self, rows: int) -> Tensor:
+        """Tokens int32 [rows] of the step that was sent; one below 0, -1 - n, is what row n of the step before has
+        chosen."""
 
     def fill(self, items: Mapping[int | None, Int32], positions: Int64, slots: Int32) -> int | None:
         """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None, with nothing

@@ -217,6 +217,19 @@ class KVCache:
             self.states.advance(table, table.length - 1)
         return True
 
+    def grow_unknown(self, table: ChunkTable) -> None:
+        """`extend` by the token behind all known ones, for which there is room; `arrived` or `keep` is to follow."""
+        if table.length % CHUNK:
+            table.length += 1
+        else:
+            extended = self.extend(table, 1, drafted=1)
+            assert extended, "there is room"
+
+    def arrived(self, table: ChunkTable) -> None:
+        """The last token of a table that grew by an unknown one is known."""
+        if table.length % CHUNK == 0:
+            self._fill(table, table.length // CHUNK - 1)
+
     def _take_slot(self, table: ChunkTable, chunk: int, asked: int | None) -> int:
         if self.ranks == 1:
             slot = self.tree.take_slot(account=table.account)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.device import Device
+from headrace.kernels.step_copies import Sending
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64, TileSchedule
 from headrace.types import CHUNK
 
@@ -126,7 +127,8 @@ class Arena:
         lengths = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
         ends = np.cumsum([0, *lengths]).tolist()
         whole = (ends[-1],)
-        self._host = device.pinned(whole, torch.int32) if pinned else torch.zeros(whole, dtype=torch.int32)
+        self._host = torch.zeros(whole, dtype=torch.int32)
+        self._sending = Sending(whole, torch.int32, device) if pinned else None
         self._there = torch.zeros(whole, dtype=torch.int32, device=place)
         self._head = ends[len(ROWS)]
         parts = [self._part(begin, shape) for begin, shape in zip(ends, shapes, strict=False)]
@@ -168,9 +170,13 @@ class Arena:
         return int(last.items.there.storage_offset()) + 4 * last.used
 
     def send(self, tasks: bool = True) -> None:
-        """Carries it to the device, in the order of the current stream; without `tasks` the rows alone."""
+        """Carries it to the device, in the order of the current stream; without `tasks` the rows alone. The host may
+        write to it again at once (if pinned: see Sending)."""
         end = self._end if tasks else self._head
-        self._there[:end].copy_(self._host[:end], non_blocking=True)
+        if self._sending is None:
+            self._there[:end].copy_(self._host[:end], non_blocking=True)
+        else:
+            self._sending.send(self._host[:end], self._there)
 
 
 def padded(room: NDArray[np.int32], values: NDArray[np.int32] | NDArray[np.int64], rest: int) -> None:

@@ -20,13 +20,17 @@ from headrace.kernels.triton.arena import Arena, TaskSizes, padded
 from headrace.kernels.triton.attention import ArenaStep, TileWork, bounds
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.kept_rows import keep_rows
+from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Int32, Int64
+from headrace.kernels.triton.token_kernels import look_up
 
 ROUNDS = 4
 """Of tasks: how often the sequences of a step may part within one span, and once more."""
 TASKS, LATER_TASKS = 8, 4
 """Room for each row, beside the tasks of chunks that nobody shares; in later rounds, of which few rows have any."""
+LOOKED_UP = 128
+"""Tokens that one program looks up."""
 PROGRAMS = 8
 """Of a launch for each multiprocessor: how many tasks there are only the device knows."""
 
@@ -48,6 +52,7 @@ class TritonGraphStep:
         room = TaskSizes((tasks, *later), 0, (tasks + sum(later)) * SPAN_CHUNKS)
         self.arena = arena = Arena(sizes.rows, dict.fromkeys(sizes.windows, room), current(), self.place, pinned=True)
         self.tokens, self.positions = arena.tokens.there, arena.positions.there
+        self.chosen = torch.zeros_like(self.tokens)
         programs = max(1, PROGRAMS * attention.processors(self.place) // heads.columns)
         kept = heads.states(states, self.place)
         self._masks = {
@@ -92,6 +97,11 @@ class TritonGraphStep:
 
     def keep(self, pools: Sequence[Tensor], layer: int, x: Tensor) -> None:
         keep_rows(pools[layer], x, self.arena.slots.there, self.arena.offsets.there)
+
+    def known(self, rows: int) -> Tensor:
+        tokens = torch.empty_like(self.tokens[:rows])
+        direct(look_up)[(-(-rows // LOOKED_UP),)](self.tokens, self.chosen, tokens, rows, BLOCK=LOOKED_UP)
+        return tokens
 
     def layers(self, rounds: int) -> ArenaStep:
         work = {window: each.first(rounds) for window, each in self._work.items()}

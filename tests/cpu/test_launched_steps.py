@@ -1,0 +1,93 @@
+"""What a step launched ahead is made of on a GPU, under Triton's interpreter: tokens looked up, draws that nobody waits
+for, and a whole engine of both."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
+
+from headrace import LLM, SamplingParams
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine.device_sampler import DeviceSampler
+from headrace.engine.launched_draws import LaunchedDraws
+from headrace.engine.programs import Launched
+from headrace.engine.runner import Runner
+from headrace.engine.sampler import SampleInput, is_plain, sample
+from headrace.kernels.step_copies import Reading
+from headrace.kernels.triton import sampling
+from headrace.kernels.triton.token_kernels import look_up
+from tests.support.delayed_device import delayed_device
+from tests.support.sampler_rows import random_logits
+
+SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "BLOCK", 64)
+    monkeypatch.setattr(sampling, "PIECE", 32)
+
+
+def test_tokens_that_the_host_does_not_know_are_looked_up() -> None:
+    tokens, chosen = torch.tensor([5, -1, -3, 0, -2], dtype=torch.int32), torch.tensor([7, 8, 9], dtype=torch.int32)
+    known = torch.full((6,), 99, dtype=torch.int32)
+    look_up[2,](tokens, chosen, known, 5, BLOCK=4)
+    assert known.tolist() == [5, 7, 9, 0, 8, 99]
+
+
+def test_draws_are_those_of_the_host(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of the same sequences, of which one has a row that is left to the host; then one of fewer."""
+    params = [SamplingParams(temperature=0.9), SamplingParams(temperature=0.0)]
+    outputs: list[Any] = [
+        SimpleNamespace(
+            plain=is_plain(each),
+            active=SimpleNamespace(seed=100 + index),
+            sequence=SimpleNamespace(request=SimpleNamespace(params=each), index=index, prompt_len=10),
+        )
+        for index, each in enumerate(params)
+    ]
+    with delayed_device(monkeypatch) as late:
+        draws = LaunchedDraws(DeviceSampler())
+        for step, rows in enumerate((2, 2, 1)):
+            logits, chosen = random_logits(step, rows, 100), torch.full((rows,), -1, dtype=torch.int32)
+            unsure = {1} if step == 1 else set()
+            logits[list(unsure), 5] = torch.nan
+            slices: list[Any] = [SimpleNamespace(end=15 + step, sequence=each.sequence) for each in outputs[:rows]]
+            late.steps = 1
+            launched = Launched(slices, rows, logits, chosen, Reading(logits, late.event()))
+            drawn = draws.launch(launched, outputs[:rows])
+            assert (chosen == -1).all(), "nothing is chosen yet"
+            found = drawn.sampled()
+            late.synchronize()
+            assert set(found) == set(range(rows)) - unsure
+            for row in found:
+                item = SampleInput(params[row], (), range(5 + step), row, 100 + row)
+                assert [found[row]] == sample(logits[row : row + 1], [item])
+                assert chosen[row] == found[row].token
+
+
+@pytest.mark.matrix
+def test_an_engine_ahead_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two sequences enters a chunk in a step ahead."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)  # recordings are made when they are needed
+    folder, found = write_checkpoint(SHAPE, tmp_path), {}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            llm = LLM(
+                str(folder), attention_backend="triton", dtype="float32", kv_cache_tokens=1024, max_sequences=2,
+                async_scheduling=ahead,
+            )  # fmt: skip
+            found[ahead] = [each.outputs[0].token_ids for each in llm.generate([[3] * 63, [4, 5]], params)]
+            stats = llm.engine.stats().graphs
+            assert (stats.replayed, stats.ahead, late.most_ahead) == ((3, 2, 2) if ahead else (3, 0, 1))
+    assert found[True] == found[False]

@@ -1,0 +1,300 @@
+"""The host one step ahead of a device that is late (tests.support.delayed_device): the answers are those without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+
+from torch import Tensor
+
+from headrace import LLM, SamplingParams, device
+from headrace.engine.core import EngineCore
+from headrace.kernels import step_copies
+from headrace.kernels.step_copies import Reading
+from headrace.types import Request, Structured
+from tests.support.delayed_device import delayed_device
+from tests.support.stream_order import StreamOrder
+from tests.support.token_machine import TokenMachine, machine_engine
+
+CHUNKS = 12
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", kv_cache_tokens=1024)
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: tuple[Any, ...] = ()
+
+
+class Client:
+    """Requests to an engine, and what came of them."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.answers: dict[tuple[str, int], Answer] = {}
+        machine = core.loaded.executor
+        assert isinstance(machine, TokenMachine)
+        self.machine = machine
+
+    def add(self, name: str, prompt: list[int], tenant: str = "", priority: int = 0, **params: Any) -> None:
+        checked = self.core.loaded.capacity.check(prompt, SamplingParams(**params))
+        for index in range(checked.n):
+            self.answers[name, index] = Answer()
+        self.core.add(Request(name, prompt, checked, tenant=tenant, priority=priority))
+
+    def abort(self, name: str) -> None:
+        if self.core.abort(name):
+            for (each, _), answer in self.answers.items():
+                if each == name and not answer.end:
+                    answer.end = ("abort",)
+
+    def step(self) -> None:
+        for delta in self.core.step():
+            answer = self.answers[delta.request_id, delta.index]
+            assert not answer.end, "something comes behind the end"
+            answer.tokens += delta.token_ids
+            answer.text += delta.text
+            if delta.finish_reason is not None:
+                answer.end = (delta.finish_reason, delta.stop_reason)
+        self.core.overlap.check()
+
+    def await_grammars(self) -> None:
+        for output in self.core._outputs.values():
+            if output.matcher is not None and output.matcher.job is not None:
+                output.matcher.job.result()
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work and not self.core.cache.used and not self.core.cache.tables
+        self.core.overlap.check()
+        self.machine.check(self.core.cache)
+
+
+def prompt(seed: int, length: int, shared: int = 0) -> list[int]:
+    own, common = random.Random(seed), random.Random(0)
+    return [common.randrange(10, 2000) for _ in range(shared)] + [own.randrange(10, 2000) for _ in range(length)]
+
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 19 steps behind the prompts; one of two sequences ends meanwhile, one enters a chunk."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead))
+            client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
+            client.add("b", prompt(2, 9), max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
+            client.finish()
+        found[ahead] = client.answers, set(client.core.cache.tree.nodes)
+        assert (client.machine.ahead, late.most_ahead) == ((18, 2) if ahead else (0, 0))
+    assert found[True] == found[False] and len(found[True][1]) == 1, "the chunk that was filled has its name"
+
+
+def test_a_sequence_that_stops_keeps_its_chunk_while_a_step_writes_into_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four chunks one sequence takes the last one for the step that is in vain for another; the third needs one more
+    for the step behind it."""
+    found = {}
+    for ahead, stops in ((False, ()), (False, None), (True, None)):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, 4, ahead))
+            client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
+            client.add("c", prompt(3, 62), max_tokens=20, **GREEDY)
+            third = found[False]["b", 0].tokens[2:3] if stops is None else []
+            client.add("b", prompt(2, 9), max_tokens=4, stop_token_ids=third, **GREEDY)
+            client.finish()
+        found[ahead] = client.answers
+    assert found[True] == found[False] and len(found[True]["b", 0].tokens) == 3
+
+
+def test_what_the_device_is_not_sure_of_the_host_chooses(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the tokens. A step behind one of them, of a token that is wrong, is under way meanwhile."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead, unsure=True))
+            for name in "abc":
+                client.add(name, prompt(ord(name), 30), max_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
+            client.finish()
+            assert bool(client.core.stats().scheduler.preemptions) == ahead and (client.machine.ahead > 9) == ahead
+        found[ahead] = client.answers
+    assert found[True] == found[False]
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    GREEDY,
+    {"temperature": 0.0},
+    {"temperature": 1.3, "seed": 1, "n": 2},
+    {"temperature": 0.8, "top_p": 0.9, "min_tokens": 5},
+    {"temperature": 0.0, "stop": ["e", "th"]},
+    {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "seed": 2, "stop_token_ids": list(range(0, 2300, 7))},
+)
+"""Parameters of requests."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens before a step: an abort of an earlier request, or a new one."""
+
+    step: int
+    aborts: int
+    kind: int
+    length: int
+    shared: int
+    answer: int
+    tenant: str
+    priority: int
+
+
+events = st.builds(
+    Event, st.integers(0, 60), st.integers(-12, 3), st.integers(0, len(KINDS) - 1), st.integers(1, 150),
+    st.sampled_from([0, 0, 64, 70, 130]), st.integers(5, 70), st.sampled_from(["", "x"]), st.integers(0, 1),
+)  # fmt: skip
+
+
+def play(core: EngineCore, planned: list[Event]) -> Client:
+    client, step = Client(core), 0
+    for number, event in enumerate(sorted(planned, key=lambda each: each.step)):
+        while step < event.step:
+            client.step()
+            step += 1
+        if event.aborts >= 0:
+            client.abort(str(event.aborts))
+            continue
+        known = prompt(number, event.length, event.shared)
+        params = {**KINDS[event.kind], "max_tokens": event.answer}
+        client.add(str(number), known, event.tenant, event.priority, **params)
+    client.finish()
+    return client
+
+
+def compare(ahead: Client, truth: Client) -> None:
+    """Requests that were aborted have the tokens that came until then, of the same answer."""
+    for key, answer in ahead.answers.items():
+        other = truth.answers[key]
+        if ("abort",) in (answer.end, other.end):
+            assert all(one == two for one, two in zip(answer.tokens, other.tokens, strict=False))
+        else:
+            assert answer == other
+
+
+@given(
+    planned=st.lists(events, min_size=1, max_size=8), chunks=st.sampled_from([6, 9, 40]),
+    policy=st.sampled_from(["fair", "fcfs"]), sequences=st.sampled_from([2, 5]), wild=st.booleans(),
+    haste=st.sampled_from([0.0, 0.3]),
+)  # fmt: skip
+@settings(max_examples=10, deadline=None)
+def test_answers_are_those_without(
+    llm: LLM, planned: list[Event], chunks: int, policy: str, sequences: int, wild: bool, haste: float
+) -> None:
+    """Stops, aborts, preemption, shared prefixes, tenants, priorities, penalties, seeds. wild: some steps are refused,
+    and some tokens left to the host. haste: how often the device is not late."""
+    given = {"scheduling_policy": policy, "max_sequences": sequences, "max_batch_tokens": 128}
+    with pytest.MonkeyPatch.context() as patch, delayed_device(patch, haste) as late:
+        ahead = play(machine_engine(llm, late, chunks, True, refuses=wild, unsure=wild, **given), planned)
+        compare(ahead, play(machine_engine(llm, late, chunks, False, **given), planned))
+
+
+def test_the_host_waits_for_steps_of_an_answer_with_a_shape(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the steps before it, and behind it, it does not. What waits for a place begins when one is free."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead, max_sequences=2))
+            client.add("a", prompt(1, 5), max_tokens=40, **GREEDY)
+            for _ in range(5):
+                client.step()
+            before = client.machine.ahead
+            shape = Structured(choice=("Lisbon", "Porto"))
+            client.add("b", prompt(2, 5), max_tokens=9, temperature=0.0, structured=shape)
+            client.add("c", prompt(3, 5), max_tokens=12, **GREEDY)
+            client.await_grammars()
+            while not client.answers["b", 0].end:
+                client.step()
+            assert (before, client.machine.ahead) == ((4, 4) if ahead else (0, 0))
+            client.finish()
+            assert client.machine.ahead > 15 or not ahead
+        found[ahead] = client.answers
+    assert found[True] == found[False] and found[True]["b", 0].text in ("Lisbon", "Porto")
+
+
+def test_an_engine_left_alone_holds_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort of all that there is, with a step under way."""
+    with delayed_device(monkeypatch) as late:
+        client = Client(machine_engine(llm, late, CHUNKS, ahead=True))
+        client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
+        for _ in range(4):
+            client.step()
+        assert late.steps == 1 and client.core.has_work
+        client.abort("a")
+        assert not late.steps and not client.core.has_work and not client.core.cache.used
+
+
+class Ordered(StreamOrder):
+    """Keeps a record of what the machine's steps do, which is done at once."""
+
+    steps = 0
+
+    @staticmethod
+    def give(work: Callable[[], object]) -> None:
+        work()
+
+    begin = give
+
+
+NEEDED = ("wait in waited", "synchronize")
+"""For a step's results."""
+
+
+def ordered(llm: LLM, patch: pytest.MonkeyPatch, dropped: tuple[str, str] | None = None) -> Ordered:
+    """Some steps ahead, with the host's memory watched that copies pass through."""
+    order = Ordered(dropped)
+    fill, wait = step_copies.fill, Reading.wait
+
+    def filled(room: Tensor, values: Tensor) -> None:
+        order.host(room.numpy(), writes=True)
+        fill(room, values)
+
+    def waited(self: Reading) -> Tensor:
+        found = wait(self)
+        order.host(found.numpy(), writes=False)
+        return found
+
+    patch.setattr(step_copies, "fill", filled)
+    patch.setattr(Reading, "wait", waited)
+    with device.use(order), order.recording():
+        client = Client(machine_engine(llm, order, CHUNKS, ahead=True))
+        client.add("a", prompt(1, 62), max_tokens=6, **GREEDY)
+        client.finish()
+        assert client.machine.ahead == 4
+    return order
+
+
+def test_host_memory_is_left_alone_while_the_device_is_at_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ordered(llm, monkeypatch)
+    assert NEEDED in order.seen and not order.violations
+
+
+def test_a_dropped_wait_is_found(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ordered(llm, monkeypatch, dropped=NEEDED).violations

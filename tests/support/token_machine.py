@@ -1,0 +1,177 @@
+"""An executor without a model, on a device that is late: its keys and values are the tokens themselves.
+
+The next token is a function of all tokens before it and of their order, read from the slots that a step was planned
+with. So what is computed from a wrong token, slot or step shows in the answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace import LLM
+from headrace.engine.core import EngineCore
+from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
+from headrace.engine.output import Output
+from headrace.engine.programs import Launched
+from headrace.engine.sampler import Sampled, SampleInput, sample
+from headrace.engine.sequence import SequenceState, Slice
+from headrace.kernels.step_copies import ReadBack
+from headrace.kernels.triton.arena import Arena, padded
+from headrace.kv.cache import KVCache
+from headrace.kv.tree import chain, token_array
+from headrace.types import CHUNK
+from tests.support.delayed_device import DelayedDevice
+
+KINDS = 97
+"""Rows of logits that there are."""
+
+
+class TokenMachine(Executor):
+    """memory [slots, 64]: tokens. logits: of the step that was computed last. refuses: whether some steps ahead are, as
+    those for which there is no room."""
+
+    launches = True
+
+    def __init__(self, late: DelayedDevice, slots: int, width: int, rows: int, refuses: bool = False) -> None:
+        self.late, self.refuses = late, random.Random(3) if refuses else None
+        self.memory = np.full((slots, CHUNK), -1, np.int64)
+        self.kinds = torch.randn(KINDS, width, generator=torch.Generator().manual_seed(1))
+        self.arena = Arena(rows, {}, late, torch.device("cpu"), pinned=True)
+        self.chosen = torch.zeros(rows, dtype=torch.int32)
+        self.logits = torch.zeros(rows, width)
+        self.best = torch.zeros(2 * rows, dtype=torch.int32)
+        self._read_back = ReadBack(2 * rows, torch.int32, late)
+        self.ahead = 0
+        self.writers: list[dict[int, SequenceState]] = []
+
+    def run(self, slices: Sequence[Slice]) -> Computed:
+        self.late.synchronize()
+        places = [(table_of(part).slots.copy(), part.start) for part in slices]
+        for part, (slots, start) in zip(slices, places, strict=True):
+            for position, token in enumerate(part.tokens, start):
+                self.memory[slots[position // CHUNK], position % CHUNK] = token
+        wanted = wanted_rows(slices)
+        ends = {part.sequence: (slots, part.end) for part, (slots, _) in zip(slices, places, strict=True)}
+        rows = [self.row(*ends[part.sequence]) for part, _ in wanted.parts]
+        return Computed(torch.stack(rows) if rows else torch.empty(0, 0), wanted.parts)
+
+    def launch(self, slices: Sequence[Slice], before: Mapping[SequenceState, int] | None = None) -> Launched | None:
+        if before is not None and self.refuses is not None and self.refuses.random() < 0.2:
+            return None
+        ordered, rows = list(reversed(slices)), len(slices)
+        places = [(table_of(part).slots.copy(), part.start) for part in ordered]
+        if before is None:
+            known = [part.sequence.tokens[part.start] for part in ordered]
+        else:
+            self.ahead += 1
+            known = [-1 - before[part.sequence] for part in ordered]
+        self._own([(int(slots[start // CHUNK]), part) for part, (slots, start) in zip(ordered, places, strict=True)])
+        padded(self.arena.tokens.host, np.array(known, np.int32), 0)
+        self.arena.send(tasks=False)
+        self.late.begin(lambda: self._compute(places))
+        reading = self._read_back.begin(self.best[: 2 * rows].view(2, rows))
+        return Launched(ordered, rows, self.logits[:rows], self.chosen[:rows], reading)
+
+    def _own(self, written: list[tuple[int, Slice]]) -> None:
+        """Of the two steps that may be under way none writes where the other one does, but for the same sequence."""
+        mine = {slot: part.sequence for slot, part in written}
+        assert len(mine) == len(written), "two sequences write into one slot"
+        for before in self.writers[-1:] if self.late.steps else []:
+            assert all(before.get(slot, sequence) is sequence for slot, sequence in mine.items()), (
+                "a slot is taken over"
+            )
+        self.writers.append(mine)
+
+    def _compute(self, places: list[tuple[np.ndarray[Any, Any], int]]) -> None:
+        known = [token if token >= 0 else int(self.chosen[-1 - token]) for token in self.arena.tokens.there.tolist()]
+        for token, (slots, start) in zip(known, places, strict=False):
+            self.memory[slots[start // CHUNK], start % CHUNK] = token
+        for row, (slots, start) in enumerate(places):
+            self.logits[row] = self.row(slots, start + 1)
+        values, best = self.logits[: len(places)].max(1)
+        self.chosen[: len(places)] = best.int()
+        self.best[: 2 * len(places)] = torch.cat((best.int(), values.view(torch.int32)))
+
+    def row(self, slots: np.ndarray[Any, Any], end: int) -> torch.Tensor:
+        """Logits behind the first `end` tokens in these slots."""
+        seen = self.memory[slots].reshape(-1)[:end]
+        assert (seen >= 0).all(), "a token is read that nobody has written"
+        return self.kinds[int((seen * np.arange(7, 7 + end)).sum()) % KINDS]
+
+    def check(self, cache: KVCache) -> None:
+        """Raises AssertionError unless each chunk that has a name has the tokens that it is named by."""
+        self.late.synchronize()
+        empty = cache.open([])
+        root = empty._root
+        cache.close(empty)
+        for digest, node in cache.tree.nodes.items():
+            assert node.complete, "a chunk is left half written"
+            parent = root if node.parent is None else node.parent.digest
+            assert parent is not None
+            assert chain(parent, token_array(self.memory[node.slot].tolist())) == digest, "a chunk has another's name"
+
+
+class LateDraws:
+    """In place of engine.launched_draws: the host's sampler, when the device comes to it. unsure: whether some rows are
+    left to the host, behind which a step ahead then has a wrong token."""
+
+    def __init__(self, late: DelayedDevice, unsure: bool) -> None:
+        self.late, self.unsure = late, unsure
+
+    def launch(self, launched: Launched, outputs: list[Output]) -> LateDraws.Found:
+        parts = list(launched.slices)
+        answers = [part.end - part.sequence.prompt_len for part in parts]
+        found: dict[int, Sampled] = {}
+
+        def draw() -> None:
+            inputs = [input_of(output, count) for output, count in zip(outputs, answers, strict=True)]
+            for row, each in enumerate(sample(launched.logits, inputs)):
+                if self.unsure and (each.token + answers[row]) % 5 == 0:
+                    launched.chosen[row] = 3
+                else:
+                    found[row], launched.chosen[row] = each, each.token
+
+        self.late.give(draw)
+        event = self.late.event()
+        event.record()
+        return LateDraws.Found(event, found)
+
+    class Found:
+        def __init__(self, event: Any, found: dict[int, Sampled]) -> None:
+            self.event, self.found = event, found
+
+        def sampled(self) -> dict[int, Sampled]:
+            self.event.synchronize()
+            return self.found
+
+
+def input_of(output: Output, answered: int) -> SampleInput | None:
+    if output.plain:
+        return None
+    sequence = output.sequence
+    return SampleInput(sequence.request.params, (), range(answered), sequence.index, output.active.seed)
+
+
+def machine_engine(
+    llm: LLM,
+    late: DelayedDevice,
+    chunks: int,
+    ahead: bool,
+    refuses: bool = False,
+    unsure: bool = False,
+    **settings: Any,
+) -> EngineCore:
+    """An engine with the tokenizer and the sizes of one that is loaded, over a pool of so many chunks."""
+    loaded = llm.engine.loaded
+    config = loaded.config.replace(async_scheduling=ahead, **settings)
+    cache = KVCache(chunks, b"tokens")
+    machine = TokenMachine(late, chunks, loaded.capacity.vocab_size, config.scheduler.max_sequences, refuses)
+    core = EngineCore(replace(loaded, config=config, cache=cache, executor=machine))
+    core.overlap.draws = LateDraws(late, unsure)  # type: ignore[assignment]
+    return core
