@@ -27,7 +27,10 @@ from tests.support.compiled_rows import Compiled
 from tools.gpu import spills
 
 WITHOUT_PRODUCTS = ("merge_spans", "store", "gather", "norm", "activate", "rotate_heads", *compile_triton.SAMPLING,
-                    "add_segments", "route", "arrange", "combine")  # fmt: skip
+                    "add_segments", "route", "arrange", "combine", "keep", "look_up", "piece", "echo",
+                    "rounded rows")  # fmt: skip
+OLDER = {100: "rounded int8"}
+"""Products for which Triton uses instructions of an older generation."""
 
 
 def test_every_kernel_is_among_those_that_are_compiled() -> None:
@@ -50,7 +53,9 @@ def test_kernels_compile_for_gpus(count: int, tmp_path: Path) -> None:
     assert sum(map(len, found.values())) == count
     for number, each in found.items():
         assert [line for line in spills.problems(number, each) if not line.endswith(" (known)")] == []
-        assert [name for name, used in each.items() if not used.tensor and not plain(name)] == []
+        older = OLDER.get(number, " ")
+        odd = (name for name, used in each.items() if not used.tensor and not plain(name))
+        assert [name for name in odd if not name.startswith(older)] == []
 
 
 def cases(architecture: int) -> Iterator[tuple[int, Compiled]]:

@@ -35,7 +35,7 @@ from headrace.kernels.triton import (
     token_kernels,
     walk_options,
 )
-from tests.support import compiled_rows, compiled_weights
+from tests.support import compiled_pieces, compiled_rounded, compiled_rows, compiled_weights
 from tests.support.compiled_rows import Compiled
 
 ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
@@ -164,7 +164,8 @@ def cases(architecture: int) -> list[Compiled]:
     """All that an engine can launch on such a GPU."""
     hopper = hopper_cases() if architecture == 90 else ()
     rows, codes = compiled_rows.cases(architecture), compiled_weights.cases()
-    return [*attention_cases(architecture), *hopper, *rows, *codes, *sampling_cases()]
+    rounded, pieces = compiled_rounded.cases(architecture), compiled_pieces.cases()
+    return [*attention_cases(architecture), *hopper, *pieces, *rows, *codes, *rounded, *sampling_cases()]
 
 
 def compiled(case: Compiled, architecture: int) -> Used:

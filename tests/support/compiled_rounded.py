@@ -1,20 +1,11 @@
-"""Compiles the kernels of rounded rows, as models of Llama's size launch them, for GPUs that need not be there.
-
-    python -m tests.support.compiled_rounded [ARCHITECTURE [NAME]]
-
-Prints compile_triton's table and JSON, of the kernels whose names have NAME in them. Run in a process of its own by
-test_gpu_rounded.py, whose kernels are interpreted.
-"""
+"""The kernels of rounded rows, as models of Llama's size launch them: for compile_triton."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 
 from headrace.kernels import rounded_rows
 from headrace.kernels.triton import rounded, rounded_kernels
-from tests.support.compile_triton import ARCHITECTURES, compiled
 from tests.support.compiled_rows import Compiled
 
 TYPES = {"codes": "*i8", "x_scales": "*fp32", "scales": "*fp32", "table": "*i64", "begin": "*i32"}
@@ -27,7 +18,7 @@ def cases(architecture: int) -> Iterator[Compiled]:
     for kind, tiles in rounded.TILES.items():
         e4m3 = {"E4M3": kind == "e4m3"}
         constants = ROUND | e4m3 | {"LARGEST": rounded_rows.LARGEST[kind]}
-        yield Compiled(f"round rows to {kind}", rounded_kernels.round_rows, constants, {"num_warps": 16}, TYPES)
+        yield Compiled(f"rounded rows to {kind}", rounded_kernels.round_rows, constants, {"num_warps": 16}, TYPES)
         if e4m3["E4M3"] and architecture < 89:
             continue
         types = TYPES | dict.fromkeys(("x", "weight"), POINTERS[kind])
@@ -35,21 +26,8 @@ def cases(architecture: int) -> Iterator[Compiled]:
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
             sizes = e4m3 | {"ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": rounded.STEP, "BIAS": True}
             for told, experts in (("", 0), (", experts", 32)) if tile == tiles[0] else (("", 0),):
-                name, those = f"{kind} {tile.columns} x {tile.rows}{told}", {"EXPERTS": experts, "SENT": experts > 0}
+                name, those = (
+                    f"rounded {kind} {tile.columns} x {tile.rows}{told}",
+                    {"EXPERTS": experts, "SENT": experts > 0},
+                )
                 yield Compiled(name, rounded_kernels.product, sizes | those, options, types)
-
-
-def main() -> None:
-    found = {}
-    part = sys.argv[2] if len(sys.argv) > 2 else ""
-    for architecture in [int(each) for each in sys.argv[1:2]] or ARCHITECTURES:
-        for case in (each for each in cases(architecture) if part in each.name):
-            used = compiled(case, architecture)
-            name = f"{case.name}, sm_{architecture}"
-            print(f"{name:32} {used.registers:4} {used.spills:5} {used.shared:7} {used.tensor}", flush=True)
-            found[name] = vars(used)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -69,6 +69,8 @@ def group_of(name: str) -> str:
         return f"{words[0]} {words[1]}" + (f" {words[-1]}" if words[-1] in ("int8", "fp32") else "")
     if words[0] in ("few", "many", "plain"):
         return f"products, {words[0]}" + (", gated" if words[-1] == "silu" else "")
+    if words[0] == "rounded":
+        return f"products of rounded rows, {words[1]}" if words[1] in ("int8", "e4m3") else "without products"
     if words[0] == "codes":
         return "products of codes and experts"
     return name if words[0] in ("hopper", "merge_spans", "store", "norm", "rotate_heads") else "without products"
