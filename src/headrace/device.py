@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
@@ -91,6 +92,9 @@ class Device(Protocol):
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes at most, beside those in use before it."""
+
+    def timed(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Seconds until `run` has launched its work, and until the device has done it."""
 
 
 class _Registered(mmap.mmap):
@@ -192,6 +196,14 @@ class Cuda(Device):
         run()
         self.synchronize()
         return torch.cuda.max_memory_allocated(self.place) - before
+
+    def timed(self, run: Callable[[], object]) -> tuple[float, float]:
+        self.synchronize()
+        began = time.perf_counter()
+        run()
+        launched = time.perf_counter() - began
+        self.synchronize()
+        return launched, time.perf_counter() - began
 
 
 _current: Device = Cuda()

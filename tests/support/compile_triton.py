@@ -31,7 +31,7 @@ from tests.support.compiled_rows import Compiled
 
 ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
 """Of an A100, an H100 and a B200: instruction of its tensor cores, and shared memory of a program."""
-TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases"), "*i32")
+TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases", "merged"), "*i32")
 TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "bias", "sinks"), "*fp32") | {"factor": "fp32", "cap": "fp32"}
 TYPES |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "bias_len", "window"), "i32")
 MERGE = {"HEADS": 32, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False, "SINKS": False}

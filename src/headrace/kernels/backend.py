@@ -124,13 +124,15 @@ class PreparedStep(LayerStep, Protocol):
 
 
 class GraphSizes(NamedTuple):
-    """What steps that replay graphs have at most: rows, and positions below `length`; and what they have in common.
+    """What steps that replay graphs have at most: rows, all of which tokens are drawn from, and positions below
+    `length`; and what they have in common.
 
-    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of
+    prompt_rows: of steps with prompts in them, `rows` of which tokens are drawn from. windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of
     rows; scale, cap: see Mask.
     """
 
     rows: int
+    prompt_rows: int
     length: int
     windows: frozenset[int | None]
     heads: int
@@ -145,10 +147,15 @@ class GraphStep(Protocol):
     """append and attend of steps whose index data lies in fixed memory on the device, for graphs (device.Graph).
 
     tokens, positions: int32 [rows], of the step that was sent; rows that it does not have: token 0, position -1.
+    drawn: int32, the rows that tokens are drawn from, and 0; empty: all are.
     """
 
     tokens: Tensor
     positions: Tensor
+    drawn: Tensor
+
+    def prompts(self) -> GraphStep:
+        """For steps with prompts in them. It shares memory: the steps of both are computed one after another."""
 
     def fill(self, items: Mapping[int | None, Int32], positions: Int64, slots: Int32) -> int | None:
         """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None, with nothing
@@ -158,13 +165,13 @@ class GraphStep(Protocol):
         """Goes on from the step that was sent last to one in which each of these rows, at `positions`, begins a chunk
         of its own. False: there is no room, and the step is to be filled."""
 
-    def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
+    def send(self, tokens: list[int], positions: Int64, offsets: Int32, drawn: Sequence[int] = ()) -> None:
         """Carries the step to the device: the one that was filled or grown, or a later one of the same items, as
         PreparedStep.go_on."""
 
-    def layers(self, rounds: int) -> LayerStep:
-        """What is recorded: for any T up to `rows` and at least those of a step. Rows of padding are not stored, and
-        what they give is finite. A result is valid until the next call."""
+    def layers(self, rounds: int, rows: int) -> LayerStep:
+        """What is recorded: for T = `rows`, at least those of a step, and at least its rounds. Rows of padding are not
+        stored, and what they give is finite. A result is valid until the next call."""
 
 
 class Backend(Protocol):

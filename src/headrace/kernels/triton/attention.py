@@ -30,6 +30,8 @@ from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 
 LOG2_E = math.log2(math.e)
+UNUSED = 3
+"""Programs without a task in what is compared: recorded launches have some."""
 
 
 @cache
@@ -58,19 +60,23 @@ def _attended(
     arena, work = _arena_of({None: items}, positions, heads, limits, q.device)
     arena.move(positions.numpy(), np.empty(0, np.int32))
     arena.send()
-    mask = Mask(items, arena.positions.there, scale=heads.dim**-0.5)
-    return work[None].run(q, pool, mask, ways=ways)
+    mask, launched = Mask(items, arena.positions.there, scale=heads.dim**-0.5), work[None]
+    if launched.flash:
+        launched = replace(launched, flash=launched.flash + UNUSED)
+    return launched.run(q, pool, mask, ways=ways)
 
 
 @dataclass(slots=True)
 class TileWork:
     """What attention launches for rows of a step. rounds, flash: programs of each launch along the tasks, flash 0: it
-    is not launched; states: of split rows; flash_lanes: of a flash task."""
+    is not launched; merges: at most, along the rows that leave states; states: of these; flash_lanes: of a flash task.
+    Programs beyond the counts of the arena do nothing; of flash there are at least as many as tasks."""
 
     heads: Heads
     arena: TaskArena
     rounds: list[int]
     flash: int
+    merges: int
     states: tuple[Tensor, Tensor, Tensor]
     flash_lanes: int = tile_schedule.LANES
 
@@ -78,11 +84,12 @@ class TileWork:
     def of(cls, done: TileSchedule, arena: TaskArena, heads: Heads) -> TileWork:
         """Of a schedule that lies in the arena."""
         states = heads.states(done.states, arena.items.there.device)
-        return cls(heads, arena, [len(tasks) for tasks in done.rounds], len(done.flash), states, done.flash_lanes)
+        rounds, merges = [len(tasks) for tasks in done.rounds], int(np.count_nonzero(done.bases >= 0))
+        return cls(heads, arena, rounds, len(done.flash), merges, states, done.flash_lanes)
 
-    def first(self, rounds: int) -> TileWork:
-        """The same with so many rounds alone."""
-        return replace(self, rounds=self.rounds[:rounds])
+    def first(self, rounds: int, flash: int = 0) -> TileWork:
+        """The same with so many rounds alone, and so many programs of flash."""
+        return replace(self, rounds=self.rounds[:rounds], flash=flash)
 
     def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None, ways: Ways | None = None) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
@@ -120,8 +127,9 @@ class TileWork:
         )  # fmt: skip
 
     def _hopper_flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
-        tasks, factor = self.arena.flash.there, mask.scale * LOG2_E
-        hopper.flash(q, pool, self.arena.items.there, tasks, mask, out, factor, tile_schedule.SPAN, self.flash)
+        tasks, count = self.arena.flash.there, self.arena.counts.there[-1:]
+        factor, items = mask.scale * LOG2_E, self.arena.items.there
+        hopper.flash(q, pool, items, tasks, count, mask, out, factor, tile_schedule.SPAN, self.flash)
 
     def _walk(
         self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int, lanes: int,
@@ -145,9 +153,9 @@ class TileWork:
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
         acc, m, z = self.states
-        attention_kernels.merge_spans[(len(out), self.heads.heads)](
+        attention_kernels.merge_spans[(min(self.merges, len(out)), self.heads.heads)](
             acc_of=acc, m_of=m, z_of=z, positions=mask.positions, bases=self.arena.bases.there,
-            sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0,
+            merged=self.arena.merged.there, count=self.arena.counts.there[-2:], sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0,
             **self._shape(mask), num_warps=1,
         )  # fmt: skip
 

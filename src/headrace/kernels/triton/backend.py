@@ -56,9 +56,9 @@ def prepare(step: StepInputs) -> TritonStep:
 
 
 def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:
-    from headrace.kernels.triton.graph_step import TritonGraphStep
+    from headrace.kernels.triton.graph_step import GraphMemory, TritonGraphStep
 
-    return TritonGraphStep(sizes, bias)
+    return TritonGraphStep(GraphMemory.of(sizes, bias), sizes.rows)
 
 
 if TYPE_CHECKING:  # it keeps the contract
