@@ -254,7 +254,9 @@ class GraphStats(StatsRecord):
     """Steps on a GPU as CUDA graphs. prompts: of those that were replayed."""
 
     replayed: int = counter("graph_steps_replayed", "Steps that were a replay of a CUDA graph.")
-    eager: int = counter("graph_steps_eager", "Steps for which there was no graph: no room in its memory, or too many rows.")
+    eager: int = counter(
+        "graph_steps_eager", "Steps for which there was no graph: no room in its memory, or many rows."
+    )
     prompts: int = counter("graph_prompt_steps_replayed", "Steps with prompts that were a replay of a CUDA graph.")
     recorded: int = counter("graph_recordings", "CUDA graphs recorded.")
 

@@ -23,7 +23,7 @@ SPARE_SHARE, SPARE_BYTES = 10, GIB
 """Left free: a tenth of what is free beside the weights, at least 1 GiB. States of attention and what torch cuts its
 memory into lie there."""
 TWICE = 2
-"""A step may be launched as well as replayed, and what is recorded has memory of its own, which all recordings share."""
+"""A step may be launched as well as replayed; recordings have memory of their own, which all of them share."""
 
 
 def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> int:

@@ -1,9 +1,9 @@
-"""Steps with prompts in them as CUDA graphs: recorded by buckets of rows, as far as launching takes longer than padding.
+"""Steps with prompts in them as CUDA graphs: by buckets of rows, as far as launching them takes longer than computing.
 
-A step of prompts takes the GPU long and the host as long as any other step: tens of milliseconds for some hundred
-launches. While the GPU is slower than that, the host is ahead of it and a graph saves nothing, but its rows of padding
-are computed. So the device is asked, as the engine starts, up to which bucket a replay is faster than its launches; what
-is larger is launched. D: rows that tokens are drawn from, V: vocabulary.
+The host takes as long to launch one row as thousands. Where the GPU takes longer still, the host is ahead of it: a
+graph would save nothing, and its rows of padding would be computed. So the device is asked, as the engine starts, up to
+which bucket a replay is faster than its launches; larger steps are launched. D: rows that tokens are drawn from, V:
+vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORDING_S = 5.0
 
 
 def buckets(most: int) -> list[int]:
-    """Rows of recordings, ascending up to `most`: from 256 on two for each doubling, so that a third at most is padding."""
+    """Rows of recordings, ascending up to `most`: from 256 on two for each doubling, so a third at most is padding."""
     sizes = [*SMALL]
     while sizes[-1] < most:
         power = 1 << (sizes[-1].bit_length() - 1)
@@ -43,9 +43,7 @@ class PromptGraphs(Recordings):
     not fit is computed eagerly. decoding: what replays the other steps."""
 
     def __init__(self, decoding: CudaGraphs, rows: int) -> None:
-        super().__init__(
-            decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns
-        )
+        super().__init__(decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns)
         self.stats, self.sizes = decoding.stats, buckets(rows)
         drawn = decoding.sizes[-1]
         self.drawn = sorted({min(FEW_DRAWN, drawn), drawn})
@@ -54,8 +52,8 @@ class PromptGraphs(Recordings):
 
     @torch.inference_mode()
     def record_usual(self) -> None:
-        """Finds up to which bucket replays are worth while, and records these for prompts alone, then for prompts beside
-        sequences that decode. The largest first: the others lie in its memory."""
+        """Finds the buckets that pay, and records them for prompts alone, then for those beside sequences that decode.
+        The largest first: the others lie in its memory."""
         ends = time.monotonic() + RECORDING_S
         self._leave_what_pays()
         log.info("steps with prompts of up to %d rows are replayed", max(self.sizes, default=0))

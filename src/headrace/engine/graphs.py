@@ -87,7 +87,9 @@ def obstacle(config: ModelConfig, storage: KVStorage) -> str | None:
 class Recordings:
     """Recorded steps whose index data lies in the memory of `step`. turns: rotations by position, on the device."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, eager: Eager, step: GraphStep, turns: Tensor | None) -> None:
+    def __init__(
+        self, decoder: Decoder, storage: KVStorage, eager: Eager, step: GraphStep, turns: Tensor | None
+    ) -> None:
         self.decoder, self.storage, self.eager, self.step, self.turns = decoder, storage, eager, step, turns
         self._recorded: dict[Key, Recorded] = {}
         self.stats = GraphStats()

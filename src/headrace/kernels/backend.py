@@ -127,8 +127,8 @@ class GraphSizes(NamedTuple):
     """What steps that replay graphs have at most: rows, all of which tokens are drawn from, and positions below
     `length`; and what they have in common.
 
-    prompt_rows: of steps with prompts in them, `rows` of which tokens are drawn from. windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of
-    rows; scale, cap: see Mask.
+    prompt_rows: of steps with prompts in them, `rows` of which tokens are drawn from. windows: of the layers; heads:
+    Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of rows; scale, cap: see Mask.
     """
 
     rows: int

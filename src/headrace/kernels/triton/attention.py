@@ -155,8 +155,9 @@ class TileWork:
         acc, m, z = self.states
         attention_kernels.merge_spans[(min(self.merges, len(out)), self.heads.heads)](
             acc_of=acc, m_of=m, z_of=z, positions=mask.positions, bases=self.arena.bases.there,
-            merged=self.arena.merged.there, count=self.arena.counts.there[-2:], sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0,
-            **self._shape(mask), num_warps=1,
+            merged=self.arena.merged.there, count=self.arena.counts.there[-2:],
+            sinks=acc if mask.sinks is None else mask.sinks, out=out, window=mask.window or 0, **self._shape(mask),
+            num_warps=1,
         )  # fmt: skip
 
     @property

@@ -249,12 +249,15 @@ def _flash_lanes(
 
 @gluon.jit
 def flash(
-    q, k_desc, v_desc, items, tasks, positions, sinks, out, factor, q_stride,
+    q, k_desc, v_desc, items, tasks, count, positions, sinks, out, factor, q_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
     SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Task program_id(0) of KV head program_id(1), by two warp groups of 64 lanes. q [R, HEADS, D], rows q_stride
-    apart; k_desc: blocks [D, 64] of the keys of all slots and KV heads, v_desc: blocks [64, D]; out [R, HEADS, D]."""
+    """Task program_id(0) of count[0], of KV head program_id(1), by two warp groups of 64 lanes each. q [R, HEADS, D],
+    rows q_stride apart; k_desc: blocks [D, 64] of the keys of all slots and KV heads, v_desc: blocks [64, D]; out
+    [R, HEADS, D]."""
+    if gl.program_id(0) >= gl.load(count):
+        return
     task = tasks + 4 * gl.program_id(0)
     kv_head = gl.program_id(1)
     begin, end, first, many = gl.load(task), gl.load(task + 1), gl.load(task + 2), gl.load(task + 3)
