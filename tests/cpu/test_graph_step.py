@@ -79,12 +79,18 @@ def sent(step: TritonGraphStep, plan: Plan) -> int:
     return rounds
 
 
-def check(memory: GraphMemory, sequences: Sequences, shared: int, padding: int) -> None:
+@pytest.fixture(scope="module")
+def step(memory: GraphMemory) -> TritonGraphStep:
+    """One for all plans: what they leave there must not matter."""
+    return TritonGraphStep(memory, ROWS, drawn=memory.sizes.rows)
+
+
+def check(step: TritonGraphStep, sequences: Sequences, shared: int, padding: int) -> None:
     plan, ours, truth = planned(sequences, shared), drawn_pool(1), drawn_pool(1)
     rows = torch.randn(plan.rows, HEADS + 2, DIM, generator=torch.Generator().manual_seed(2))
     expected = launched(plan, rows, truth)
-    step, total = memory_step(memory), plan.rows + padding
-    memory.out.zero_()
+    total = plan.rows + padding
+    step.memory.out.zero_()
     layers = step.layers(sent(step, plan), total)
     padded = torch.cat((rows, torch.full((padding, *rows.shape[1:]), float("nan"))))
     for window, wanted in zip(WINDOWS, expected, strict=True):
@@ -94,17 +100,19 @@ def check(memory: GraphMemory, sequences: Sequences, shared: int, padding: int) 
     assert all(torch.equal(x, y) for x, y in zip(ours.tensors, truth.tensors, strict=True))
     assert step.drawn.tolist() == [plan.rows - 1, 0, 0, 0]
     for window, tasks in step.arena.tasks.items():
-        assert tasks.counts.host[-1] <= memory.flash_programs(total, window)
+        assert tasks.counts.host[-1] <= step.memory.flash_programs(total, window)
 
 
-def memory_step(memory: GraphMemory) -> TritonGraphStep:
-    return TritonGraphStep(memory, ROWS, drawn=memory.sizes.rows)
-
-
-def test_a_prompt_beside_sequences_that_decode(memory: GraphMemory) -> None:
+def test_a_prompt_beside_sequences_that_decode(step: TritonGraphStep) -> None:
     """Two that decode on a shared chunk and part within a span, one on its first token, a prompt of three tasks, and a
     short one; the longest crosses a span."""
-    check(memory, [(70, 1), (130, 1), (0, 1), (509, 11), (3, 2)], shared=2, padding=5)
+    check(step, [(70, 1), (130, 1), (0, 1), (509, 11), (3, 2)], shared=2, padding=5)
+
+
+def test_tasks_of_a_step_before(step: TritonGraphStep) -> None:
+    """They lie behind those of a smaller step, where there are programs for them and rows."""
+    check(step, [(100, 22)], shared=0, padding=0)
+    check(step, [(5, 3), (9, 1), (11, 1), (2, 2)], shared=0, padding=5)
 
 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 140) | st.integers(440, 520), st.integers(1, 6)), min_size=1, max_size=4)
@@ -112,15 +120,15 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 140) | st.integers(440, 520), st.i
 
 @settings(max_examples=2, deadline=None)
 @given(SEQUENCES, st.integers(0, 2), st.integers(0, 3))
-def test_drawn_plans(memory: GraphMemory, sequences: Sequences, shared: int, padding: int) -> None:
-    check(memory, sequences, shared, min(padding, ROWS - sum(rows for _, rows in sequences)))
+def test_drawn_plans(step: TritonGraphStep, sequences: Sequences, shared: int, padding: int) -> None:
+    check(step, sequences, shared, min(padding, ROWS - sum(rows for _, rows in sequences)))
 
 
 @pytest.mark.matrix
 @settings(max_examples=12, deadline=None)
 @given(SEQUENCES, st.integers(0, 2), st.integers(0, 8))
-def test_more_drawn_plans(memory: GraphMemory, sequences: Sequences, shared: int, padding: int) -> None:
-    check(memory, sequences, shared, min(padding, ROWS - sum(rows for _, rows in sequences)))
+def test_more_drawn_plans(step: TritonGraphStep, sequences: Sequences, shared: int, padding: int) -> None:
+    check(step, sequences, shared, min(padding, ROWS - sum(rows for _, rows in sequences)))
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4))
@@ -135,12 +143,12 @@ def test_what_has_no_room(memory: GraphMemory, monkeypatch: pytest.MonkeyPatch) 
     """Rows; and items of five prompts, each of which walks those that all share."""
     plan = planned([(900, 3)] * 5, 14)
     items = {w: plan.items_within(w) for w in WINDOWS}
-    assert memory_step(memory).fill(items, plan.positions, plan.row_slots) == 0
+    assert TritonGraphStep(memory, ROWS, drawn=4).fill(items, plan.positions, plan.row_slots) == 0
     small = TritonGraphStep(memory, plan.rows - 1, drawn=4)
     assert small.fill(items, plan.positions, plan.row_slots) is None
     for room in ("COPIES", "TASKS", "LATER_TASKS"):
         monkeypatch.setattr(graph_step, room, 0)
-    assert memory_step(memory).fill(items, plan.positions, plan.row_slots) is None
+    assert TritonGraphStep(memory, ROWS, drawn=4).fill(items, plan.positions, plan.row_slots) is None
 
 
 def test_steps_of_decoding_have_no_flash(memory: GraphMemory) -> None:

@@ -68,6 +68,8 @@ class GraphMemory:
 
     def flash_programs(self, rows: int, window: int | None) -> int:
         """As many as tasks of so many rows at most: each run ends one, and all of the step's sequences may be runs."""
+        if rows <= tile_schedule.SHORT:
+            return 0
         together = max(1, self.flash_lanes(window) // self.limits.group)
         return -(-rows // together) + min(self.sizes.rows, rows // (tile_schedule.SHORT + 1))
 
