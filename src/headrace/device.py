@@ -155,7 +155,13 @@ class Cuda(Device):
             # The shared memory goes with the last graph that has it, and cannot be asked for again: this one stays.
             self._keeper, _ = self._recorded(self._side, lambda: torch.zeros(1, device=self.place))
         assert self._side is not None
-        return self._recorded(self._side, run)
+        try:
+            return self._recorded(self._side, run)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            self._keeper = None  # a recording that broke off keeps the memory closed: the next one has another
+            raise
 
     def _recorded(self, side: torch.cuda.Stream, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +20,12 @@ from headrace.engine import graph_buckets
 from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
 from headrace.engine.runner import Runner
-from headrace.kernels.triton import tile_schedule
+from headrace.kernels.triton import graph_step, tile_schedule
 from tests.support.fake_device import FakeDevice, FakeGraph, fake_device
 from tests.support.traces import Trace, run, same
 from tools.gpu.bits import eager_steps
 
-SHAPE = CheckpointShape(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
+SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
@@ -36,10 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """Buckets of 4 and 8 rows; runs of more than two are long. Recordings are made when they are needed."""
+    """Buckets of 2 and 4 rows, and of 8; runs of more than two are long. Recordings are made when they are needed."""
     monkeypatch.setattr(Runner, "record", lambda self: None)
-    monkeypatch.setattr(graph_buckets, "SMALL", (4, 8))
+    monkeypatch.setattr(graph_buckets, "SMALL", (2, 4))
     monkeypatch.setattr(tile_schedule, "SHORT", 2)
+    monkeypatch.setattr(graph_step, "PROGRAMS", 1)
     with fake_device(monkeypatch) as device:
         yield device
 
@@ -87,21 +89,22 @@ def test_replayed_is_the_same_as_launched(folder: Path, fake: FakeDevice) -> Non
 
 
 def test_a_step_takes_the_next_larger_bucket(folder: Path, fake: FakeDevice) -> None:
-    """The same prompt from recordings of four rows and of six: the same logits."""
-    llm = engine(folder, max_batch_tokens=6)
+    """The same prompt from recordings of two rows and of four: the same logits."""
+    llm = engine(folder, max_batch_tokens=4)
     graphs, found = graphs_of(llm), []
-    for sizes in ([4, 6], [6]):
+    for sizes in ([2, 4], [4]):
         graphs.sizes = sizes
         llm.engine.cache.tree.clear()
-        found.append(run(llm, [tokens(3, 3)], ONE))
+        found.append(run(llm, [tokens(2, 3)], ONE))
     same(*found)
-    assert sorted(graphs._recorded) == [Key(4, 0, 2), Key(6, 0, 2)]
+    assert sorted(graphs._recorded) == [Key(2, 1, 2), Key(4, 1, 2)]
 
 
 @pytest.mark.matrix
-def test_prompts_cut_anywhere(folder: Path, fake: FakeDevice) -> None:
-    """Steps of five rows, in which sequences decode beside slices: as whole prompts, each alone."""
-    prompts = [tokens(9, 4), tokens(13, 5), tokens(2, 7)]
+def test_prompts_cut_anywhere(tmp_path: Path, fake: FakeDevice) -> None:
+    """Steps of five rows, in which sequences decode beside slices: as whole prompts, each alone. Two layers, in the
+    first of which all rows are wanted."""
+    folder, prompts = write_checkpoint(replace(SHAPE, layers=2), tmp_path), [tokens(9, 4), tokens(13, 5), tokens(2, 7)]
     whole = engine(folder, max_batch_tokens=16)
     truth = [launched(whole, [prompt])[0] for prompt in prompts]
     llm = engine(folder, max_batch_tokens=5, max_sequences=3)
@@ -141,19 +144,26 @@ def test_what_is_launched(folder: Path, fake: FakeDevice) -> None:
     assert (graphs.stats.replayed, graphs.stats.eager) == (0, 3)
 
 
-def test_no_memory_for_a_recording(folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["no memory", "other bits"])
+def test_what_cannot_be_recorded(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
     """So many rows are launched from then on, and fewer ones replayed."""
-    llm = engine(folder)
-    graphs = graphs_of(llm)
-    prompts = [tokens(5, 1)]
+    llm = engine(folder, max_batch_tokens=4)
+    graphs, prompts = graphs_of(llm), [tokens(3, 1)]
     truth = launched(llm, prompts, ONE)
 
-    def none(run: Callable[[], object]) -> None:
-        raise torch.OutOfMemoryError
+    def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[FakeGraph, object]:
+        if why == "no memory":
+            raise torch.OutOfMemoryError(why)
+        return FakeGraph(lambda: (made[0] + 1, made[1]), made := run()), made
 
-    monkeypatch.setattr(fake, "graph", none)
+    monkeypatch.setattr(fake, "graph", graph)
     same(run(llm, prompts, ONE), truth)
-    assert graphs.sizes == [4] and (graphs.stats.eager, graphs.stats.replayed) == (1, 0)
+    assert graphs.sizes == [2] and (graphs.stats.eager, graphs.stats.replayed) == (1, 0) and not graphs._recorded
+    assert [f"4 rows with prompts in them are launched{message}" in caplog.text for message in (", not", ": a")] == [
+        why == "no memory", why == "other bits"
+    ]  # fmt: skip
 
 
 def test_buckets() -> None:
@@ -184,15 +194,16 @@ def test_what_pays_is_recorded_before_the_first_step(
     llm = engine(folder, max_batch_tokens=1024)
     graphs, tried = graphs_of(llm), []
 
-    def record(self: Recordings, key: Key) -> Recorded:
+    def capture(self: Recordings, key: Key) -> Recorded:
         tried.append(key)
-        self._recorded[key] = found = Recorded(Slow(key.rows), torch.empty(0), torch.empty(0))
+        self._recorded[key] = found = Recorded(Slow(key.rows), torch.zeros(1), torch.zeros(1))
         return found
 
     def timed(run: Any) -> tuple[float, float]:
         return (1.0, 9.0) if isinstance(run, partial) else (0.0, run.__self__.rows / 300)
 
-    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(Recordings, "_capture", capture)
+    monkeypatch.setattr(PromptGraphs, "_compute", lambda self, key: (torch.zeros(1), torch.zeros(1)))
     monkeypatch.setattr(fake, "timed", timed)
     graphs.record_usual()
     assert graphs.sizes == [16, 64, 128, 256]

@@ -88,12 +88,21 @@ class PromptGraphs(Recordings):
         return self.eager.run(step)
 
     def _recording(self, key: Key) -> Recorded | None:
-        """None: there is no memory for it."""
+        """None, with a line in the log: it cannot be recorded, or has other bits than its launches."""
+        if key in self._recorded:
+            return self._recorded[key]
         try:
-            return self._recorded.get(key) or self._record(key)
-        except torch.OutOfMemoryError:
-            log.warning("no memory to record steps of %d rows with prompts in them: they are launched", key.rows)
+            launched = self._compute(key)[0].clone()
+            recorded = self._capture(key)
+        except RuntimeError as error:  # no memory, for one
+            log.warning("steps of %d rows with prompts in them are launched, not recorded: %s", key.rows, error)
             return None
+        recorded.graph.replay()
+        if torch.equal(launched, recorded.logits):
+            return recorded
+        log.warning("steps of %d rows with prompts in them are launched: a replay has other bits", key.rows)
+        del self._recorded[key]
+        return None
 
     def _leave_what_pays(self) -> None:
         """Leaves the buckets whose rows are computed faster than they are launched."""
@@ -103,7 +112,6 @@ class PromptGraphs(Recordings):
             recorded = self._recording(key)
             if recorded is None:
                 continue
-            device.timed(recorded.graph.replay)  # the first one prepares it
             launched, _ = device.timed(partial(self._compute, key))
             _, replayed = device.timed(recorded.graph.replay)
             if replayed <= launched:

@@ -100,9 +100,12 @@ class Recordings:
         return self.step.fill(items, plan.positions, plan.row_slots)
 
     def _record(self, key: Key) -> Recorded:
-        run = partial(self._compute, key)
-        run()  # compiles what is not compiled yet, and asks for the memory that libraries keep
-        graph, (logits, chosen) = current().graph(run)
+        self._compute(key)  # compiles what is not compiled yet, and asks for the memory that libraries keep
+        return self._capture(key)
+
+    def _capture(self, key: Key) -> Recorded:
+        """Records what has been computed once."""
+        graph, (logits, chosen) = current().graph(partial(self._compute, key))
         self._recorded[key] = found = Recorded(graph, logits, chosen)
         self.stats.recorded += 1
         return found
