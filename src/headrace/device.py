@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
@@ -100,6 +101,9 @@ class Device(Protocol):
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Bytes that `run` takes at most, beside those in use before it."""
 
+    def timed(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Seconds until `run` has launched its work, and until the device has done it."""
+
 
 class _Registered(mmap.mmap):
     """A mapping part of which the driver has pinned, until it goes."""
@@ -167,7 +171,13 @@ class Cuda(Device):
             # The shared memory goes with the last graph that has it, and cannot be asked for again: this one stays.
             self._keeper, _ = self._recorded(self._side, lambda: torch.zeros(1, device=self.place))
         assert self._side is not None
-        return self._recorded(self._side, run)
+        try:
+            return self._recorded(self._side, run)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            self._keeper = None  # a recording that broke off keeps the memory closed: the next one has another
+            raise
 
     def _recorded(self, side: torch.cuda.Stream, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.
@@ -208,6 +218,14 @@ class Cuda(Device):
         run()
         self.synchronize()
         return torch.cuda.max_memory_allocated(self.place) - before
+
+    def timed(self, run: Callable[[], object]) -> tuple[float, float]:
+        self.synchronize()
+        began = time.perf_counter()
+        run()
+        launched = time.perf_counter() - began
+        self.synchronize()
+        return launched, time.perf_counter() - began
 
 
 _current: Device = Cuda()

@@ -251,11 +251,14 @@ class StructuredStats(StatsRecord):
 
 @dataclass(slots=True)
 class GraphStats(StatsRecord):
-    """Steps of decoding on a GPU as CUDA graphs."""
+    """Steps on a GPU as CUDA graphs. prompts: of those that were replayed."""
 
     replayed: int = counter("graph_steps_replayed", "Steps that were a replay of a CUDA graph.")
     ahead: int = counter("graph_steps_ahead", "Of these, those launched while the step before was under way.")
-    eager: int = counter("graph_steps_eager", "Steps of decoding for which there was no room in a graph's memory.")
+    eager: int = counter(
+        "graph_steps_eager", "Steps for which there was no graph: no room in its memory, or many rows."
+    )
+    prompts: int = counter("graph_prompt_steps_replayed", "Steps with prompts that were a replay of a CUDA graph.")
     recorded: int = counter("graph_recordings", "CUDA graphs recorded.")
 
 

@@ -79,12 +79,12 @@ def test_what_is_no_row_is_padding() -> None:
     assert here.positions.there.tolist() == [100, 700, *6 * [-1]]
     assert here.offsets.there.tolist() == [36, 60, *6 * [0]]
     assert here.tasks[None].bases.there.tolist() == [0, 2, *6 * [-1]]
-    assert here.tasks[None].counts.there.tolist() == [3, 0, 0]
+    assert here.tasks[None].counts.there.tolist() == [3, 0, 2, 0]
     smaller = build(decoding([100], 0))
     here.fill({None: cut(smaller.items, smaller.positions, BOUNDS)})
     here.move(smaller.positions, smaller.row_offsets)
     here.send()
-    assert here.tasks[None].counts.there.tolist() == [1, 0, 0]
+    assert here.tasks[None].counts.there.tolist() == [1, 0, 1, 0]
     assert here.positions.there.tolist() == [100, *7 * [-1]]
 
 

@@ -81,7 +81,8 @@ def test_engine_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     for row in rows:
         assert row.figures and all(isinstance(row.figures[goal.figure], float) for goal in row.goals), row
     figures = {row.name: row.figures for row in rows}
-    assert {"ours_ms", "dynamic_ms", "static_ms", "over_best"} == set(figures["S1 first token of 130"])
+    first = {"ours_ms", "dynamic_ms", "static_ms", "over_best", "replayed_prompts"}
+    assert first == set(figures["S1 first token of 130"])
     assert {"ours_tok_s", "of_read", "dynamic_tok_s", "static_tok_s"} <= set(figures["S1 decode 3 x 20"])
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import CudaGraphs
 from headrace.engine.runner import Runner
 from tests.support.drafting import answered, drafts_from
-from tests.support.traces import alone, prompts_of, run, same
+from tests.support.traces import alone, prompts_of, run, same, words
+from tools.gpu.bits import eager_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,14 +32,12 @@ def test_replayed_is_the_same_as_eager() -> None:
     """Sixteen sequences of uneven lengths, in graphs of sixteen rows and, alone, of one."""
     llm = engine(max_sequences=16)
     prompts, runner = prompts_of(llm), runner_of(llm)
-    graphs = runner.decoding
     together, apart = run(llm, prompts), alone(llm)
     stats = llm.engine.stats().graphs
-    assert stats.replayed > 100 and stats.eager == 0
-    runner.decoding = runner.eager
+    assert stats.replayed > 100
     llm.engine.cache.tree.clear()
-    eager = run(llm, prompts)
-    runner.decoding = graphs
+    with eager_steps(runner):
+        eager = run(llm, prompts)
     same(together, eager)
     same(apart, eager)
 
@@ -66,6 +66,53 @@ def test_steps_ahead_give_the_same_tokens(temperature: float) -> None:
     small = engine(max_sequences=16, kv_cache_tokens=2048)
     assert [each.outputs[0] for each in small.generate(prompts, params)] == found[0]
     assert small.engine.stats().scheduler.preemptions and small.engine.stats().graphs.ahead
+
+
+@pytest.mark.parametrize("rows", [64, 200, 512])
+def test_prompts_are_replayed_to_the_bits_of_launched_ones(rows: int) -> None:
+    """Steps of so many rows, prompts by slices beside sequences that decode, whether replays pay or not: from the next
+    larger bucket, and all from the largest."""
+    llm = engine(max_sequences=16, max_batch_tokens=rows)
+    prompts, runner = prompts_of(llm), runner_of(llm)
+    graphs = runner.mixed
+    assert isinstance(graphs, PromptGraphs)
+    with eager_steps(runner):
+        truth = run(llm, prompts)
+    for sizes in (buckets(rows), [rows]):
+        graphs.sizes, before = sizes, graphs.stats.prompts
+        llm.engine.cache.tree.clear()
+        same(run(llm, prompts), truth)
+        assert graphs.stats.prompts > before and not graphs.stats.eager
+
+
+def test_a_whole_prompt_is_replayed() -> None:
+    """Of many rows, by cuBLAS within a graph, after another that is replayed from the same recording."""
+    llm = engine(max_sequences=2, max_batch_tokens=2048)
+    prompts, runner = [words(llm, count, seed=count) for count in (1900, 1600)], runner_of(llm)
+    graphs = runner.mixed
+    assert isinstance(graphs, PromptGraphs)
+    graphs.sizes = [2048]
+    ours = [run(llm, [prompt])[0] for prompt in prompts]
+    assert graphs.stats.prompts == 2
+    llm.engine.cache.tree.clear()
+    with eager_steps(runner):
+        same(ours, [run(llm, [prompt])[0] for prompt in prompts])
+
+
+def test_padding_writes_nothing() -> None:
+    """What nobody has written is no number, and stays it."""
+    llm = engine(max_sequences=2, max_batch_tokens=256, kv_cache_tokens=1024)
+    graphs = runner_of(llm).mixed
+    assert isinstance(graphs, PromptGraphs)
+    graphs.sizes, pools = [256], [x for pool in graphs.storage.pools for x in pool.tensors]
+    with eager_steps(runner_of(llm)):
+        truth = run(llm, [words(llm, 70, seed=1)])
+    llm.engine.cache.tree.clear()
+    for x in pools:
+        x.fill_(float("nan"))
+    same(run(llm, [words(llm, 70, seed=1)]), truth)
+    tokens = 70 + 24 - 1
+    assert [int(x.isfinite().sum()) for x in pools] == [tokens * x.numel() // 1024 for x in pools]
 
 
 def test_the_pool_leaves_room() -> None:

@@ -42,7 +42,7 @@ ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("t
 """Of an A100, an H100 and a B200: instruction of its tensor cores, and shared memory of a program."""
 SMALLEST = 99 << 10
 """Shared memory of the smallest GPUs that take the choices for sm_80: sm_86, sm_89 and sm_120."""
-TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases"), "*i32")
+TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases", "merged"), "*i32")
 TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "bias", "sinks", "k_scale", "v_scale"), "*fp32")
 TYPES |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "bias_len", "window"), "i32")
 TYPES |= {"factor": "fp32", "cap": "fp32"}

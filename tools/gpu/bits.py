@@ -154,8 +154,9 @@ class Bits:
 @contextmanager
 def eager_steps(executor: Any) -> Iterator[None]:
     """No step is replayed within."""
-    before, executor.decoding = executor.decoding, executor.eager
+    before = executor.decoding, executor.mixed
+    executor.decoding = executor.mixed = executor.eager
     try:
         yield
     finally:
-        executor.decoding = before
+        executor.decoding, executor.mixed = before

@@ -20,8 +20,10 @@ from headrace.types import chunks_for
 log = logging.getLogger(__name__)
 
 SPARE_SHARE, SPARE_BYTES = 10, GIB
-"""Left free: a tenth of what is free beside the weights, at least 1 GiB. Recorded steps, states of attention and what
-torch cuts its memory into lie there."""
+"""Left free: a tenth of what is free beside the weights, at least 1 GiB. States of attention and what torch cuts its
+memory into lie there."""
+TWICE = 2
+"""A step may be launched as well as replayed; recordings have memory of their own, which all of them share."""
 
 
 def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> int:
@@ -29,8 +31,8 @@ def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> in
     device = current()
     free = device.free_memory()
     step = device.peak_memory(lambda: largest_step(decoder, backend, rows, drawn))
-    left = free - step - max(free // SPARE_SHARE, SPARE_BYTES)
-    log.info("%s free beside the weights, %s of them for a step of %d tokens", gib(free), gib(step), rows)
+    left = free - TWICE * step - max(free // SPARE_SHARE, SPARE_BYTES)
+    log.info("%s free beside the weights, twice %s of them for a step of %d tokens", gib(free), gib(step), rows)
     return max(0, left)
 
 

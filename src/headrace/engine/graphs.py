@@ -2,7 +2,8 @@
 
 A graph is recorded for a number of rows and of rounds of attention tasks, and reads tokens, places and tasks from
 memory of a fixed size (kernels.backend.GraphStep), which is filled anew for each step. A step takes the next larger
-graph; the rows that it does not have are padding. T: rows of a graph, V: vocabulary.
+graph; the rows that it does not have are padding. Here are steps of decoding; those with prompts in them are in
+graph_buckets. T: rows of a graph, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from headrace.attention.plan import Plan, PlannedStep
 from headrace.device import Graph, current
 from headrace.engine.programs import Eager, Launched, Logits, StepRows
 from headrace.kernels import ops
-from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, LayerStep
+from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep, LayerStep
+from headrace.kernels.model_step import Greatest
 from headrace.kernels.records import QKRotary
 from headrace.kernels.step_copies import ReadBack
 from headrace.kv.storage import KVStorage
@@ -37,14 +39,15 @@ takes tens of milliseconds, but for kernels that have never been compiled on thi
 
 
 class Key(NamedTuple):
-    """Of a recording."""
+    """Of a recording. drawn: rows that tokens are drawn from; 0: all."""
 
     rows: int
     rounds: int
+    drawn: int = 0
 
 
 class Recorded(NamedTuple):
-    """logits fp32 [T, V], chosen int32 [2, T]: where a replay leaves them."""
+    """logits fp32 [T, V], chosen int32 [2, T], of rows that tokens are drawn from: where a replay leaves them."""
 
     graph: Graph
     logits: Tensor
@@ -59,12 +62,13 @@ class GraphAttention(Attend):
         self.windows, self.sinks = decoder.config.attention.windows, decoder.sinks
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
-        assert rows is None, "all rows of a graph are wanted"
-        return self.step(self.storage.pool(layer), q, k, v, self.windows[layer], self._sinks(layer))
+        made = self.step(self.storage.pool(layer), q, k, v, self.windows[layer], self._sinks(layer))
+        return made if rows is None else made[rows]
 
     def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
-        assert rows is None, "all rows of a graph are wanted"
-        return self.step.projected(self.storage.pool(layer), heads, rotary, self.windows[layer], self._sinks(layer))
+        pool, window = self.storage.pool(layer), self.windows[layer]
+        made = self.step.projected(pool, heads, rotary, window, self._sinks(layer))
+        return made if rows is None else made[rows]
 
     def _sinks(self, layer: int) -> Tensor | None:
         return None if self.sinks is None else self.sinks[layer]
@@ -79,26 +83,82 @@ def obstacle(config: ModelConfig) -> str | None:
     return "its layers differ in their heads" if len(config.attention.every_shape) > 1 else None
 
 
-class CudaGraphs:
-    """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit is computed eagerly."""
+class Recordings:
+    """Recorded steps whose index data lies in the memory of `step`. turns: rotations by position, on the device."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, backend: GraphBackend, eager: Eager, rows: int) -> None:
+    def __init__(
+        self, decoder: Decoder, storage: KVStorage, eager: Eager, step: GraphStep, turns: Tensor | None
+    ) -> None:
+        self.decoder, self.storage, self.eager, self.step, self.turns = decoder, storage, eager, step, turns
+        self._recorded: dict[Key, Recorded] = {}
+        self.stats = GraphStats()
+
+    def _fill(self, plan: Plan) -> int | None:
+        """Takes a plan: its rounds. None: there is no room."""
+        items = {window: plan.items_within(window) for window in set(self.decoder.config.attention.windows)}
+        return self.step.fill(items, plan.positions, plan.row_slots)
+
+    def _record(self, key: Key) -> Recorded:
+        self._compute(key)  # compiles what is not compiled yet, and asks for the memory that libraries keep
+        return self._capture(key)
+
+    def _capture(self, key: Key) -> Recorded:
+        """Records what has been computed once."""
+        graph, (logits, chosen) = current().graph(partial(self._compute, key))
+        self._recorded[key] = found = Recorded(graph, logits, chosen)
+        self.stats.recorded += 1
+        return found
+
+    def _tokens(self, rows: int) -> Tensor:
+        """int32 [rows] of a step."""
+        return self.step.tokens[:rows]
+
+    def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
+        """From the tokens to the logits, and the greatest of each row."""
+        decoder, tokens = self.decoder, self._tokens(key.rows)
+        positions = self.step.positions[: key.rows].clamp(min=0)
+        attend = GraphAttention(self.step.layers(key.rounds, key.rows), self.storage, decoder)
+        turns = None if self.turns is None else self.turns.index_select(0, positions)
+        drawn = self.step.drawn[: key.drawn].long() if key.drawn else None
+        keep = None if self.storage.x is None else partial(self.step.keep, self.storage.x)
+        x = decoder.layers(decoder.embed(tokens, positions), turns, attend, drawn, watch=keep)
+        logits = decoder.logits(decoder.leave(x))
+        values, best = ops.greatest(logits)
+        return logits, torch.stack((best.int(), values.view(torch.int32)))
+
+
+def made_by(recorded: Recorded, rows: int) -> Logits:
+    """What a replay has left of the first `rows` rows that tokens are drawn from."""
+    best, values = recorded.chosen.cpu()
+    greatest = Greatest(values.view(torch.float32)[:rows].tolist(), best[:rows].tolist())
+    return Logits(recorded.logits[:rows], greatest)
+
+
+class CudaGraphs(Recordings):
+    """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit is computed eagerly. prompt_rows:
+    of the largest step with prompts in it for which PromptGraphs shall find memory beside."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        storage: KVStorage,
+        backend: GraphBackend,
+        eager: Eager,
+        rows: int,
+        prompt_rows: int = 0,
+    ) -> None:
         config, spec = decoder.config, decoder.config.attention
-        self.decoder, self.storage, self.eager = decoder, storage, eager
         self.sizes = [1 << power for power in range((rows - 1).bit_length() + 1)]
         length = min(config.max_model_len, storage.slots * CHUNK)
         sizes = GraphSizes(
-            self.sizes[-1], length, frozenset(spec.windows), spec.heads, (storage.slots, *spec.shape(0)), storage.dtype,
-            decoder.dtype, spec.scale, spec.score_cap,
+            self.sizes[-1], prompt_rows, length, frozenset(spec.windows), spec.heads,
+            (storage.slots, *spec.shape(0)), storage.dtype, decoder.dtype, spec.scale, spec.score_cap,
         )  # fmt: skip
-        self.step = backend.graph_step(sizes, decoder.key_bias)
-        rope = decoder.rope
-        self._turns = None if rope is None else rope.table(torch.arange(length)).to(decoder.device)
-        self._recorded: dict[Key, Recorded] = {}
+        turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
+        super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns)
         self._first: Plan | None = None
         self._rounds = 0
         self._read_back = ReadBack(2 * self.sizes[-1], torch.int32, current())
-        self.stats = GraphStats()
 
     @torch.inference_mode()
     def record_usual(self) -> None:
@@ -147,30 +207,17 @@ class CudaGraphs:
             if self.step.grow(rows, plan.row_slots[rows], plan.positions[rows]):
                 self._first = first
                 return True
-        items = {window: plan.items_within(window) for window in set(self.decoder.config.attention.windows)}
-        rounds = self.step.fill(items, plan.positions, plan.row_slots)
+        rounds = self._fill(plan)
         if rounds is None:
             return False
         self._first, self._rounds = first, next(each for each in ROUNDS if each >= rounds)
         return True
 
-    def _record(self, key: Key) -> Recorded:
-        run = partial(self._compute, key)
-        run()  # compiles what is not compiled yet, and asks for the memory that libraries keep
-        graph, (logits, chosen) = current().graph(run)
-        self._recorded[key] = found = Recorded(graph, logits, chosen)
-        self.stats.recorded += 1
-        return found
+    def _tokens(self, rows: int) -> Tensor:
+        """Those that the host does not know the step before has chosen."""
+        return self.step.known(rows)
 
     def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
-        """From the tokens to the logits, and the greatest of each row."""
-        decoder, tokens = self.decoder, self.step.known(key.rows)
-        positions = self.step.positions[: key.rows].clamp(min=0)
-        attend = GraphAttention(self.step.layers(key.rounds), self.storage, decoder)
-        turns = None if self._turns is None else self._turns.index_select(0, positions)
-        keep = None if self.storage.x is None else partial(self.step.keep, self.storage.x)
-        x = decoder.layers(decoder.embed(tokens, positions), turns, attend, watch=keep)
-        logits = decoder.logits(decoder.leave(x))
-        values, best = ops.greatest(logits)
-        self.step.chosen[: key.rows].copy_(best)
-        return logits, torch.stack((best.int(), values.view(torch.int32)))
+        logits, chosen = super()._compute(key)
+        self.step.chosen[: key.rows].copy_(chosen[0])
+        return logits, chosen

@@ -179,7 +179,8 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
             states.prefault()
     if config.tiers is not None:
         tell(LoadPhase("opening the tiers"))
-    runner, offload = Runner(decoder, storage, capacity.backend, states, _decoding_rows(config, capacity)), None
+    rows = _decoding_rows(config, capacity), min(config.scheduler.max_batch_tokens, sized.per_rank)
+    runner, offload = Runner(decoder, storage, capacity.backend, states, *rows), None
     if config.model.on_gpu:
         tell(LoadPhase("recording steps"))
         runner.record()

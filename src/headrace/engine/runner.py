@@ -14,6 +14,7 @@ from headrace.attention.execute import StepAttention
 from headrace.attention.recurrence import segment_rows
 from headrace.engine import graphs
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
+from headrace.engine.graph_buckets import PromptGraphs
 from headrace.engine.programs import Eager, InCpp, Launched, Program, StepRows
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.backend import backend_of, recorded
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 
 class Runner(Executor):
     """A model, its KV storage and the attention backend ('reference', 'cpu' or 'triton'). states: of its recurrent
-    layers, if it has some. decoding_rows: on a GPU larger steps are not recorded.
+    layers, if it has some. decoding_rows, prompt_rows: on a GPU larger steps, in which all sequences decode or with
+    prompts in them, are not recorded.
 
     coming: chunks on their way into the storage; may be set.
     """
@@ -39,16 +41,18 @@ class Runner(Executor):
         backend: str,
         states: StateStorage | None = None,
         decoding_rows: int = 64,
+        prompt_rows: int = 0,
     ) -> None:
         self.decoder = decoder
         self.storage = storage
-        self.states, self.decoding_rows = states, decoding_rows
+        self.states, self.decoding_rows, self.prompt_rows = states, decoding_rows, prompt_rows
         self.backend = backend_of(backend)
         self.coming: Coming = NOTHING
         self._planner = planning.Planner()
         attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias, decoder.sinks)
         self.eager = Eager(decoder, storage, attention, states)
         self.decoding = self._decoding(attention)
+        self.mixed = self._mixed()
 
     def _decoding(self, attention: StepAttention) -> Program:
         """The program of steps all of whose logits are wanted, between whose layers nothing else is done."""
@@ -65,12 +69,21 @@ class Runner(Executor):
         """Steps as CUDA graphs, where nothing is against it."""
         why = graphs.obstacle(self.decoder.config)
         if why is not None:
-            log.info("steps of decoding are launched one kernel at a time: %s", why)
+            log.info("steps are launched one kernel at a time: %s", why)
             return None
-        return graphs.CudaGraphs(self.decoder, self.storage, recorded(self.backend), self.eager, self.decoding_rows)
+        rows = self.decoding_rows, self.prompt_rows
+        return graphs.CudaGraphs(self.decoder, self.storage, recorded(self.backend), self.eager, *rows)
+
+    def _mixed(self) -> Program:
+        """The program of steps some rows of which no token is drawn from."""
+        if self.prompt_rows and isinstance(self.decoding, graphs.CudaGraphs):
+            return PromptGraphs(self.decoding, self.prompt_rows)
+        return self.eager
 
     def record(self) -> None:
-        """On a GPU: records the usual steps of decoding."""
+        """On a GPU: records the usual steps."""
+        if isinstance(self.mixed, PromptGraphs):
+            self.mixed.record_usual()
         if isinstance(self.decoding, graphs.CudaGraphs):
             self.decoding.record_usual()
 
@@ -106,8 +119,8 @@ class Runner(Executor):
             # Between a replay's layers nothing can wait. It takes less than launching the layers does.
             wait_for_all(self.coming, awaited, self.decoder.config.attention)
             step.awaited = ()
-        program = self.decoding if every and not step.awaited and not wanted.reported else self.eager
-        logits = program.run(step)
+        program = self.decoding if every else self.mixed
+        logits = (self.eager if step.awaited or wanted.reported else program).run(step)
         reported = wanted.of(logits.hidden) if logits.hidden is not None else ()
         return Computed(logits.values, wanted.parts, logits.greatest, reported)
 

@@ -128,13 +128,15 @@ class PreparedStep(LayerStep, Protocol):
 
 
 class GraphSizes(NamedTuple):
-    """What steps that replay graphs have at most: rows, and positions below `length`; and what they have in common.
+    """What steps that replay graphs have at most: rows, all of which tokens are drawn from, and positions below
+    `length`; and what they have in common.
 
-    windows: of the layers; heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of
-    rows; scale, cap: see Mask.
+    prompt_rows: of steps with prompts in them, `rows` of which tokens are drawn from. windows: of the layers; heads:
+    Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of rows; scale, cap: see Mask.
     """
 
     rows: int
+    prompt_rows: int
     length: int
     windows: frozenset[int | None]
     heads: int
@@ -150,6 +152,7 @@ class GraphStep(Protocol):
 
     tokens, positions: int32 [rows], of the step that was sent; rows that it does not have: token 0, position -1.
     chosen: int32 [rows], filled by whoever computes the step: the token that follows each row, for the step behind.
+    drawn: int32, the rows that tokens are drawn from, and 0; empty: all are.
     """
 
     tokens: Tensor
@@ -160,6 +163,11 @@ class GraphStep(Protocol):
         """Tokens int32 [rows] of the step that was sent; one below 0, -1 - n, is what row n of the step before has
         chosen."""
 
+    drawn: Tensor
+
+    def prompts(self) -> GraphStep:
+        """For steps with prompts in them. It shares memory: the steps of both are computed one after another."""
+
     def fill(self, items: Mapping[int | None, Int32], positions: Int64, slots: Int32) -> int | None:
         """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None, with nothing
         changed: there is no room for it."""
@@ -168,16 +176,16 @@ class GraphStep(Protocol):
         """Goes on from the step that was sent last to one in which each of these rows, at `positions`, begins a chunk
         of its own. False: there is no room, and the step is to be filled."""
 
-    def send(self, tokens: list[int], positions: Int64, offsets: Int32) -> None:
+    def send(self, tokens: list[int], positions: Int64, offsets: Int32, drawn: Sequence[int] = ()) -> None:
         """Carries the step to the device: the one that was filled or grown, or a later one of the same items, as
         PreparedStep.go_on."""
 
     def keep(self, pools: Sequence[Tensor], layer: int, x: Tensor) -> None:
         """Writes what enters a layer, x [T, H], to the places of the step's rows in pools[layer] [slots, 64, H]."""
 
-    def layers(self, rounds: int) -> LayerStep:
-        """What is recorded: for any T up to `rows` and at least those of a step. Rows of padding are not stored, and
-        what they give is finite. A result is valid until the next call."""
+    def layers(self, rounds: int, rows: int) -> LayerStep:
+        """What is recorded: for T = `rows`, at least those of a step, and at least its rounds. Rows of padding are not
+        stored, and what they give is finite. A result is valid until the next call."""
 
 
 class Backend(Protocol):

@@ -23,7 +23,7 @@ from headrace.types import CHUNK
 
 ALIGN = 32
 """Numbers between whose multiples parts begin: the kernels' pointers are then all aligned alike."""
-ROWS = ("tokens", "positions", "slots", "offsets")
+ROWS = ("tokens", "positions", "slots", "offsets", "drawn")
 
 
 class TaskSizes(NamedTuple):
@@ -48,11 +48,13 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class TaskArena:
-    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 1]: tasks of each round, and of flash;
-    count_of: the same on the device, from each on. used: items in use; spans: see TileSchedule."""
+    """A schedule (tile_schedule.TileSchedule). counts [number of rounds + 2]: tasks of each round, rows that leave
+    states, and tasks of flash; count_of: the same on the device, from each on. merged [R]: these rows. used: items in
+    use; spans: see TileSchedule."""
 
     counts: Part
     bases: Part
+    merged: Part
     rounds: list[Part]
     flash: Part
     items: Part
@@ -75,7 +77,9 @@ class TaskArena:
         for number, tasks in enumerate(done.rounds):
             self.counts.host[number] = len(tasks)
             self.rounds[number].host[: len(tasks)] = tasks
-        self.counts.host[-1] = len(done.flash)
+        kept = np.flatnonzero(done.bases >= 0)
+        self.merged.host[: len(kept)] = kept
+        self.counts.host[-2:] = len(kept), len(done.flash)
         self.flash.host[: len(done.flash)] = done.flash
         self.items.host[: len(done.items)] = done.items
         padded(self.bases.host, done.bases, -1)
@@ -114,15 +118,22 @@ class TaskArena:
 
 
 class Arena:
-    """tokens, positions, slots, offsets: [R] each; tasks: of each window. pinned: it is written again and again."""
+    """tokens, positions, slots, offsets: [R] each; drawn: room for the numbers of rows that tokens are drawn from;
+    tasks: of each window. pinned: it is written again and again."""
 
     def __init__(
-        self, rows: int, tasks: Mapping[int | None, TaskSizes], device: Device, place: torch.device, pinned: bool
+        self,
+        rows: int,
+        tasks: Mapping[int | None, TaskSizes],
+        device: Device,
+        place: torch.device,
+        pinned: bool,
+        drawn: int = 0,
     ) -> None:
         self.rows = rows
-        shapes: list[tuple[int, ...]] = [(rows,)] * len(ROWS)
+        shapes: list[tuple[int, ...]] = [*[(rows,)] * (len(ROWS) - 1), (drawn,)]
         for sizes in tasks.values():
-            shapes += [(len(sizes.rounds) + 1,), (rows,), *((count, 4) for count in sizes.rounds)]
+            shapes += [(len(sizes.rounds) + 2,), (rows,), (rows,), *((count, 4) for count in sizes.rounds)]
             shapes += [(sizes.flash, 4), (sizes.items, 4)]
         lengths = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
         ends = np.cumsum([0, *lengths]).tolist()
@@ -132,10 +143,12 @@ class Arena:
         self._there = torch.zeros(whole, dtype=torch.int32, device=place)
         self._head = ends[len(ROWS)]
         parts = [self._part(begin, shape) for begin, shape in zip(ends, shapes, strict=False)]
-        self.tokens, self.positions, self.slots, self.offsets = parts[: len(ROWS)]
+        self.tokens, self.positions, self.slots, self.offsets, self.drawn = parts[: len(ROWS)]
         left = iter(parts[len(ROWS) :])
         self.tasks = {
-            window: TaskArena(next(left), next(left), [next(left) for _ in sizes.rounds], next(left), next(left))
+            window: TaskArena(
+                next(left), next(left), next(left), [next(left) for _ in sizes.rounds], next(left), next(left)
+            )
             for window, sizes in tasks.items()
         }
 

@@ -32,6 +32,8 @@ from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
 from headrace.kernels.triton.walk_options import walk_options
 
 LOG2_E = math.log2(math.e)
+UNUSED = 3
+"""Programs without a task in what is compared: recorded launches have some."""
 
 
 @cache
@@ -66,18 +68,23 @@ def attended(heads: Heads, limits: Bounds, q: Tensor, pool: Pool, mask: Mask, wa
     arena, work = _arena_of({mask.window: mask.items}, mask.positions, heads, limits, q.device)
     arena.move(mask.positions.numpy(), np.empty(0, np.int32))
     arena.send()
-    return work[mask.window].run(q, pool, replace(mask, positions=arena.positions.there), ways=ways)
+    launched = work[mask.window]
+    if launched.flash:
+        launched = replace(launched, flash=launched.flash + UNUSED)
+    return launched.run(q, pool, replace(mask, positions=arena.positions.there), ways=ways)
 
 
 @dataclass(slots=True)
 class TileWork:
     """What attention launches for rows of a step. rounds, flash: programs of each launch along the tasks, flash 0: it
-    is not launched; states: of split rows; flash_lanes: of a flash task."""
+    is not launched; merges: at most, along the rows that leave states; states: of these; flash_lanes: of a flash task.
+    Programs beyond the counts of the arena do nothing; of flash there are at least as many as tasks."""
 
     heads: Heads
     arena: TaskArena
     rounds: list[int]
     flash: int
+    merges: int
     states: tuple[Tensor, Tensor, Tensor]
     flash_lanes: int = tile_schedule.LANES
 
@@ -85,11 +92,12 @@ class TileWork:
     def of(cls, done: TileSchedule, arena: TaskArena, heads: Heads) -> TileWork:
         """Of a schedule that lies in the arena."""
         states = heads.states(done.states, arena.items.there.device)
-        return cls(heads, arena, [len(tasks) for tasks in done.rounds], len(done.flash), states, done.flash_lanes)
+        rounds, merges = [len(tasks) for tasks in done.rounds], int(np.count_nonzero(done.bases >= 0))
+        return cls(heads, arena, rounds, len(done.flash), merges, states, done.flash_lanes)
 
-    def first(self, rounds: int) -> TileWork:
-        """The same with so many rounds alone."""
-        return replace(self, rounds=self.rounds[:rounds])
+    def first(self, rounds: int, flash: int = 0) -> TileWork:
+        """The same with so many rounds alone, and so many programs of flash."""
+        return replace(self, rounds=self.rounds[:rounds], flash=flash)
 
     def run(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor | None = None, ways: Ways | None = None) -> Tensor:
         """q [R, Hq, D] -> [R, Hq, D], in new memory or in `out`, where rows of no task stay as they are. The mask's
@@ -133,8 +141,9 @@ class TileWork:
         )  # fmt: skip
 
     def _hopper_flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
-        tasks, factor = self.arena.flash.there, mask.scale * LOG2_E
-        hopper.flash(q, pool, self.arena.items.there, tasks, mask, out, factor, tile_schedule.SPAN, self.flash)
+        tasks, count = self.arena.flash.there, self.arena.count_of[-1]
+        factor, items = mask.scale * LOG2_E, self.arena.items.there
+        hopper.flash(q, pool, items, tasks, count, mask, out, factor, tile_schedule.SPAN, self.flash)
 
     def _walk(
         self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int,
@@ -157,10 +166,9 @@ class TileWork:
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
         acc, m, z = self.states
-        direct(attention_kernels.merge_spans)[(len(out), self.heads.heads)](
-            acc, m, z, mask.positions, self.arena.bases.there, acc if mask.sinks is None else mask.sinks, out,
-            mask.window or 0,
-            **self._shape(mask), num_warps=1,
+        direct(attention_kernels.merge_spans)[(min(self.merges, len(out)), self.heads.heads)](
+            acc, m, z, mask.positions, self.arena.bases.there, self.arena.merged.there, self.arena.count_of[-2],
+            acc if mask.sinks is None else mask.sinks, out, mask.window or 0, **self._shape(mask), num_warps=1,
         )  # fmt: skip
 
     def _shape(self, mask: Mask) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def walk(
     WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tasks of one KV head or of PART of its query heads: every num_programs(0)-th of count[0] if SPLIT, otherwise task
-    program_id(0). See TileSchedule for tasks, items and bases.
+    program_id(0), if there are so many. See TileSchedule for tasks, items and bases.
 
     q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D], of int8 k_scale and
     v_scale fp32 [slots, KV_HEADS, 64]; positions int32 [R]; bias fp32 [HEADS, bias_len]; sinks fp32 [HEADS]. SPLIT:
@@ -146,7 +146,7 @@ def walk(
                 z_of, out, factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN,
                 True, RESUME, WINDOW, BIAS, CAP, SINKS, PRECISION,
             )  # fmt: skip
-    else:
+    elif tl.program_id(0) < tl.load(count):
         _walk_task(
             q, k, v, k_scale, v_scale, items, tasks + 4 * tl.program_id(0), positions, bases, bias, sinks, acc_of,
             m_of, z_of, out, factor, cap, q_stride, bias_len, window,
@@ -226,32 +226,30 @@ def _walk_task(
 
 @triton.jit
 def merge_spans(
-    acc_of, m_of, z_of, positions, bases, sinks, out, window,
+    acc_of, m_of, z_of, positions, bases, merged, count, sinks, out, window,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """The states of a row's spans, from left to right, for one of its heads: out [R, HEADS, D], which rows without
-    states leave as it is. See walk."""
-    row = tl.program_id(0).to(tl.int64)
-    base = tl.load(bases + row).to(tl.int64)
-    if base < 0:
-        return
+    """The states of a row's spans, from left to right, for head program_id(1): out [R, HEADS, D] of every
+    num_programs(0)-th of the count[0] rows in `merged`. See walk."""
     one, d = tl.arange(0, 1), tl.arange(0, P)
     head, fits = tl.program_id(1) + one, (d < D)[None, :]
-    position = tl.load(positions + row)
-    m = tl.full((1,), float("-inf"), tl.float32)
-    z = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, P), tl.float32)
-    first = tl.maximum(position - window + 1, 0) // SPAN if WINDOW else 0
-    end = position // SPAN + 1
-    # Several spans' states are on their way while one is merged.
-    for span in tl.range(first, end, num_stages=8):
-        state = (base + span) * HEADS + head
-        m2, z2 = tl.load(m_of + state), tl.load(z_of + state)
-        acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=fits, other=0.0)
-        m, z, acc = _merge(m, z, acc, m2, z2, acc2)
-    result = _finish(m, z, acc, sinks, head, head < HEADS, SINKS)
-    tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=fits)
+    for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
+        row = tl.load(merged + number).to(tl.int64)
+        base, position = tl.load(bases + row).to(tl.int64), tl.load(positions + row)
+        m = tl.full((1,), float("-inf"), tl.float32)
+        z = tl.zeros((1,), tl.float32)
+        acc = tl.zeros((1, P), tl.float32)
+        first = tl.maximum(position - window + 1, 0) // SPAN if WINDOW else 0
+        end = position // SPAN + 1
+        # Several spans' states are on their way while one is merged.
+        for span in tl.range(first, end, num_stages=8):
+            state = (base + span) * HEADS + head
+            m2, z2 = tl.load(m_of + state), tl.load(z_of + state)
+            acc2 = tl.load(acc_of + state[:, None] * D + d[None, :], mask=fits, other=0.0)
+            m, z, acc = _merge(m, z, acc, m2, z2, acc2)
+        result = _finish(m, z, acc, sinks, head, head < HEADS, SINKS)
+        tl.store(out + (row * HEADS + head)[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=fits)
 
 
 @triton.jit

@@ -68,9 +68,9 @@ def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> N
 
 
 def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:
-    from headrace.kernels.triton.graph_step import TritonGraphStep
+    from headrace.kernels.triton.graph_step import GraphMemory, TritonGraphStep
 
-    return TritonGraphStep(sizes, bias)
+    return TritonGraphStep(GraphMemory.of(sizes, bias), sizes.rows)
 
 
 def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> RunningState:

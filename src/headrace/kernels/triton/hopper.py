@@ -53,17 +53,18 @@ def flash(
     pool: Pool,
     items: Tensor,
     tasks: Tensor,
+    count: Tensor,
     mask: Mask,
     out: Tensor,
     factor: float,
     span: int,
     programs: int,
 ) -> None:
-    """The first `programs` tasks of rows that walk all their spans. See hopper_kernels.flash."""
+    """count[0] tasks, of at most `programs`, of rows that walk all their spans. See hopper_kernels.flash."""
     kv_heads = pool.shape[1]
     k, v, shape, stage = _described(q, pool, span)
     direct(_kernels().flash)[(programs, kv_heads)](
-        q, k, v, items, tasks, mask.positions, q if mask.sinks is None else mask.sinks, out, factor, q.stride(0),
+        q, k, v, items, tasks, count, mask.positions, q if mask.sinks is None else mask.sinks, out, factor, q.stride(0),
         **shape, SINKS=mask.sinks is not None, STAGES=RING_BYTES // stage, num_warps=4,
     )  # fmt: skip
 

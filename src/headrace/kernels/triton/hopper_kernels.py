@@ -249,15 +249,18 @@ def _flash_lanes(
 
 @gluon.jit
 def flash(
-    q, k_desc, v_desc, items, tasks, positions, sinks, out, factor, q_stride,
+    q, k_desc, v_desc, items, tasks, count, positions, sinks, out, factor, q_stride,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, SPAN: gl.constexpr, STAGES: gl.constexpr,
     SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Task program_id(0) of KV head program_id(1), by two warp groups of 64 lanes. q [R, HEADS, D], rows q_stride
-    apart; k_desc: blocks [D, 64] of the keys of all slots and KV heads, v_desc: blocks [64, D]; out [R, HEADS, D]."""
+    """Task program_id(0) of count[0], of KV head program_id(1), by two warp groups of 64 lanes each. q [R, HEADS, D],
+    rows q_stride apart; k_desc: blocks [D, 64] of the keys of all slots and KV heads, v_desc: blocks [64, D]; out
+    [R, HEADS, D]."""
+    if gl.program_id(0) >= gl.load(count):
+        return
     task = tasks + 4 * gl.program_id(0)
     kv_head = gl.program_id(1)
-    begin, end, first, count = gl.load(task), gl.load(task + 1), gl.load(task + 2), gl.load(task + 3)
+    begin, end, first, many = gl.load(task), gl.load(task + 1), gl.load(task + 2), gl.load(task + 3)
     key0 = gl.load(items + 4 * first + 1)
     GROUP: gl.constexpr = HEADS // KV_HEADS
     ring = _make_ring(k_desc, v_desc, 2, D, STAGES)
@@ -267,11 +270,11 @@ def flash(
     two = gl.allocate_shared_memory(dtype, [64, D], ROWS, _load_rows(q, begin, end, kv_head, q_stride, 64, GROUP, D))
     fence_async_shared()
     gl.warp_specialize([
-        (_flash_lanes, (out, positions, sinks, begin, end, key0, count, kv_head, factor, one, ring, 0, HEADS, KV_HEADS,
+        (_flash_lanes, (out, positions, sinks, begin, end, key0, many, kv_head, factor, one, ring, 0, HEADS, KV_HEADS,
                         D, SPAN, STAGES, SINKS)),
-        (_flash_lanes, (out, positions, sinks, begin, end, key0, count, kv_head, factor, two, ring, 64, HEADS, KV_HEADS,
+        (_flash_lanes, (out, positions, sinks, begin, end, key0, many, kv_head, factor, two, ring, 64, HEADS, KV_HEADS,
                         D, SPAN, STAGES, SINKS)),
-        (_flash_copy, (k_desc, v_desc, items, first, count, kv_head, ring, KV_HEADS, D, STAGES)),
+        (_flash_copy, (k_desc, v_desc, items, first, many, kv_head, ring, KV_HEADS, D, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
