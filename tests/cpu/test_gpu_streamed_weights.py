@@ -57,7 +57,7 @@ def layers_of(llm: LLM) -> StreamedLayers:
 def launched(llm: LLM) -> list[Trace]:
     """By an engine all of whose weights lie on the device, without graphs."""
     runner: Any = llm.engine.loaded.executor
-    runner.decoding = runner.eager
+    runner.decoding = runner.mixed = runner.eager
     return run(llm, PROMPTS, TWO)
 
 

@@ -156,7 +156,7 @@ def test_what_cannot_be_recorded(
     def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[FakeGraph, object]:
         if why == "no memory":
             raise torch.OutOfMemoryError(why)
-        return FakeGraph(lambda: (made[0] + 1, made[1]), made := run()), made
+        return FakeGraph(lambda: (made[0] + 1, made[1]), made := run(), []), made
 
     monkeypatch.setattr(fake, "graph", graph)
     same(run(llm, prompts, ONE), truth)

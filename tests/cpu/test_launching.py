@@ -51,6 +51,7 @@ from headrace.kernels.triton import (
     row_kernels,
     sample_kernels,
     tiles,
+    token_kernels,
     weight_kernels,
     weights,
 )
@@ -65,7 +66,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
     attention_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels, launch_kernels, piece_kernels, pinned_kernels,
-    product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels, weight_kernels,
+    product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels, token_kernels,
+    weight_kernels,
 )  # fmt: skip
 SHAPE = CheckpointShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=64, context=1024)
 
@@ -111,6 +113,9 @@ def steps(shape: CheckpointShape, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch, engine(shape, patch, kv_cache_tokens=1024, max_sequences=2) as llm:
         patch.setattr(Eager, "run", zeros)
+        runner: Any = llm.engine.loaded.executor
+        runner.decoding.step.known(2)
+        runner.decoding = runner.eager  # what is looked up is no token: nothing is computed
         params = SamplingParams(temperature=0.8, top_k=3, top_p=0.9, max_tokens=2, ignore_eos=True)
         llm.generate([[1] * 300, [2, 3]], params)
 

@@ -31,7 +31,7 @@ def test_launched_directly_is_the_same_as_by_triton(monkeypatch: pytest.MonkeyPa
     llm = LLM("tiny", dtype="bfloat16", kv_cache_tokens=40_000, attention_backend="triton", max_sequences=16)
     runner, prompts = llm.engine.loaded.executor, prompts_of(llm)
     assert isinstance(runner, Runner)
-    runner.decoding = runner.eager
+    runner.decoding = runner.mixed = runner.eager
     counts = {"triton": 0, "directly": 0}
 
     def counted(owner: Any, name: str, way: str) -> None:

@@ -83,11 +83,14 @@ class Timed:
 
 @contextmanager
 def engine(shape: CheckpointShape, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[LLM]:
-    """An engine of drawn weights as on an H100, all of whose steps are launched."""
+    """An engine of drawn weights as on an H100, whose steps with prompts are launched."""
     as_on_hopper(monkeypatch)
     monkeypatch.setattr(Runner, "record", lambda self: None)
     with fake_device(monkeypatch), tempfile.TemporaryDirectory() as folder:
-        yield drawn_model(shape, CPU, Path(folder)).engine(**settings)
+        llm = drawn_model(shape, CPU, Path(folder)).engine(**settings)
+        runner: Any = llm.engine.loaded.executor
+        runner.mixed = runner.eager
+        yield llm
 
 
 def timed(llm: LLM, decoding: int, prompt: int, profile: cProfile.Profile | None = None) -> list[float]:

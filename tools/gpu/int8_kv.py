@@ -31,7 +31,7 @@ from headrace.kernels.backend import GraphSizes
 from headrace.kernels.records import Pool
 from headrace.kernels.triton import layer_check
 from headrace.kernels.triton.attention import append
-from headrace.kernels.triton.graph_step import ROUNDS, TritonGraphStep
+from headrace.kernels.triton.graph_step import ROUNDS, GraphMemory, TritonGraphStep
 from headrace.kernels.triton.heads import Heads
 from headrace.types import CHUNK
 from tests.support.traces import prompts_of, run, same
@@ -67,8 +67,8 @@ def launched(replayed: bool = False) -> None:
     k, v, slots, offsets = _rows(KEYS)
     place = current().place
     append(pool, k.to(place), v.to(place), slots, offsets)
-    sizes = GraphSizes(4, 1024, frozenset([None]), HEADS.heads, pool.shape, torch.int8, COMPUTED, 0.2)
-    step = TritonGraphStep(sizes)
+    sizes = GraphSizes(4, 0, 1024, frozenset([None]), HEADS.heads, pool.shape, torch.int8, COMPUTED, 0.2)
+    step = TritonGraphStep(GraphMemory.of(sizes, None), 4)
     heads = torch.randn(4, HEADS.heads + 2 * HEADS.kv_heads, HEADS.dim, device=place).to(COMPUTED)
     q, k, v = heads.split((HEADS.heads, HEADS.kv_heads, HEADS.kv_heads), dim=1)
     for rounds in (1, ROUNDS):
@@ -136,7 +136,7 @@ def _rows(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _layer(step: TritonGraphStep, rounds: int, pool: Pool, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    return lambda: step.layers(rounds)(pool, q, k, v, None)
+    return lambda: step.layers(rounds, 4)(pool, q, k, v, None)
 
 
 def apart(name: str, *before: str) -> subprocess.CompletedProcess[str]:

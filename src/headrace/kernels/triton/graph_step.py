@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.device import current
 from headrace.kernels.backend import GraphSizes
 from headrace.kernels.records import Mask
-from headrace.kernels.triton import attention, tile_schedule
+from headrace.kernels.triton import attention, tile_schedule, token_kernels
 from headrace.kernels.triton.arena import Arena, TaskSizes, padded
 from headrace.kernels.triton.attention import ArenaStep, TileWork, bounds
 from headrace.kernels.triton.heads import Heads
@@ -24,7 +24,6 @@ from headrace.kernels.triton.kept_rows import keep_rows
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Bounds, Int32, Int64
-from headrace.kernels.triton.token_kernels import look_up
 from headrace.types import chunks_for
 
 ROUNDS = 4
@@ -160,7 +159,7 @@ class TritonGraphStep:
 
     def known(self, rows: int) -> Tensor:
         tokens = torch.empty_like(self.tokens[:rows])
-        direct(look_up)[(-(-rows // LOOKED_UP),)](self.tokens, self.chosen, tokens, rows, BLOCK=LOOKED_UP)
+        direct(token_kernels.look_up)[(-(-rows // LOOKED_UP),)](self.tokens, self.chosen, tokens, rows, BLOCK=LOOKED_UP)
         return tokens
 
     def layers(self, rounds: int, rows: int) -> ArenaStep:
