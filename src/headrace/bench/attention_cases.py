@@ -214,7 +214,7 @@ class AttentionCases:
         runs: dict[str, TimedCall] = {"ours": plain, "torch": torchs}
         work = RooflineWork(weight.numel() * ELEMENT, 2 * rows * weight.numel())
         yield self._case(f"linear_{rows}x{width}x{out}", self.counts[-1], runs, work)
-        for scheme in quantized.FORMATS:
+        for scheme in (each for each in quantized.FORMATS if each not in quantized.GPU_ALONE):
             packed = ops.pack(weight, scheme)
             runs = {"ours": partial(ops.linear, x, packed), "bf16": plain, "torch": torchs}
             work = RooflineWork(packed.nbytes, 2 * rows * weight.numel())
