@@ -44,7 +44,7 @@ def cases() -> Iterator[Case]:
         yield from of_model("tiny", shipped)
         drawn = drawn_model(MODELS["S1"], timing.CUDA)
         yield from of_model("S1", partial(drawn.engine, **FEW))
-        yield Case("tests/gpu", partial(tests.result, TESTS_SECONDS))
+        yield Case("tests/gpu", partial(tests.result, TESTS_SECONDS), TESTS_SECONDS)
         yield Case("kernels of larger models", partial(warming.result, WARMING_SECONDS))
     finally:
         tests.stop()
