@@ -314,7 +314,7 @@ def test_a_test_that_ends_its_process_costs_itself_alone(tmp_path: Path) -> None
     )
     tests = device_tests.DeviceTests(file, str(folder), at_once=1)
     try:
-        with pytest.raises(RuntimeError, match="1 failed, 1 passed, 2 unended: .*test_one, .*test_two"):
+        with pytest.raises(RuntimeError, match=r"1 failed, 1 passed, 2 unended: .*test_one, .*test_two"):
             tests.result(60.0)
     finally:
         tests.stop()

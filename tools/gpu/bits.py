@@ -24,8 +24,8 @@ from tools.gpu.models import MODELS, USUAL, drawn_model
 from tools.gpu.runner import Case, LeftOut, Row
 from tools.gpu.warm import Warming
 
-TESTS_SECONDS = 60.0
-"""For tests/gpu, which run beside the engines; the section device_tests runs the rest."""
+TESTS_SECONDS = 100.0
+"""For tests/gpu from the start, beside the engines; the section device_tests runs the rest."""
 
 WARMING_SECONDS = 20.0
 """For other models' kernels, behind everything else: no later section has to compile them then."""
