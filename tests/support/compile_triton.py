@@ -202,8 +202,8 @@ def resources(machine_code: bytes) -> tuple[int, int, int]:
 
 def in_loops(code: str) -> int:
     """Stores to and loads from the stack in the innermost loops that have a product: between a label and a branch back
-    to it. What lies behind an exit is no loop: a place to wait, from where a branch goes back. Products of a warp are HMMA
-    (bf16), IMMA (int8) and QMMA (FP8), of a warp group those with a G, on sm_100 UTC*MMA."""
+    to it. What lies behind an exit is no loop: a place to wait, from where a branch goes back. Products of a warp are
+    HMMA (bf16), IMMA (int8) and QMMA (FP8), of a warp group those with a G, on sm_100 UTC*MMA."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     loops: list[tuple[int, int]] = []

@@ -130,6 +130,9 @@ def test_what_hangs_is_interrupted_and_cleaned_up() -> None:
     report = runner.run([Section("one", 0.2, cases), section("two", lambda: ROW)], 60)
     assert time.monotonic() - began < 20
     assert statuses(report) == ["left out: interrupted, no time", "measured"]
+    with pytest.raises(runner.DeviceLost, match="interrupted"):
+        runner.run([Section("one", 0.2, cases)], 60, guard=runner.Guard(usable=lambda: False))
+    assert cleaned == 3 * ["yes"], "what an interruption leaves unusable"
 
 
 def test_the_result_is_written(
@@ -298,6 +301,7 @@ def test_what_has_not_passed_on_a_device_comes_first(tmp_path: Path, monkeypatch
         tests.stop()
 
 
+@pytest.mark.matrix
 def test_a_test_that_ends_its_process_costs_itself_alone(tmp_path: Path) -> None:
     """One that crashes, one that hangs, one that loses the device: those behind them run in other processes."""
     folder, file = tmp_path / "gpu", tmp_path / "outcomes"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -149,11 +150,13 @@ def apart(name: str, *before: str, waited: bool = False, seconds: float = SECOND
     command = [*before, sys.executable, "-m", "tools.gpu.int8_kv", name]
     environment = os.environ | ({"CUDA_LAUNCH_BLOCKING": "1"} if waited else {})
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # what a sanitizer runs, too
             process.wait()
             status = LATE
         output.seek(0)

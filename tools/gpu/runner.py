@@ -23,6 +23,7 @@ GRACE = 15.0
 """Seconds for a section to clean up, and for an interruption to come through: a call into the driver may never return.
 """
 
+INTERRUPTED = "left out: interrupted, no time"
 STDERR = 2
 """The descriptor, whatever sys.stderr is by then."""
 
@@ -212,8 +213,9 @@ def _next(cases: Iterator[Case], ends: float, guard: Guard) -> Case | None:
 
 
 def _go_on(guard: Guard, status: str, cases: Iterator[Case] | None = None) -> None:
-    """Raises DeviceLost behind a failure that has left nothing to compute on; the section's processes are ended."""
-    if not status.startswith("failed") or guard.usable():
+    """Raises DeviceLost behind a failure, or an interruption (of a recording, say), that has left nothing to compute
+    on; the section's processes are ended."""
+    if not status.startswith(("failed", INTERRUPTED)) or guard.usable():
         return
     with _alarm(GRACE, guard), suppress(Exception, _TimeOver):
         if isinstance(cases, Generator):
@@ -223,7 +225,7 @@ def _go_on(guard: Guard, status: str, cases: Iterator[Case] | None = None) -> No
 
 def _failure(error: BaseException) -> str:
     if isinstance(error, _TimeOver):
-        return "left out: interrupted, no time"
+        return INTERRUPTED
     traceback.print_exception(error, limit=-6, file=sys.stdout)
     return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
