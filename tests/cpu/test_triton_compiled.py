@@ -78,18 +78,21 @@ def used(drawn: list[str], cache: Path) -> dict[int, dict[str, Used]]:
     return {int(number): {name: Used(**taken) for name, taken in each.items()} for number, each in found.items()}
 
 
-def test_what_lies_behind_an_exit_is_no_loop() -> None:
+@pytest.mark.parametrize(
+    "product", ["HMMA.16816", "HGMMA", "IMMA.16832", "IGMMA", "QMMA", "QGMMA", "UTCHMMA", "UTCQMMA"]
+)
+def test_what_lies_behind_an_exit_is_no_loop(product: str) -> None:
     """Of machine code: a loop with a product that spills, one without, and a place to wait that goes back."""
-    code = """
+    code = f"""
 .L_x_0:
- /*0000*/ HMMA R0 ;
+ /*0000*/ {product} R0 ;
  /*0010*/ STL [R1], R0 ;
  /*0020*/ @P0 BRA `(.L_x_0) ;
 .L_x_1:
  /*0030*/ LDL R0, [R1] ;
  /*0040*/ @P0 BRA `(.L_x_1) ;
 .L_x_2:
- /*0050*/ HMMA R0 ;
+ /*0050*/ {product} R0 ;
  /*0060*/ EXIT ;
  /*0070*/ LDL R0, [R1] ;
  /*0080*/ BRA `(.L_x_2) ;

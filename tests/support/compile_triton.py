@@ -202,7 +202,8 @@ def resources(machine_code: bytes) -> tuple[int, int, int]:
 
 def in_loops(code: str) -> int:
     """Stores to and loads from the stack in the innermost loops that have a product: between a label and a branch back
-    to it. What lies behind an exit is no loop: a place to wait, from where a branch goes back."""
+    to it. What lies behind an exit is no loop: a place to wait, from where a branch goes back. Products of a warp are
+    HMMA (bf16), IMMA (int8) and QMMA (FP8), of a warp group those with a G, on sm_100 UTC*MMA."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     loops: list[tuple[int, int]] = []
@@ -214,7 +215,7 @@ def in_loops(code: str) -> int:
             lines.append(line)
             if back and back[1] in labels:
                 loops.append((labels[back[1]], len(lines)))
-    product = [bool(re.search(r"\b(HMMA|HGMMA|UTC\w*MMA)\b", line)) for line in lines]
+    product = [bool(re.search(r"\b([HIQ]G?MMA|UTC\w*MMA)\b", line)) for line in lines]
     spill = [bool(re.search(r"\b(STL|LDL)\b", line)) for line in lines]
     exits = [" EXIT" in line for line in lines]
     with_product = [(a, b) for a, b in loops if any(product[a:b]) and not any(exits[a:b])]

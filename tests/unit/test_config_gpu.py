@@ -10,17 +10,16 @@ from headrace.config import EngineConfig
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("name", "value", "why"),
     [
-        {"context_parallel_size": 2},
-        {"tensor_parallel_size": 2},
-        {"weight_offload": True, "offload_schedule": "auto", "kv_offloading_size": 1.0},
+        ("kv_cache_dtype", "int8", "an engine with both ended by an illegal access of memory on an H200"),
+        ("speculative", "tiny", "a draft model runs on one CPU rank, which has all of the pool"),
     ],
 )
-def test_without(given: dict[str, Any]) -> None:
-    name = next(iter(given))
-    with pytest.raises(ValueError, match=f"it works on the CPU only. Leave out attention_backend or {name}"):
-        EngineConfig(attention_backend="triton", **given)
+def test_without(name: str, value: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"exclude each other: {why}. Leave out .*attention_backend.*") as refused:
+        EngineConfig(attention_backend="triton", **{name: value})
+    assert name in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,16 @@ def test_tiers_are_taken(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("x", ["on", "off"])
 def test_streaming_is_taken(schedule: str, x: str) -> None:
     given = {"offload_schedule": schedule, "kv_offloading_size": 1.0, "kv_offload_activations": x}
+    assert EngineConfig(attention_backend="triton", **given).streaming is not None
+
+
+@pytest.mark.parametrize("size", ["context_parallel_size", "tensor_parallel_size"])
+def test_ranks_are_taken(size: str) -> None:
+    assert EngineConfig(attention_backend="triton", **{size: 2}).ranks.count == 2
+
+
+def test_weights_outside_are_taken() -> None:
+    given: dict[str, Any] = {"weight_offload": True, "offload_schedule": "row", "kv_offloading_size": 1.0}
     assert EngineConfig(attention_backend="triton", **given).streaming is not None
 
 

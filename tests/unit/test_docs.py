@@ -33,6 +33,8 @@ FOREIGN_FLAGS = {"--node-rank", "--nproc-per-node", "--strict"}  # torchrun, mkd
 MADE_WHEN_RUN = {
     "/openapi.json",
     "build/gpu-check.json",
+    "build/gpu-tests.failures.txt",
+    "build/int8.txt",
     "notes.txt",
     "config.json",
     "index.damaged",
@@ -109,6 +111,8 @@ def check_command(command: str) -> None:
     words = shlex.split(command, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words.pop(0)
+    if words[0] == "timeout":
+        words = words[2:]
     program, *arguments = words
     if program.removeprefix(".venv/bin/") == "headrace":
         check_headrace(arguments)

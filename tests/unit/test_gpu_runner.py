@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,7 +42,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(runner.signal, "setitimer", lambda *args: None)
+        monkeypatch.setattr(signal, "setitimer", lambda *args: None)
 
     def passing(self, seconds: float) -> Callable[[], Row]:
         def run() -> Row:
@@ -128,6 +130,9 @@ def test_what_hangs_is_interrupted_and_cleaned_up() -> None:
     report = runner.run([Section("one", 0.2, cases), section("two", lambda: ROW)], 60)
     assert time.monotonic() - began < 20
     assert statuses(report) == ["left out: interrupted, no time", "measured"]
+    with pytest.raises(runner.DeviceLost, match="interrupted"):
+        runner.run([Section("one", 0.2, cases)], 60, guard=runner.Guard(usable=lambda: False))
+    assert cleaned == 3 * ["yes"], "what an interruption leaves unusable"
 
 
 def test_the_result_is_written(
@@ -136,16 +141,95 @@ def test_the_result_is_written(
     """One JSON with date, machine, command and cases; status 1 after a failure."""
     monkeypatch.setattr(check, "no_device", lambda: None)
     monkeypatch.setattr(check, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(check, "usable", lambda: True)
     monkeypatch.setattr(check, "cases_of", lambda name: section(name, fail if name == "bits" else lambda: ROW).cases)
     monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
     file = tmp_path / "build" / "found.json"
-    assert check.main(["--only", "bits,limits", "--json", str(file)]) == 1
+    file.parent.mkdir()
+    file.write_text('{"cases": []}')
+    given = ["--here", "--json", str(file), "--only"]
+    assert check.main([*given, "bits,limits"]) == 1
     found = json.loads(file.read_text())
-    assert list(found) == ["date", "machine", "command", "cases", "ended", "tests"]
+    assert list(found) == ["date", "machine", "command", "cases", "ended", "under", "tests"] and found["under"] is None
     assert [(case["section"], case["status"]) for case in found["cases"]] == [
         ("bits", "failed: ValueError: broken"), ("limits", "measured"),
     ]  # fmt: skip
-    assert check.main(["--only", "limits"]) == 0
+    file.write_text('{"cases": []}')
+    assert check.main([*given, "limits"]) == 0
+
+
+PROGRAM = """
+import ctypes, os, signal, sys, time
+from tools.gpu import check, device_tests, runner
+from tools.gpu.runner import Case, Row
+from pathlib import Path
+
+check.no_device, check.machine, runner.GRACE = (lambda: None), (lambda: {}), 0.3
+device_tests.OUTCOMES = Path(sys.argv[1])
+lost = False
+check.usable = lambda: not lost
+
+def note(name):
+    with open(sys.argv[2], "a") as ran:
+        ran.write(name + "\\n")
+
+def right():
+    return Row("right", {})
+
+def loses():
+    global lost
+    lost = True
+    raise RuntimeError("an illegal memory access was encountered")
+
+def hangs():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    time.sleep(60)
+
+def cases_of(section):
+    def cases():
+        note(section)
+        if section == "attention":
+            os._exit(3)
+        try:
+            for name, run in CASES[section].items():
+                yield Case(name, run, 0.3)
+        finally:
+            note(section + " cleaned")
+    return cases
+
+CASES = {
+    "limits": {"right": right},
+    "bits": {"loses": loses, "right": right, "crashes": lambda: ctypes.string_at(0), "last": right},
+    "products": {"hangs": hangs, "last": right},
+}
+check.cases_of = cases_of
+os._exit(check.main(sys.argv[3:]))
+"""
+
+
+def test_another_process_goes_on_behind_what_ends_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case that loses the device, one that crashes, one that hangs in a call, a section that cannot begin: each costs
+    itself alone."""
+    (tmp_path / "child.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = (sys.executable, str(tmp_path / "child.py"), str(tmp_path / "outcomes"), str(tmp_path / "ran"))
+    monkeypatch.setattr(check, "COMMAND", command)
+    monkeypatch.setattr(check, "machine", lambda: {})
+    names, file = ["limits", "bits", "attention", "products"], tmp_path / "found.json"
+    report = check.supervised(names, 60.0, file, runner.Report())
+    assert [(case["case"], case["status"].partition(" (")[0]) for case in report.cases] == [
+        ("right", "measured"),
+        ("loses", "failed: RuntimeError: an illegal memory access was encountered"), ("right", "measured"),
+        ("crashes", "failed: its process ended"), ("last", "measured"),
+        ("section", "failed: its process ended"),
+        ("hangs", "failed: its process ended"), ("last", "measured"),
+    ]  # fmt: skip
+    ran = (tmp_path / "ran").read_text().split("\n")[:-1]
+    assert [ran.count(name) for name in names] == [1, 3, 1, 2], "what had ended began again"
+    assert ran.count("bits cleaned") == 2, "a section that loses the device ends its processes"
+    assert json.loads(file.read_text())["under"] is None
 
 
 def test_a_run_that_is_cut_off_is_gone_on_from(
@@ -154,6 +238,7 @@ def test_a_run_that_is_cut_off_is_gone_on_from(
     """The file has what was measured until then; a later run adds what is missing, and what failed."""
     monkeypatch.setattr(check, "no_device", lambda: None)
     monkeypatch.setattr(check, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(check, "usable", lambda: True)
     monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
     ran: list[str] = []
 
@@ -168,6 +253,7 @@ def test_a_run_that_is_cut_off_is_gone_on_from(
         return lambda: iter([Case(str(number), partial(noted, number)) for number in range(3)])
 
     monkeypatch.setattr(check, "cases_of", cases_of)
+    monkeypatch.setattr(check, "_run_to_its_end", lambda command, ends: check.main(command[3:]))
     file = tmp_path / "found.json"
     with pytest.raises(KeyboardInterrupt):
         check.main(["--only", "limits,bits,products", "--json", str(file)])
@@ -213,6 +299,31 @@ def test_what_has_not_passed_on_a_device_comes_first(tmp_path: Path, monkeypatch
         assert tests.result(60.0).figures == {"pytest": "6 passed"}, "nothing is left to run"
     finally:
         tests.stop()
+
+
+@pytest.mark.matrix
+def test_a_test_that_ends_its_process_costs_itself_alone(tmp_path: Path) -> None:
+    """One that crashes, one that hangs, one that loses the device: those behind them run in other processes."""
+    folder, file = tmp_path / "gpu", tmp_path / "outcomes"
+    folder.mkdir()
+    (folder / "conftest.py").write_text("from tools.gpu import pytest_outcomes\npytest_outcomes.SECONDS = 0.5\n")
+    (folder / "test_ends.py").write_text(
+        "import ctypes, time\nfrom tools.gpu import pytest_outcomes\n"
+        "def test_one(): ctypes.string_at(0)\n"
+        "def test_two(): time.sleep(60)\n"
+        "def test_three(monkeypatch):\n"
+        "    pytest_outcomes._lost = lambda: True\n"
+        "    raise RuntimeError('an illegal memory access')\n"
+        "def test_four(): pass\n"
+    )
+    tests = device_tests.DeviceTests(file, str(folder), at_once=1)
+    try:
+        with pytest.raises(RuntimeError, match=r"1 failed, 1 passed, 2 unended: .*test_one, .*test_two"):
+            tests.result(60.0)
+    finally:
+        tests.stop()
+    told = pytest_outcomes.failures_beside(file).read_text()
+    assert "an illegal memory access" in told and "Timeout" in told
 
 
 def test_without_a_device_nothing_is_checked(

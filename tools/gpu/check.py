@@ -2,34 +2,43 @@
 
     python -m tools.gpu.check --only bits,attention --seconds 200 --json FILE --skip-passed EARLIER
 
-Sections run in the order of SECTIONS, each within its seconds: bits first, while kernels compile beside. The JSON is
-written again after each case; --skip-passed goes on from one: what it has measured, and tests that passed, are not run
-again. The last lines are a summary. Exit status: 1 without a CUDA device and after a failure; goals that are not met
-are printed (short) and fail nothing.
+Sections run in the order of SECTIONS, each within its seconds: bits first, while kernels compile beside. They run in a
+process of their own; where a case ends it, or loses the device (an illegal access of memory ends all CUDA work of a
+process), another goes on behind that case. The JSON is written again after each case; --skip-passed goes on from one:
+what it has measured, and tests that passed, are not run again. The last lines are a summary. Exit status: 1 without a
+CUDA device and after a failure; goals that are not met are printed (short) and fail nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 from tools.gpu import device_tests
 from tools.gpu.pytest_outcomes import outcomes_in
-from tools.gpu.runner import Case, Report, Section, run
+from tools.gpu.runner import GRACE, Case, DeviceLost, Guard, Report, Section, run
 
 SECONDS = 480.0
 SECTIONS = {
-    "limits": 10, "bits": 90, "device_tests": 30, "chunk_attention": 15, "attention": 40, "products": 20,
-    "engine_s1": 45, "engine_8b": 50, "engine_7b": 50, "restores": 70, "long_context": 50, "compiled": 70,
+    "limits": 10, "bits": 120, "device_tests": 60, "chunk_attention": 10, "attention": 25, "products": 15,
+    "engine_s1": 45, "engine_8b": 60, "engine_7b": 45, "restores": 60, "long_context": 45, "compiled": 45,
 }  # fmt: skip
-"""A section is the module of its name, and its seconds. Those that --only names share --seconds, if these are more."""
+"""A section is the module of its name, and its seconds. Those that --only names share --seconds, if these are more. An
+engine starts within some 6 seconds: recordings of steps with prompts take up to 5. The section of bits starts 14."""
+COMMAND = (sys.executable, "-m", "tools.gpu.check")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,28 +46,90 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.check", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help=f"sections, by commas, of: {', '.join(SECTIONS)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="in all (default %(default)s)")
-    parser.add_argument("--json", type=Path, help="a file for the result")
+    parser.add_argument("--json", type=Path, default=Path("build/gpu-check.json"), help="the result (%(default)s)")
     parser.add_argument("--skip-passed", type=Path, help="a result to go on from")
+    parser.add_argument("--here", action="store_true", help="in this process, which may end with a case")
     given = parser.parse_args(arguments)
     names = [name for name in given.only.split(",") if name] or list(SECTIONS)
     for name in names:
         if name not in SECTIONS:
             parser.error(f"--only {name!r}: no such section; there are {', '.join(SECTIONS)}")
+    stretch = max(1.0, given.seconds / sum(SECTIONS[name] for name in names)) if given.only else 1.0
+    if given.here:
+        return here({name: SECTIONS[name] * stretch for name in names}, given.seconds, given.json)
     why = no_device()
     if why is not None:
         print(f"gpu-check: {why}; nothing was checked", file=sys.stderr)
         return 1
     earlier = json.loads(given.skip_passed.read_text()) if given.skip_passed else {"cases": []}
     device_tests.begin(earlier.get("tests", {}))
-    report = Report.resumed(earlier)
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        report.kept = lambda report: _write(given.json, report)
-    stretch = max(1.0, given.seconds / sum(SECTIONS[name] for name in names)) if given.only else 1.0
-    run([Section(name, SECTIONS[name] * stretch, cases_of(name)) for name in names], given.seconds, report)
-    report.kept(report)
-    print("" if given.json is None else f"wrote {given.json}")
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    report = supervised(names, given.seconds, given.json, Report.resumed(earlier), bool(given.only))
+    print(f"wrote {given.json}")
     return 1 if report.count("failed") else 0
+
+
+def supervised(names: Sequence[str], seconds: float, file: Path, report: Report, stretched: bool = True) -> Report:
+    """Runs the sections in a process, and in another one from the case on behind which it ended. stretched: they share
+    the seconds, if these are more than theirs."""
+    ends, left = time.monotonic() + seconds, list(names)
+    report.under = left[0], ""
+    _write(file, report)
+    while True:
+        given = ["--here", "--json", str(file), "--seconds", str(max(1.0, ends - time.monotonic()))]
+        given += ["--only", ",".join(left)] if stretched or left != list(SECTIONS) else []
+        status = _run_to_its_end([*COMMAND, *given], ends + 2 * GRACE)
+        found = json.loads(file.read_text())
+        report = Report.resumed(found, again=False)
+        if found["under"] is None:
+            return report
+        section, case = found["under"]
+        report.under = section, case
+        if not report.has(section, case or "section"):
+            report.note(section, case or "section", f"failed: its process ended (status {status})")
+        left = left[left.index(section) :]
+        _write(file, report)
+        if time.monotonic() >= ends:
+            print(report.summary(), flush=True)
+            return report
+        print(f"another process goes on behind {section}/{case or 'section'}", flush=True)
+
+
+def _run_to_its_end(command: Sequence[str], ends: float) -> int:
+    """The exit status of a command that has until then, and leaves no process behind."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait(max(1.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def here(sections: dict[str, float], seconds: float, file: Path) -> int:
+    """Runs sections (their seconds by name) in this process, behind what the file has. The exit status."""
+    report = Report.resumed(json.loads(file.read_text()), again=False)
+    report.kept = lambda report: _write(file, report)
+    try:
+        run([Section(name, each, cases_of(name)) for name, each in sections.items()], seconds, report,
+            Guard(usable, hard=True))  # fmt: skip
+    except DeviceLost as why:
+        print(f"  this process has no device any more: {why}", flush=True)
+    report.kept(report)
+    return 1 if report.count("failed") else 0
+
+
+def usable() -> bool:
+    """Whether this process can compute on the device still."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
 
 
 def _write(file: Path, report: Report) -> None:
@@ -86,19 +157,22 @@ def cases_of(name: str) -> Callable[[], Iterator[Case]]:
 
 
 def result(report: Report) -> dict[str, Any]:
-    """As bench/results has it: date, machine, command, cases, sections that ended, and outcomes of tests."""
+    """As bench/results has it: date, machine, command, cases, sections that ended, the case under way, and outcomes of
+    tests."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "command": " ".join(["python -m tools.gpu.check", *sys.argv[1:]]),
         "cases": report.cases,
         "ended": report.ended,
+        "under": report.under,
         "tests": outcomes_in(device_tests.OUTCOMES),
     }
 
 
+@cache
 def machine() -> dict[str, Any]:
-    """What figures depend on."""
+    """What figures depend on. Asked once: a device that is lost does not answer."""
     import torch
 
     from headrace import cores, host
@@ -109,4 +183,6 @@ def machine() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # where the device is lost, the interpreter might wait for it for ever

@@ -1,6 +1,7 @@
 """tests/gpu in processes of their own: beside the section of bits, and what that had no time for in one of this name.
 
-Outcomes are kept in a file as they come, so that a run that is cut off loses none.
+Outcomes are kept in a file as they come, so that a run that is cut off loses none. A test that ends its process, by a
+crash, by hanging or by losing the device, is 'unended' or 'failed'; another process goes on behind it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tools.gpu.pytest_outcomes import outcomes_in
+from tools.gpu.pytest_outcomes import FAILED, failures_beside, outcomes_in
 from tools.gpu.runner import Case, LeftOut, Row
 
 OUTCOMES = Path("build/gpu-tests.txt")
@@ -28,7 +30,7 @@ SECONDS = 600.0
 def cases() -> Iterator[Case]:
     tests = DeviceTests(OUTCOMES)
     try:
-        yield Case("tests/gpu", partial(tests.result, SECONDS))
+        yield Case("tests/gpu", partial(tests.result, SECONDS), SECONDS)
     finally:
         tests.stop()
 
@@ -37,6 +39,7 @@ def begin(outcomes: dict[str, str]) -> None:
     """Starts anew from outcomes of an earlier run, whose passed tests are not run again."""
     OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
     OUTCOMES.write_text("".join(f"{outcome} {name}\n" for name, outcome in outcomes.items()))
+    failures_beside(OUTCOMES).unlink(missing_ok=True)
 
 
 class DeviceTests:
@@ -45,47 +48,88 @@ class DeviceTests:
     def __init__(self, file: Path, folder: str = "tests/gpu", at_once: int = AT_ONCE) -> None:
         self.file, self.began = file, time.monotonic()
         self.work = tempfile.TemporaryDirectory()
-        passed = Path(self.work.name, "passed")
-        passed.write_text(file.read_text() if file.exists() else "")
+        passed, before = Path(self.work.name, "passed"), _lines(file)
+        passed.write_text("".join(before))
         command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p",
                    "tools.gpu.pytest_outcomes", "--passed", str(passed), "--outcomes", str(file), folder]  # fmt: skip
-        self.outputs = [Path(self.work.name, f"output-{number}") for number in range(at_once)]
-        self.processes = []
-        for number, output in enumerate(self.outputs):
-            with output.open("w") as out:  # a pipe that nobody reads would stop it
-                part = ["--part", f"{number}/{at_once}"]
-                self.processes.append(subprocess.Popen([*command, *part], stdout=out, stderr=subprocess.STDOUT))
+        self.parts = []
+        for number in range(at_once):
+            given = [*command, "--part", f"{number}/{at_once}"]
+            self.parts.append(Part(given, file, len(before), Path(self.work.name, str(number))))
+            self.parts[-1].start()
 
     def result(self, seconds: float) -> Row:
         """What they came to within so many seconds from the start. Raises LeftOut where they take longer, RuntimeError
-        if one fails."""
-        ends, slow = self.began + seconds, False
-        for process in self.processes:
-            try:
-                process.wait(max(0.1, ends - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                slow = True
-        counts = Counter(outcomes_in(self.file).values())
-        broken = [n for n, process in enumerate(self.processes) if process.poll() not in (None, 0, NOTHING_LEFT)]
-        for number in broken:
-            print("\n".join(self.outputs[number].read_text().splitlines()[-40:]))
-        if broken or counts["failed"]:
-            raise RuntimeError(f"tests/gpu: {told(counts)}")
+        if one fails or ends its process."""
+        ends = self.began + seconds
+        for part in self.parts:
+            part.join(max(0.1, ends - time.monotonic()))
+        slow = any(part.is_alive() for part in self.parts)
+        found = outcomes_in(self.file)
+        wrong = [n for n, outcome in found.items() if outcome == "failed" or (outcome == "unended" and not slow)]
+        broken = [part for part in self.parts if part.broken]
+        for part in broken:
+            print("\n".join(part.output.read_text().splitlines()[-20:]))
+        if broken or wrong:
+            raise RuntimeError(f"tests/gpu: {told(Counter(found.values()))}: {', '.join(wrong)}; what they say: "
+                               f"{failures_beside(self.file)}")  # fmt: skip
         if slow:
-            raise LeftOut(f"not at their end after {seconds:.0f} s: {told(counts)}")
-        return Row("tests/gpu", {"pytest": told(counts)})
+            raise LeftOut(f"not at their end after {seconds:.0f} s: {told(Counter(found.values()))}")
+        return Row("tests/gpu", {"pytest": told(Counter(found.values()))})
 
     def stop(self) -> None:
         """Ends the processes that run."""
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        for part in self.parts:
+            part.stop()
         self.work.cleanup()
 
 
-NOTHING_LEFT = 5
-"""pytest's exit status where no test is left to run."""
+class Part(threading.Thread):
+    """Some of the tests, by a process, and by others behind each test that ends one.
+
+    before: lines that the file of outcomes had as the tests began. work: a folder for what it takes.
+    """
+
+    def __init__(self, command: Sequence[str], file: Path, before: int, work: Path) -> None:
+        super().__init__(daemon=True)
+        work.mkdir()
+        self.command, self.file, self.before, self.work = command, file, before, work
+        self.output = work / "output"
+        self.broken = self.stopping = False
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        for _ in range(RESTARTS):
+            (self.work / "ended").write_text("".join(_lines(self.file)[self.before :]))
+            with self.output.open("w") as out:  # a pipe that nobody reads would stop it
+                given = [*self.command, "--ended", str(self.work / "ended")]
+                self.process = subprocess.Popen(given, stdout=out, stderr=subprocess.STDOUT)
+            if self.stopping:
+                self.process.kill()
+            status = self.process.wait()
+            if self.stopping or status in AT_AN_END:
+                return
+            if status in NOT_BEGUN:
+                break
+        self.broken = True
+
+    def stop(self) -> None:
+        """Ends it."""
+        self.stopping = True
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+        self.join()
+
+
+AT_AN_END = (0, 5, FAILED)
+"""Exit status of pytest: all passed, nothing left to run, some failed."""
+NOT_BEGUN = (2, 3, 4)
+"""Interrupted, an error of pytest's, of how it is called or of a test file."""
+RESTARTS = 30
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text().splitlines(keepends=True) if file.exists() else []
 
 
 def told(counts: Counter[str]) -> str:

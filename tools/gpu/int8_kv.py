@@ -4,16 +4,19 @@ on an H200, in a replayed step, and the setting is refused since.
     python -m tools.gpu.int8_kv
 
 Each step runs in a process of its own, the smallest first: an illegal access ends all CUDA work of a process. The first
-that fails runs again under compute-sanitizer, where there is one: that names the kernel, the address and the thread.
-`python -m tools.gpu.int8_kv STEP` runs one. T: rows of a recording.
+that fails runs again with launches that are waited for (whether it is a race), and under compute-sanitizer, where there
+is one: that names the kernel, the address and the thread. `python -m tools.gpu.int8_kv STEP` runs one. T: rows of a
+recording.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -41,8 +44,10 @@ HEADS = Heads(8, 4, 32)
 """The shipped model's."""
 COMPUTED = torch.bfloat16
 CHUNKS, KEYS = 40, 700
-SECONDS = 50.0
-"""For one step; kernels are compiled in it."""
+SECONDS, SANITIZED_SECONDS = 40.0, 90.0
+"""For one step, in which kernels are compiled; under compute-sanitizer, with these kernels from the cache."""
+LATE = 124
+"""Exit status of what took longer."""
 
 
 def stored() -> None:
@@ -139,28 +144,49 @@ def _layer(step: TritonGraphStep, rounds: int, pool: Pool, q: Tensor, k: Tensor,
     return lambda: step.layers(rounds, 4)(pool, q, k, v, None)
 
 
-def apart(name: str, *before: str) -> subprocess.CompletedProcess[str]:
-    """A step in a process of its own. before: what runs it."""
+def apart(name: str, *before: str, waited: bool = False, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
+    """A step in a process of its own. before: what runs it. waited: each launch is waited for, which would hide a race,
+    and tells which one failed."""
     command = [*before, sys.executable, "-m", "tools.gpu.int8_kv", name]
-    environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
-    into = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    try:
-        return subprocess.run(command, env=environment, text=True, timeout=SECONDS, **into)
-    except subprocess.TimeoutExpired as late:
-        return subprocess.CompletedProcess(command, 124, str(late))
+    environment = os.environ | ({"CUDA_LAUNCH_BLOCKING": "1"} if waited else {})
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what a sanitizer runs, too
+            process.wait()
+            status = LATE
+        output.seek(0)
+        return subprocess.CompletedProcess(command, status, output.read())
 
 
 def main() -> int:
+    """The exit status: 1 where a step fails."""
+    done = {}
     for name in STEPS:
-        done = apart(name)
-        print(f"{name}: {'right' if done.returncode == 0 else 'failed'}", flush=True)
-        if done.returncode == 0:
-            continue
-        print(done.stdout[-4000:])
-        if sanitizer := shutil.which("compute-sanitizer"):
-            print(apart(name, sanitizer, "--print-limit", "3").stdout[-6000:])
-        return 1
-    return 0
+        done[name] = apart(name)
+        print(f"{name}: {told(done[name])}", flush=True)
+    failed = [name for name in STEPS if done[name].returncode]
+    if not failed:
+        return 0
+    first = failed[0]
+    print(done[first].stdout[-3000:])
+    again = apart(first, waited=True)
+    print(f"{first}, each launch waited for: {told(again)}\n{again.stdout[-1500:]}", flush=True)
+    if sanitizer := shutil.which("compute-sanitizer"):
+        named = apart(first, sanitizer, "--print-limit", "3", seconds=SANITIZED_SECONDS)
+        print(f"{first}, under compute-sanitizer: {told(named)}\n{named.stdout[-6000:]}")
+    return 1
+
+
+def told(done: subprocess.CompletedProcess[str]) -> str:
+    """'right', or how it ended."""
+    if done.returncode == 0:
+        return "right"
+    return "took too long" if done.returncode == LATE else f"failed (status {done.returncode})"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def cases() -> Iterator[Case]:
     for name in ("S1", "8B"):
         yield Case(f"{name} restored", partial(restored, name))
         release()
-    yield Case("KVPR's table", table)
+    yield Case("KVPR's table", table, 2 * SECONDS)
     yield Case("a tier's rates", rates)
 
 

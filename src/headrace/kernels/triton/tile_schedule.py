@@ -2,7 +2,7 @@
 
 R: rows. A lane is one (row, query head). Keys are cut into spans of fixed length at fixed positions. A row's chunks are
 merged from left to right within a span, and its spans from left to right: that order is the GPU's canonical one
-(docs/gpu.md), whichever of two ways is taken. A run is the rows of one sequence; each run goes its own way.
+(docs/gpu-kernels.md), whichever of two ways is taken. A run is the rows of one sequence; each run goes its own way.
 
     split   a task walks one span, and leaves its state to be merged: for few rows, so that many tasks are under way.
             Rows of one task part where the tree does: those with the later chunks go on from the state of their parent,
