@@ -166,6 +166,16 @@ def test_what_cannot_be_recorded(
     ]  # fmt: skip
 
 
+def test_a_model_that_gives_no_numbers_is_recorded_too(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request's NaN says nothing of the recording."""
+    graphs = graphs_of(engine(folder, max_batch_tokens=4))
+    logits = graphs.decoder.logits
+    monkeypatch.setattr(graphs.decoder, "logits", lambda hidden: logits(hidden) * float("nan"))
+    assert graphs._recording(Key(2, 0, 2)) is not None
+
+
 def test_buckets() -> None:
     assert buckets(5) == [5] and buckets(100) == [16, 64, 100]
     sizes = buckets(8192)

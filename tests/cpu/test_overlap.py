@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from headrace import LLM, SamplingParams, device
 from headrace.engine.core import EngineCore
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels import step_copies
 from headrace.kernels.step_copies import Reading
-from headrace.types import Request, Structured
+from headrace.types import CHUNK, Request, Structured
 from tests.support.delayed_device import delayed_device
 from tests.support.stream_order import StreamOrder
 from tests.support.token_machine import TokenMachine, machine_engine
@@ -136,6 +137,41 @@ def test_what_the_device_is_not_sure_of_the_host_chooses(llm: LLM, monkeypatch: 
                 client.add(name, prompt(ord(name), 30), max_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
             client.finish()
             assert bool(client.core.stats().scheduler.preemptions) == ahead and (client.machine.ahead > 9) == ahead
+        found[ahead] = client.answers
+    assert found[True] == found[False]
+
+
+def test_nothing_is_launched_behind_chunks_that_may_not_come(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted sequence of which one token is left to compute behind chunks that are brought back: they turn out to be
+    lost when the step has ended, and its table is cut."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead))
+            core, lost = client.core, []
+
+            def coming(sequence: SequenceState) -> int:
+                return CHUNK if sequence.n_output == 2 and not lost else 0
+
+            def confirm(slices: Sequence[Slice], core: EngineCore = core) -> set[SequenceState]:
+                gone = {part.sequence for part in slices if coming(part.sequence)}
+                for sequence in gone:
+                    lost.append(sequence)
+                    assert sequence.table is not None
+                    core.cache.truncate(sequence.table, 1)
+                return gone
+
+            core.scheduler.below.coming = coming  # type: ignore[method-assign]
+            core.below.confirm = confirm  # type: ignore[method-assign]
+            client.add("a", prompt(1, 70), max_tokens=1, **GREEDY)
+            client.finish()
+            client.add("a", prompt(1, 70), max_tokens=12, **GREEDY)
+            while client.answers["a", 0].tokens[2:] == []:
+                core.overlap.on = ahead and len(client.answers["a", 0].tokens) > 1
+                client.step()
+            core.overlap.on = ahead
+            client.finish()
+            assert len(lost) == 1 and bool(client.machine.ahead) == ahead
         found[ahead] = client.answers
     assert found[True] == found[False]
 
