@@ -21,6 +21,7 @@ from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
 from headrace.engine.runner import Runner
 from headrace.kernels.triton import graph_step, tile_schedule
+from headrace.offload.restore import timing
 from tests.support.fake_device import FakeDevice, FakeGraph, fake_device
 from tests.support.traces import Trace, run, same
 from tools.gpu.bits import eager_steps
@@ -128,6 +129,21 @@ def test_every_kind_of_request(folder: Path, fake: FakeDevice) -> None:
     same(run(llm, prompts, params), truth)
     stats = llm.engine.stats().graphs
     assert stats.prompts > 2 and not stats.eager
+
+
+def test_steps_that_nobody_has_waited_for_are_not_timed(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of two slices, launched and then replayed: the first replay may have waited for what was launched."""
+    monkeypatch.setattr(timing, "call_seconds", lambda work, most_s=0.05: 1e-3)
+    llm, timed = engine(folder, max_batch_tokens=4, kv_offloading_size=0.01), []
+    assert llm.engine.offload is not None
+    monkeypatch.setattr(llm.engine.offload.profile, "observe_prefill", lambda *given: timed.append(given[:2]))
+    launched(llm, [tokens(6, 1)], ONE)
+    assert not timed
+    run(llm, [tokens(6, 1)], ONE)
+    assert timed == [(4, 2)]
+    llm.close()
 
 
 def test_what_is_launched(folder: Path, fake: FakeDevice) -> None:

@@ -178,8 +178,8 @@ class CudaGraphs(Recordings):
 
     @torch.inference_mode()
     def launch(self, step: StepRows) -> Launched | None:
-        """Gives the step to the device, and goes on. None: there is no room for it, it cannot be recorded, or there is no
-        graph yet and tokens are not known, since a recording computes the step and so changes what it looks up. Whoever
+        """Gives the step to the device, and goes on. None: there is no room for it, it cannot be recorded, or it is not
+        yet and tokens are not known, since a recording computes the step and so changes what it looks up. Whoever
         launches has waited for the step before the last."""
         planned = step.planned
         plan, rows = planned.plan, planned.first.rows

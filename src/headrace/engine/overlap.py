@@ -129,8 +129,7 @@ class Overlap:
         return self._launch(slices)
 
     def _is_usual(self, part: Slice) -> bool:
-        """Whether the slice is a decoding one, behind which the device can choose, and none of whose chunks may turn out
-        not to have come."""
+        """Whether the slice is a decoding one, behind which the device can choose, and all its chunks have come."""
         sequence = part.sequence
         if part.length != 1 or not part.decodes or not part.samples or sequence in self._unsure:
             return False

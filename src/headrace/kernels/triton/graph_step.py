@@ -142,8 +142,8 @@ class TritonGraphStep:
         return max(len(each.rounds) for each in done.values())
 
     def _has_programs(self, done: Mapping[int | None, TileSchedule], rows: int) -> bool:
-        """Whether a recording of so many rows, or of more, has a program for each flash task. It has none for short runs,
-        which are flash where there is no room for their states."""
+        """Whether a recording of so many rows, or of more, has a program for each flash task. It has none for short
+        runs, which are flash where there is no room for their states."""
         return all(len(each.flash) <= self.memory.flash_programs(rows, window) for window, each in done.items())
 
     def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
