@@ -21,6 +21,7 @@ from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
 from headrace.engine.runner import Runner
 from headrace.kernels.triton import graph_step, tile_schedule
+from headrace.offload.restore import timing
 from tests.support.fake_device import FakeDevice, FakeGraph, fake_device
 from tests.support.traces import Trace, run, same
 from tools.gpu.bits import eager_steps
@@ -130,6 +131,21 @@ def test_every_kind_of_request(folder: Path, fake: FakeDevice) -> None:
     assert stats.prompts > 2 and not stats.eager
 
 
+def test_steps_that_nobody_has_waited_for_are_not_timed(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of two slices, launched and then replayed: the first replay may have waited for what was launched."""
+    monkeypatch.setattr(timing, "call_seconds", lambda work, most_s=0.05: 1e-3)
+    llm, timed = engine(folder, max_batch_tokens=4, kv_offloading_size=0.01), []
+    assert llm.engine.offload is not None
+    monkeypatch.setattr(llm.engine.offload.profile, "observe_prefill", lambda *given: timed.append(given[:2]))
+    launched(llm, [tokens(6, 1)], ONE)
+    assert not timed
+    run(llm, [tokens(6, 1)], ONE)
+    assert timed == [(4, 2)]
+    llm.close()
+
+
 def test_what_is_launched(folder: Path, fake: FakeDevice) -> None:
     """Hidden states; more rows than are recorded, or drawn from; a plan for which there is no room."""
     llm = engine(folder)
@@ -164,6 +180,16 @@ def test_what_cannot_be_recorded(
     assert [f"4 rows with prompts in them are launched{message}" in caplog.text for message in (", not", ": a")] == [
         why == "no memory", why == "other bits"
     ]  # fmt: skip
+
+
+def test_a_model_that_gives_no_numbers_is_recorded_too(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request's NaN says nothing of the recording."""
+    graphs = graphs_of(engine(folder, max_batch_tokens=4))
+    logits = graphs.decoder.logits
+    monkeypatch.setattr(graphs.decoder, "logits", lambda hidden: logits(hidden) * float("nan"))
+    assert graphs._recording(Key(2, 0, 2)) is not None
 
 
 def test_buckets() -> None:

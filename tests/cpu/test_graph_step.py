@@ -115,6 +115,15 @@ def test_tasks_of_a_step_before(step: TritonGraphStep) -> None:
     check(step, [(5, 3), (9, 1), (11, 1), (2, 2)], shared=0, padding=5)
 
 
+def test_short_runs_without_room_for_their_states_are_not_replayed(memory: GraphMemory) -> None:
+    """Four sequences that decode, which are flash then, in a recording with two programs for flash."""
+    step = TritonGraphStep(replace(memory, limits=memory.limits._replace(states=1)), ROWS, drawn=memory.sizes.rows)
+    plan = planned([(100, 1)] * 4, shared=0)
+    items = {window: plan.items_within(window) for window in WINDOWS}
+    assert step.fill(items, plan.positions, plan.row_slots) is None
+    assert TritonGraphStep(memory, ROWS, drawn=4).fill(items, plan.positions, plan.row_slots) == 1
+
+
 SEQUENCES = st.lists(st.tuples(st.integers(0, 140) | st.integers(440, 520), st.integers(1, 6)), min_size=1, max_size=4)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,6 +177,22 @@ def test_what_does_not_fit_is_computed_eagerly(folder: Path, fake: FakeDevice) -
     assert (small.stats.replayed, small.stats.eager) == (0, 3)
 
 
+def test_what_cannot_be_recorded_is_launched(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried once. Steps that can be recorded are replayed."""
+    llm, tried = engine(folder, max_sequences=2), Mock(side_effect=torch.OutOfMemoryError("no memory"))
+    graphs, params = graphs_of(llm), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake, "graph", tried)
+        for _ in range(2):
+            llm.generate([[5]], params)
+    assert (tried.call_count, graphs.stats.replayed, graphs.stats.eager) == (1, 0, 4)
+    assert "steps of 1 rows are launched, not recorded: no memory" in caplog.text
+    llm.generate([[5], [6]], params)
+    assert (graphs.stats.replayed, graphs.stats.eager) == (2, 4)
+
+
 def test_usual_steps_are_recorded_before_the_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_device(monkeypatch) as fake:
         llm = engine(folder, max_sequences=1, max_batch_tokens=1)
@@ -199,6 +216,9 @@ def test_the_pool_is_what_is_left_beside_the_largest_step(folder: Path, monkeypa
         assert engine(folder, **wide).capacity.kv_cache_tokens == 4 * SHAPE.context
         assert bytes_for_cache(engine(folder, **wide).engine.loaded.decoder, "triton", 8, 1) == GIB
     with fake_device(monkeypatch, memory=5 * GIB, peak=2 * GIB), pytest.raises(ValueError, match="no memory"):
+        engine(folder, **wide)
+    with fake_device(monkeypatch) as fake, pytest.raises(ValueError, match=r"of 8 tokens.* lower max_batch_tok"):
+        monkeypatch.setattr(fake, "peak_memory", Mock(side_effect=torch.OutOfMemoryError))
         engine(folder, **wide)
 
 

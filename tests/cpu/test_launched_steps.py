@@ -17,13 +17,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
-from headrace.engine.device_sampler import DeviceSampler
+from headrace.engine.device_sampler import DeviceSampler, _Ask, needs_of, requested
 from headrace.engine.launched_draws import LaunchedDraws
 from headrace.engine.programs import Launched
 from headrace.engine.runner import Runner
 from headrace.engine.sampler import SampleInput, is_plain, sample
 from headrace.kernels.step_copies import Reading
 from headrace.kernels.triton import sampling
+from headrace.kernels.triton.sampling import Chooser
 from headrace.kernels.triton.token_kernels import look_up
 from tests.support.delayed_device import delayed_device
 from tests.support.sampler_rows import random_logits
@@ -73,6 +74,19 @@ def test_draws_are_those_of_the_host(small_blocks: None, monkeypatch: pytest.Mon
                 item = SampleInput(params[row], (), range(5 + step), row, 100 + row)
                 assert [found[row]] == sample(logits[row : row + 1], [item])
                 assert chosen[row] == found[row].token
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "drawn"])
+def test_a_row_without_a_number_leaves_a_token_that_can_be_looked_up(small_blocks: None, temperature: float) -> None:
+    """The step behind embeds whatever the device has chosen, sure of it or not."""
+    chooser = Chooser(2, 100, torch.device("cpu"))
+    logits = random_logits(1, 2, 100)
+    logits[1] = torch.nan
+    asks = [_Ask(0, SamplingParams(temperature=0.9)), _Ask(1, SamplingParams(temperature=temperature))]
+    chooser.request.copy_(requested(asks, {}, 2))
+    chooser.choose(logits, 2, needs_of(asks))
+    assert chooser.found[:, sampling.SURE].tolist() == [1, 0]
+    assert 0 <= chooser.tokens[1] < 100
 
 
 @pytest.mark.matrix

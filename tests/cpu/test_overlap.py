@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,12 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 from torch import Tensor
 
 from headrace import LLM, SamplingParams, device
+from headrace.engine.below import NothingBelow
 from headrace.engine.core import EngineCore
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels import step_copies
 from headrace.kernels.step_copies import Reading
-from headrace.types import Request, Structured
+from headrace.types import CHUNK, Request, Structured
 from tests.support.delayed_device import delayed_device
 from tests.support.stream_order import StreamOrder
 from tests.support.token_machine import TokenMachine, machine_engine
@@ -136,6 +138,42 @@ def test_what_the_device_is_not_sure_of_the_host_chooses(llm: LLM, monkeypatch: 
                 client.add(name, prompt(ord(name), 30), max_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
             client.finish()
             assert bool(client.core.stats().scheduler.preemptions) == ahead and (client.machine.ahead > 9) == ahead
+        found[ahead] = client.answers
+    assert found[True] == found[False]
+
+
+class Losing(NothingBelow):
+    """Once, when a sequence has two tokens, the chunk behind its first one was on its way, and is lost."""
+
+    lost = 0
+
+    def coming(self, sequence: SequenceState) -> int:
+        return 0 if self.lost or sequence.n_output != 2 else CHUNK
+
+    def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
+        gone = {part.sequence for part in slices if self.coming(part.sequence)}
+        for sequence in gone:
+            assert sequence.table is not None
+            self.cache.truncate(sequence.table, 1)
+        self.lost += len(gone)
+        return gone
+
+
+def test_nothing_is_launched_behind_chunks_that_may_not_come(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that has come back with one token left to compute: its table is cut when that step has ended."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead))
+            core = client.core
+            core.below = core.scheduler.below = below = Losing(core.cache)
+            client.add("a", prompt(1, 70), max_tokens=12, **GREEDY)
+            core.overlap.on = False
+            while len(client.answers["a", 0].tokens) < 2:
+                client.step()
+            core.overlap.on = ahead
+            client.finish()
+            assert below.lost == 1 and bool(client.machine.ahead) == ahead
         found[ahead] = client.answers
     assert found[True] == found[False]
 

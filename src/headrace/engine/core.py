@@ -194,7 +194,8 @@ class EngineCore:
         began = time.perf_counter()
         computed = self.overlap.run(slices, watched=self.on_logits is not None)
         seconds = time.perf_counter() - began
-        self.below.observe(slices, seconds)
+        if computed.timed:
+            self.below.observe(slices, seconds)
         if self.speculator is not None and all(part.decodes for part in slices):
             self.speculator.cost.note(len(slices), sum(part.length - 1 for part in slices), seconds)
         void = self.below.confirm(slices)

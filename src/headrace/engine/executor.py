@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # it imports Triton
 class Computed(NamedTuple):
     """Logits of a step, fp32 [R, V], where they were computed, valid until the next one, and the row of each slice from
     which a token is drawn; below it those of its draft. No such slice: no rows, of any width. greatest: of each row,
-    where it was found with them. sampled: the tokens of rows, where they were drawn behind the step.
+    where it was found with them. sampled: the tokens of rows, where they were drawn behind the step. timed: whether the
+    time until now is the step's: a GPU may still be at it, or have been at the one before.
 
     reported: hidden states [n, E] of the last n rows of each slice that reports some, ready for Decoder.logits.
     """
@@ -34,6 +35,7 @@ class Computed(NamedTuple):
     greatest: Greatest | None = None
     reported: Seq[tuple[Slice, Tensor]] = ()
     sampled: Mapping[int, Sampled] | None = None
+    timed: bool = True
 
     def without(self, void: set[SequenceState]) -> Computed:
         """What is left if the rows of some sequences are void."""

@@ -27,10 +27,16 @@ TWICE = 2
 
 
 def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> int:
-    """Bytes that the KV cache may have, beside a step of `rows` rows from `drawn` of which tokens are drawn."""
+    """Bytes that the KV cache may have, beside a step of `rows` rows from `drawn` of which tokens are drawn. Raises
+    ValueError where there is no memory for the step alone."""
     device = current()
     free = device.free_memory()
-    step = device.peak_memory(lambda: largest_step(decoder, backend, rows, drawn))
+    try:
+        step = device.peak_memory(lambda: largest_step(decoder, backend, rows, drawn))
+    except torch.OutOfMemoryError:
+        raise ValueError(
+            f"no memory for a step of {rows:,} tokens: {gib(free)} are free beside the weights; lower max_batch_tokens"
+        ) from None
     left = free - TWICE * step - max(free // SPARE_SHARE, SPARE_BYTES)
     log.info("%s free beside the weights, twice %s of them for a step of %d tokens", gib(free), gib(step), rows)
     return max(0, left)

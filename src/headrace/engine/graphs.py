@@ -158,14 +158,15 @@ class CudaGraphs(Recordings):
         super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns)
         self._first: Plan | None = None
         self._rounds = 0
+        self._refused: set[Key] = set()
         self._read_back = ReadBack(2 * self.sizes[-1], torch.int32, current())
 
     @torch.inference_mode()
     def record_usual(self) -> None:
         """Records what most steps of decoding will need, so that none of them waits for it."""
         for rows in (size for size in self.sizes if size <= USUAL_ROWS):
-            self._record(Key(rows, ROUNDS[0]))
-            log.info("recorded steps of up to %d rows", rows)
+            if self._recording(Key(rows, ROUNDS[0])) is not None:
+                log.info("recorded steps of up to %d rows", rows)
         current().synchronize()
 
     def run(self, step: StepRows) -> Logits:
@@ -177,23 +178,35 @@ class CudaGraphs(Recordings):
 
     @torch.inference_mode()
     def launch(self, step: StepRows) -> Launched | None:
-        """Gives the step to the device, and goes on. None: there is no room for it, or no graph yet and tokens that are
-        not known, since a recording computes the step and so changes what it looks up. Whoever launches has waited for
-        the step before the last."""
+        """Gives the step to the device, and goes on. None: there is no room for it, it cannot be recorded, or it is not
+        yet and tokens are not known, since a recording computes the step and so changes what it looks up. Whoever
+        launches has waited for the step before the last."""
         planned = step.planned
         plan, rows = planned.plan, planned.first.rows
         if not self._holds(planned, plan):
             return None
         key = Key(next(size for size in self.sizes if size >= rows), self._rounds)
-        if step.before is not None and key not in self._recorded:
+        if key in self._refused or (step.before is not None and key not in self._recorded):
             return None
         self.step.send(step.tokens(), plan.positions, plan.row_offsets)
-        recorded = self._recorded.get(key) or self._record(key)
+        recorded = self._recording(key)
+        if recorded is None:
+            return None
         recorded.graph.replay()
         self.stats.replayed += 1
         self.stats.ahead += step.before is not None
         reading = self._read_back.begin(recorded.chosen)
         return Launched(step.slices, rows, recorded.logits[:rows], self.step.chosen[:rows], reading)
+
+    def _recording(self, key: Key) -> Recorded | None:
+        """None, with a line in the log: it cannot be recorded. Such steps are launched from then on."""
+        if key not in self._recorded:
+            try:
+                self._record(key)
+            except RuntimeError as error:  # no memory, for one
+                log.warning("steps of %d rows are launched, not recorded: %s", key.rows, error)
+                self._refused.add(key)
+        return self._recorded.get(key)
 
     def _holds(self, planned: PlannedStep, plan: Plan) -> bool:
         """Whether the step's tasks lie, or now lie, in the fixed memory."""

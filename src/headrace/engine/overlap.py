@@ -91,7 +91,8 @@ class Overlap:
         may be. watched: somebody looks at the logits, which that one would overwrite."""
         flight = self._flight or (None if watched else self._launch_known(slices))
         if flight is None:
-            self._unsure.difference_update([part.sequence for part in slices if part.samples])
+            if self._unsure:
+                self._unsure.difference_update([part.sequence for part in slices if part.samples])
             return self.executor.run(slices)
         try:
             self._flight = None if watched else self._launch_next(flight)
@@ -128,9 +129,11 @@ class Overlap:
         return self._launch(slices)
 
     def _is_usual(self, part: Slice) -> bool:
-        """Whether the slice is a decoding one, behind which the device can choose."""
+        """Whether the slice is a decoding one, behind which the device can choose, and all its chunks have come."""
         sequence = part.sequence
         if part.length != 1 or not part.decodes or not part.samples or sequence in self._unsure:
+            return False
+        if self.scheduler.below.coming(sequence):
             return False
         output = self.outputs[sequence]
         if output.matcher is not None or sequence.n_output < sequence.request.params.min_tokens:

@@ -15,7 +15,7 @@ from headrace.attention.recurrence import segment_rows
 from headrace.engine import graphs
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.graph_buckets import PromptGraphs
-from headrace.engine.programs import Eager, InCpp, Launched, Program, StepRows
+from headrace.engine.programs import Eager, InCpp, Launched, Logits, Program, StepRows
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.backend import backend_of, recorded
 from headrace.kv.storage import KVStorage, StateStorage
@@ -49,6 +49,7 @@ class Runner(Executor):
         self.backend = backend_of(backend)
         self.coming: Coming = NOTHING
         self._planner = planning.Planner()
+        self._given = False
         attention = StepAttention(storage, decoder.config.attention, self.backend, decoder.key_bias, decoder.sinks)
         self.eager = Eager(decoder, storage, attention, states)
         self.decoding = self._decoding(attention)
@@ -122,7 +123,12 @@ class Runner(Executor):
         program = self.decoding if every else self.mixed
         logits = (self.eager if step.awaited or wanted.reported else program).run(step)
         reported = wanted.of(logits.hidden) if logits.hidden is not None else ()
-        return Computed(logits.values, wanted.parts, logits.greatest, reported)
+        return Computed(logits.values, wanted.parts, logits.greatest, reported, timed=self._timed(logits))
+
+    def _timed(self, logits: Logits) -> bool:
+        """See Computed. What a GPU is given eagerly nobody has waited for yet."""
+        before, self._given = self._given, self.backend.capabilities.graphs and logits.greatest is None
+        return not (before or self._given)
 
     def _segments(self, slices: Seq[Slice], order: list[int]) -> Tensor:
         """Which rows go from which recurrent state to which. order: the slices' numbers in the order of their rows."""

@@ -23,7 +23,7 @@ from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.kept_rows import keep_rows
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check_stored
-from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Bounds, Int32, Int64
+from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Bounds, Int32, Int64, TileSchedule
 from headrace.types import chunks_for
 
 ROUNDS = 4
@@ -134,12 +134,17 @@ class TritonGraphStep:
         if len(positions) > self.arena.rows:
             return None
         done = attention.schedules(items, positions, self.memory.limits)
-        if not self.arena.fits(done):
+        if not self.arena.fits(done) or not self._has_programs(done, len(positions)):
             return None
         self.arena.fill(done)
         padded(self.arena.slots.host, slots, -1)
         self._filled = True
         return max(len(each.rounds) for each in done.values())
+
+    def _has_programs(self, done: Mapping[int | None, TileSchedule], rows: int) -> bool:
+        """Whether a recording of so many rows, or of more, has a program for each flash task. It has none for short
+        runs, which are flash where there is no room for their states."""
+        return all(len(each.flash) <= self.memory.flash_programs(rows, window) for window, each in done.items())
 
     def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
         added = zip(rows.tolist(), slots.tolist(), positions.tolist(), strict=True)

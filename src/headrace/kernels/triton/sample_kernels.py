@@ -85,6 +85,7 @@ def greatest(asked, peaks, tokens, found, blocks, BLOCKS: tl.constexpr):
     first = tl.load(of + 3, mask=there & (allowed == top), other=2147483647.0)
     token = tl.min(first, 0)
     sure = (broken == 0) & (highest < float("inf")) & (top > float("-inf"))
+    token = tl.where(sure, token, 0.0)  # among NaN none is the greatest; a step behind looks up whatever stands here
     out = found + row * FINDINGS
     tl.store(tokens + row, token.to(tl.int32))
     tl.store(out + TOKEN, token)
