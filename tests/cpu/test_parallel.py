@@ -158,6 +158,27 @@ def test_whatever_arrives_first(seed: int, strategy: str, ours_of: Any) -> None:
     same(ours, one_rank(decoder, [tokens], 3, slots=150))
 
 
+class Queued(Late):
+    """As on a device whose work has not been done yet: `wait` puts what follows behind an arrival, which goes on not to
+    be seen."""
+
+    def irecv(self, *args: Any) -> Any:
+        work = self.inner.irecv(*args)
+        looks = iter(range(100))
+        seen = property(lambda each: next(looks) < 0)  # who looks on and on gets StopIteration
+        return type("Work", (), {"done": seen, "wait": lambda _: work.wait(), "drain": lambda _: work.drain()})()
+
+
+@pytest.mark.parametrize("strategy", ["ring-kv", "gather"])
+def test_what_is_waited_for_on_a_device_is_not_looked_for_again(strategy: str, ours_of: Any) -> None:
+    decoder = ours_of("llama_gqa", "bfloat16")
+    loopback = LoopbackRanks(decoder, 3)
+    for rank in loopback.ranks:
+        rank.transport = Queued(rank.transport, 1)
+    ours = prefill(loopback, strategy, {Conversation(loopback): PROMPTS[0]}, 3)
+    same(ours, one_rank(decoder, PROMPTS[:1], 3))
+
+
 @pytest.fixture(scope="module")
 def turns_of_one(ours_of: Any) -> Callable[[str], list[Tensor]]:
     """turns_of_one(kind): `turns` on one rank."""

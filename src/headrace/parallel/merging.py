@@ -113,7 +113,7 @@ class Rows:
             pending = _note(pending, ready)
             if any([run.advance(ready) for run in merging]) or any(run.look_ahead(ready) for run in merging):
                 continue
-            pending[0].wait()
+            _take(pending.pop(0), ready)
         for each in pending:
             each.wait()
         return torch.cat([run.finish(q.dtype) for run in merging])
@@ -132,11 +132,16 @@ def _note(pending: list[Arriving], ready: np.ndarray) -> list[Arriving]:
     left = []
     for each in pending:
         if each.done:
-            each.wait()  # on a device it orders what reads the chunks behind their arrival
-            ready[each.begin : each.end] = True
+            _take(each, ready)
         else:
             left.append(each)
     return left
+
+
+def _take(each: Arriving, ready: np.ndarray) -> None:
+    """Waits; on a device that orders what reads the chunks behind their arrival, and the host goes on before it."""
+    each.wait()
+    ready[each.begin : each.end] = True
 
 
 @dataclass(slots=True)

@@ -24,8 +24,8 @@ from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
 from headrace.types import CHUNK
 
-SEQUENCES = ((1, 530), (20, 90))
-"""Rows and keys of each: decoding over two spans, a piece of a prompt."""
+SEQUENCES = ((1, 530), (20, 540))
+"""Rows and keys of each, over two spans: decoding, a piece of a prompt."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """How far attention of random numbers of unit size may be from plain torch's, of the greatest of these if that is
 above 1."""
