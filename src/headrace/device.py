@@ -69,6 +69,10 @@ class Device(Protocol):
     def claim(self, index: int) -> None:
         """Has this process compute on the device of that number. To be called before anything lies on one."""
 
+    def enter(self) -> None:
+        """Has the calling thread use the device, which a thread does not by itself once another than the first is
+        claimed."""
+
     def missing(self) -> str | None:
         """Why there is no such device here; None where there is."""
 
@@ -146,8 +150,12 @@ class Cuda(Device):
         return max(1, torch.cuda.device_count())
 
     def claim(self, index: int) -> None:
-        torch.cuda.set_device(index)
         self.place = torch.device("cuda", index)
+        self.enter()
+
+    def enter(self) -> None:
+        # A thread begins on the first device, where many a call would make a context of half a GB.
+        torch.cuda.set_device(self.place)
 
     def missing(self) -> str | None:
         return None if torch.cuda.is_available() else "no CUDA device"

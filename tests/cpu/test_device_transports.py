@@ -174,7 +174,7 @@ def staged(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
             thread.join()
         waiting.clear()
 
-    monkeypatch.setattr(staged_transport, "Waiters", lambda name: SimpleNamespace(run=waiting.append))
+    monkeypatch.setattr(staged_transport, "Waiters", lambda *_: SimpleNamespace(run=waiting.append))
     monkeypatch.setattr(staged_transport, "PinnedRoom", OrderedRoom)
     with device.use(order), order.recording():
         host = Mailbox(lambda x, writes: order.host(x.numpy(), writes))

@@ -24,6 +24,7 @@ from headrace.attention.plan import Span, build
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.engine import preflight
 from headrace.kernels.backend import backend_of
+from headrace.kernels.triton import backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import TokenBatch, load_decoder
 from headrace.parallel.staged_transport import StagedTransport
@@ -100,6 +101,26 @@ def test_tensor_ranks_give_one_ranks_bits(tmp_path: Path) -> None:
     one, two = on_ranks(2, states, hub)
     truth = states(None)
     assert torch.equal(one, truth) and torch.equal(two, truth)
+
+
+SEVERAL = {"context_parallel_size": 2, "kv_cache_tokens": 64}
+STREAMED = {"offload_schedule": "row", "kv_offloading_size": 0.01}
+
+
+@pytest.mark.parametrize("settings", [SEVERAL, STREAMED], ids=["ranks", "streamed"])
+def test_attention_is_checked_on_the_device(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on one rank that has its pool there."""
+
+    def off(*given: object) -> None:
+        raise ValueError("attention is off")
+
+    monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
+    monkeypatch.setattr(backend, "verify", off)
+    folder = write_checkpoint(replace(SHAPE, layers=1, context=256), tmp_path)
+    with ranks_as_threads(), pytest.raises(ValueError, match="attention is off"):
+        LLM(str(folder), attention_backend="triton", dtype="float32", max_sequences=1, **settings)
 
 
 @pytest.mark.matrix

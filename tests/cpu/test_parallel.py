@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,8 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.models.decoder import Decoder
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.kernels.records import Mask
+from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import load_weights
+from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup
 from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK
@@ -153,6 +158,27 @@ def test_whatever_arrives_first(seed: int, strategy: str, ours_of: Any) -> None:
     same(ours, one_rank(decoder, [tokens], 3, slots=150))
 
 
+class Queued(Late):
+    """As on a device whose work has not been done yet: `wait` puts what follows behind an arrival, which goes on not to
+    be seen."""
+
+    def irecv(self, *args: Any) -> Any:
+        work = self.inner.irecv(*args)
+        looks = iter(range(100))
+        seen = property(lambda each: next(looks) < 0)  # who looks on and on gets StopIteration
+        return type("Work", (), {"done": seen, "wait": lambda _: work.wait(), "drain": lambda _: work.drain()})()
+
+
+@pytest.mark.parametrize("strategy", ["ring-kv", "gather"])
+def test_what_is_waited_for_on_a_device_is_not_looked_for_again(strategy: str, ours_of: Any) -> None:
+    decoder = ours_of("llama_gqa", "bfloat16")
+    loopback = LoopbackRanks(decoder, 3)
+    for rank in loopback.ranks:
+        rank.transport = Queued(rank.transport, 1)
+    ours = prefill(loopback, strategy, {Conversation(loopback): PROMPTS[0]}, 3)
+    same(ours, one_rank(decoder, PROMPTS[:1], 3))
+
+
 @pytest.fixture(scope="module")
 def turns_of_one(ours_of: Any) -> Callable[[str], list[Tensor]]:
     """turns_of_one(kind): `turns` on one rank."""
@@ -234,6 +260,20 @@ def test_the_reference_backend(strategy: str, ours_of: Any, alone: Alone) -> Non
     loopback = LoopbackRanks(ours_of("llama_gqa", "float32"), 3, backend="reference")
     ours = prefill(loopback, strategy, {Conversation(loopback): p for p in PROMPTS}, 70)
     same(ours, alone("llama_gqa", "float32", backend="reference"))
+
+
+def test_layers_share_what_a_backend_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU's tasks are cut once for all layers but the last, which computes fewer rows."""
+    masks: list[Mask] = []
+    made = Kernels._mask
+    monkeypatch.setattr(Kernels, "_mask", lambda *given: masks.append(made(*given)) or masks[-1])
+    shape = CheckpointShape(hidden=16, layers=4, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=VOCAB, context=512)
+    loopback = LoopbackRanks(load_decoder(write_checkpoint(shape, tmp_path), "float32"), 2, backend="reference")
+    prefill(loopback, "ring-q", {Conversation(loopback): tokens_of(200, 1)})
+    assert all(mask.kept is not None for mask in masks)
+    calls = Counter((id(mask.kept), id(mask.items), id(mask.positions)) for mask in masks)
+    assert set(calls.values()) == {3, 1}, "of three layers, and of the last"
+    assert len({kept for kept, _, _ in calls}) == len(calls), "of each items its own"
 
 
 def test_a_chain_passes_on_half_of_what_a_gather_does(ours_of: Any) -> None:

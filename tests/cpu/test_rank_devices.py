@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from headrace import device
 from headrace.config import EngineConfig
+from headrace.device import Stream
 from headrace.engine.folders import model_folder
 from headrace.engine.preflight import check_fit
 from headrace.models.plain_config import plain_config
-from headrace.parallel import devices
+from headrace.parallel import devices, torchrun_environment
 from headrace.parallel.nccl_transport import NcclTransport
 from headrace.parallel.staged_transport import StagedTransport
+from headrace.parallel.transport import Tag
 from tests.support.fake_device import FakeDevice
-from tests.support.fake_nccl import host_links
+from tests.support.fake_nccl import directions, host_links
 
 
 class SeveralDevices(FakeDevice):
@@ -43,11 +48,43 @@ def test_a_rank_takes_the_device_of_its_number(
 
 
 def test_torchrun_says_which_number_a_rank_has_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not so what others have left in the environment: started by Headrace, rank 0 would have the same device."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     made = SeveralDevices()
     with device.use(made):
+        devices.claim(0, 2)
+        assert made.claimed == 0
+        for name in torchrun_environment.VARIABLES:
+            monkeypatch.setenv(name, "6")
         devices.claim(6, 2)
     assert made.claimed == 1
+
+
+@pytest.mark.parametrize("kind", ["staged", "nccl"])
+def test_threads_of_links_use_the_device_of_the_rank(kind: str) -> None:
+    """A thread begins on the first device."""
+    here = threading.local()
+
+    class Claimed(FakeDevice):
+        def enter(self) -> None:
+            here.entered = True
+
+        def on(self, stream: Stream) -> AbstractContextManager[object]:
+            used.append(threading.current_thread() is threading.main_thread() or hasattr(here, "entered"))
+            return super().on(stream)
+
+    used: list[bool] = []
+    made, of = Claimed(), directions(2)[1]
+    hosts = host_links(2)
+    one, two = (
+        StagedTransport(host, made) if kind == "staged" else NcclTransport(host, made, *of(host.rank)) for host in hosts
+    )
+    there = torch.empty(3)
+    came = two.irecv(there, 0, Tag(1, 0, 0))
+    one.isend(torch.arange(3.0), 1, Tag(1, 0, 0)).wait()
+    came.wait()
+    assert torch.equal(there, torch.arange(3.0)) and len(used) >= 2 and all(used)
+    one.close(), two.close()
 
 
 def group_of(rank: int, context: int, tensor: int, others: str = "1") -> Any:
@@ -85,8 +122,8 @@ def test_each_direction_has_a_communicator(rank: int, made: list[list[int]]) -> 
     assert made == [[0, 2], [2, 0], [1, 3], [3, 1], [0, 1], [1, 0], [2, 3], [3, 2]]
     for links, other in ((group.context, (rank + 2) % 4), (group.tensor, rank ^ 1)):
         assert isinstance(links, NcclTransport)
-        for directions in (links._to, links._source):
-            [direction] = directions.values()
+        for ends in (links._to, links._source):
+            [direction] = ends.values()
             assert direction.communicator.ranks[direction.other] == other  # type: ignore[attr-defined]
         links.close()
     assert len(group.communicators) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -22,7 +23,8 @@ from headrace.kernels import reference
 from headrace.kernels.backend import in_pieces
 from headrace.kernels.records import Mask, Pool
 from headrace.kernels.state import RunningState, StateRows, part_of
-from headrace.kernels.triton import backend
+from headrace.kernels.triton import attention, backend
+from headrace.kernels.triton import pieces as triton_pieces
 from headrace.kernels.triton.piece_schedule import pieces
 from headrace.kernels.triton.tile_schedule import SPAN, Bounds
 from headrace.types import CHUNK
@@ -101,6 +103,24 @@ def test_however_few_states_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -
     truth = call.whole()
     monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
     assert torch.equal(call.finish(call.partial(call.items)), truth)
+
+
+def test_layers_that_see_the_same_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces and at once; the second layer's queries are others."""
+    cut: list[int] = []
+    for module in (attention, triton_pieces):
+        made = module._sent
+        monkeypatch.setattr(module, "_sent", lambda *given, made=made: cut.append(1) or made(*given))
+    call, arenas = Call(1), []
+    mask = replace(call.mask(call.keys(1024, 2048)), kept={})
+    with monkeypatch.context() as patch:
+        patch.setattr(attention.TileWork, "run", lambda self, q, *_, **__: arenas.append(self.arena) or q)
+        for _ in range(2):
+            KERNELS.attend(call.q, call.pool, mask)
+    first, second = (KERNELS.partial(call.q * factor, call.pool, mask) for factor in (1.0, 0.5))
+    assert len(cut) == 2 and arenas[0] is arenas[1]
+    truth = KERNELS.partial(call.q * 0.5, call.pool, replace(mask, kept=None))
+    assert torch.equal(call.finish(second), call.finish(truth)) and not torch.equal(first.block.m, truth.block.m)
 
 
 def test_a_given_state_stays_as_it_is() -> None:

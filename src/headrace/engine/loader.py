@@ -29,6 +29,7 @@ from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import dispatch
+from headrace.kernels.backend import backend_of, verify
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import LAYOUT, KVStorage, StateStorage
 from headrace.models.config import ModelConfig, read_config
@@ -219,6 +220,7 @@ def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
     decoder = sized.decoder(tell)
     tell(LoadPhase("memory for the KV cache"))
     assert sized.streamed is not None
+    verify(backend_of(capacity.backend), decoder.config.attention, decoder.dtype, sized.kv_dtype)
     streamer = streaming.open_streamer(config, decoder, sized.streamed, sized.kv_dtype, capacity.backend)
     runner = StreamRunner(streamer, streaming.asked_of(config).batches)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner)

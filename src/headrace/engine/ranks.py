@@ -26,6 +26,7 @@ from headrace.engine.rank_advice import advice
 from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels import dispatch
+from headrace.kernels.backend import backend_of, verify
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.config import ModelConfig
@@ -149,6 +150,7 @@ def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
 def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
     backend = _backend(config, decoder)
     storage = open_storage(config, decoder)
+    verify(backend_of(backend), decoder.config.attention, decoder.dtype, storage.dtype)
     threads = None if config.model.on_gpu else rank_threads(config)
     return Rank(decoder, storage, backend, group.context, threads, open_states(config, decoder))
 

@@ -274,6 +274,12 @@ def recorded(kernels: Backend) -> GraphBackend:
     return cast(GraphBackend, kernels)
 
 
+def verify(kernels: Backend, spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> None:
+    """GraphBackend.verify, of kernels that run on a device."""
+    if kernels.capabilities.graphs:
+        recorded(kernels).verify(spec, computed, stored)
+
+
 def in_pieces(kernels: Backend) -> PiecewiseBackend:
     """The same backend, which must be able to attend in pieces: ValueError otherwise."""
     if not kernels.capabilities.pieces:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from headrace.types import CHUNK
 
+T = TypeVar("T")
 Layout = Literal["plain", "vnni"]
 """How chunks lie in a pool. plain: K [Hkv, D, 64], V [Hkv, 64, D]. vnni: two elements of a pair side by side, K
 [Hkv, D/2, 64, 2], V [Hkv, 32, D, 2], under the same shapes."""
@@ -61,7 +62,8 @@ class Mask:
     key_start + 63 and is offered to rows row_begin .. row_end - 1. A row at position p, of positions int64 [R], sees
     the keys at p - window + 1 .. p (no window: 0 .. p). Scores are multiplied by `scale`, capped to
     cap * tanh(score / cap) where there is a cap, and bias fp32 [Hq, keys] is added to them by the key's position. sinks
-    fp32 [Hq]: the score of a key without a value, which every row that sees any key sees when it is finished.
+    fp32 [Hq]: the score of a key without a value, which every row that sees any key sees when it is finished. kept:
+    what backends have made of items and positions, where several calls have the same.
     """
 
     items: Tensor
@@ -72,6 +74,16 @@ class Mask:
     cap: float | None = None
     sinks: Tensor | None = None
     scale: float
+    kept: dict[Any, Any] | None = None
+
+    def keep(self, name: Any, make: Callable[[], T]) -> T:
+        """What `make` makes of items and positions, once for each name where it is kept."""
+        if self.kept is None:
+            return make()
+        if name not in self.kept:
+            self.kept[name] = make()
+        made: T = self.kept[name]
+        return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from headrace.parallel.group import NO_TIMEOUT, Group
 from headrace.parallel.interfaces import interface_name
 from headrace.parallel.nccl_transport import Direction, NcclTransport
 from headrace.parallel.staged_transport import StagedTransport
+from headrace.parallel.torchrun_environment import started_this
 from headrace.parallel.transport import Links
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def ask_for_queues() -> None:
 def claim(rank: int, here: int) -> bool:
     """Has this process compute on the device of its number on this host, one of `here` ranks; whether it shares it with
     none of them. To be called before anything lies on a device."""
-    device, local = current(), int(os.environ.get("LOCAL_RANK", rank))
+    device, local = current(), int(os.environ.get("LOCAL_RANK", rank)) if started_this() else rank
     device.claim(local % device.count)
     shared = here > device.count
     told = f"with others: {here} ranks here have {device.count}" if shared else "alone"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace import host
 from headrace.kernels import dispatch, ops
-from headrace.parallel.merging import Kernels
+from headrace.parallel.merging import Kept, Kernels
 from headrace.parallel.probe import Probe, by_clock, by_events, device_of, least, meet, passed_on, settle
 from headrace.parallel.rank import Rank
 from headrace.parallel.workspace import LayerBuffer
@@ -122,7 +122,8 @@ def _attend_once(rank: Rank, rows: int, keys: int) -> Callable[[], object]:
     bias = kernels.bias
     if bias is not None and bias.shape[1] < keys:
         kernels = Kernels(kernels.backend, spec, bias.new_zeros(spec.heads, keys), kernels.sinks)
-    return lambda: kernels.attend(0, q, buffer.pool, items, positions)
+    kept: Kept = {}  # as the layers of a step
+    return lambda: kernels.attend(0, q, buffer.pool, items, positions, kept)
 
 
 def _attention(rank: Rank, rows: int, seconds: Callable[[Callable[[], object]], float]) -> float:

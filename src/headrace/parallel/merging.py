@@ -26,6 +26,9 @@ from headrace.parallel.group_layout import RowRange
 from headrace.parallel.transport import Transfer
 from headrace.types import CHUNK
 
+Kept = dict[Any, Any]
+"""See Mask."""
+
 
 class Kernels:
     """A backend with what is the same in all of its calls. Raises ValueError for one that cannot attend in pieces."""
@@ -40,13 +43,17 @@ class Kernels:
         """Chunks of a block of the backend's canonical order."""
         return self.backend.capabilities.block_chunks
 
-    def attend(self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor) -> Tensor:
-        return self.backend.attend(q, pool, self._mask(layer, items, positions))
+    def attend(
+        self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor, kept: Kept | None = None
+    ) -> Tensor:
+        """kept: see Mask; of the same items and positions in each call."""
+        return self.backend.attend(q, pool, self._mask(layer, items, positions, kept))
 
     def partial(
-        self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor, state: RunningState | None
-    ) -> RunningState:
-        return self.backend.partial(q, pool, self._mask(layer, items, positions), state)
+        self, layer: int, q: Tensor, pool: Pool, items: Tensor, positions: Tensor, state: RunningState | None,
+        kept: Kept | None = None,
+    ) -> RunningState:  # fmt: skip
+        return self.backend.partial(q, pool, self._mask(layer, items, positions, kept), state)
 
     def finish(self, layer: int, state: RunningState, dtype: torch.dtype) -> Tensor:
         return self.backend.finish(state, dtype, self._sinks(layer))
@@ -54,10 +61,10 @@ class Kernels:
     def _sinks(self, layer: int) -> Tensor | None:
         return None if self.sinks is None else self.sinks[layer]
 
-    def _mask(self, layer: int, items: Tensor, positions: Tensor) -> Mask:
+    def _mask(self, layer: int, items: Tensor, positions: Tensor, kept: Kept | None) -> Mask:
         spec, window = self.spec, self.spec.windows[layer]
         more: dict[str, Any] = dict(bias=self.bias, cap=spec.score_cap, sinks=self._sinks(layer), scale=spec.scale)
-        return Mask(items, positions, window=window, **more)
+        return Mask(items, positions, window=window, kept=kept, **more)
 
 
 class Arriving(NamedTuple):
@@ -87,6 +94,7 @@ class Rows:
         self.slots, self.offsets = (torch.from_numpy(x).to(device) for x in (plan.row_slots, plan.row_offsets))
         windows = set(kernels.spec.windows)
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in windows}
+        self.kept: dict[int | None, Kept] = {window: {} for window in windows}
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -98,14 +106,14 @@ class Rows:
             ready[each.begin : each.end] = False
         pending = _note(arrivals, ready)
         if not pending:
-            items = self.items[self.kernels.spec.windows[layer]]
-            return self.kernels.attend(layer, q, pool, items, self.positions)
+            window = self.kernels.spec.windows[layer]
+            return self.kernels.attend(layer, q, pool, self.items[window], self.positions, self.kept[window])
         merging = self._runs(layer, q, pool)
         while not all(run.finished for run in merging):
             pending = _note(pending, ready)
             if any([run.advance(ready) for run in merging]) or any(run.look_ahead(ready) for run in merging):
                 continue
-            pending[0].wait()
+            _take(pending.pop(0), ready)
         for each in pending:
             each.wait()
         return torch.cat([run.finish(q.dtype) for run in merging])
@@ -124,11 +132,16 @@ def _note(pending: list[Arriving], ready: np.ndarray) -> list[Arriving]:
     left = []
     for each in pending:
         if each.done:
-            each.wait()  # on a device it orders what reads the chunks behind their arrival
-            ready[each.begin : each.end] = True
+            _take(each, ready)
         else:
             left.append(each)
     return left
+
+
+def _take(each: Arriving, ready: np.ndarray) -> None:
+    """Waits; on a device that orders what reads the chunks behind their arrival, and the host goes on before it."""
+    each.wait()
+    ready[each.begin : each.end] = True
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ class NcclTransport:
         self.host, self.device = host, device
         self.rank, self.size, self.traffic = host.rank, host.size, Traffic()
         self._to, self._source = to, source
-        self._waiters, self._lock = Waiters("headrace-nccl"), threading.Lock()
+        self._waiters, self._lock = Waiters("headrace-nccl", device.enter), threading.Lock()
         self._under_way: set[DeviceTransfer] = set()
         self._broken: str | None = None
         self._outgoing = {rank: queue.SimpleQueue[_Message | None]() for rank in to}

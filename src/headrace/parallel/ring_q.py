@@ -12,7 +12,7 @@ the chunks is not visited: small batches need no dummy queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from headrace.kernels.records import Pool
 from headrace.kernels.state import Partial, RunningState, StateRows, flattened, part_of, unflattened
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext
+from headrace.parallel.merging import Kept
 from headrace.parallel.messages import StepGroup
 from headrace.parallel.split_blocks import SplitBlocks, SplitOf, split_blocks
 from headrace.parallel.transport import Tag, Transfer
@@ -53,12 +54,13 @@ class Segment:
 class Visit:
     """The rows of one home on one rank: its rows repeated for each segment, and the items over that rank's pool.
 
-    positions int64 [sum of segments' rows]; items int32 [n, 4].
+    positions int64 [sum of segments' rows]; items int32 [n, 4]; kept: see Mask.
     """
 
     segments: list[Segment]
     positions: Tensor
     items: Tensor
+    kept: Kept = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -262,7 +264,7 @@ class _QueryVisits:
         if visit is None or not visit.rows:
             return None
         queries = visit.repeat(q)
-        return self.context.kernels.partial(layer, queries, stored, visit.items, visit.positions, None)
+        return self.context.kernels.partial(layer, queries, stored, visit.items, visit.positions, None, visit.kept)
 
     def send_states(self, layer: int, home: int, state: RunningState | None) -> list[Transfer]:
         if state is None:

@@ -28,6 +28,7 @@ from headrace.kernels.records import Pool
 from headrace.kernels.state import Partial, RunningState, flattened, part_of, put, taken, unflattened
 from headrace.parallel.group_context import GroupContext
 from headrace.parallel.group_layout import RowRange, slots_of
+from headrace.parallel.merging import Kept
 from headrace.parallel.messages import StepGroup
 from headrace.parallel.transport import Tag, Transfer
 from headrace.types import BLOCK_CHUNKS
@@ -60,7 +61,7 @@ class StretchVisit(NamedTuple):
     """Rows of a home that meet stretches on `host`, once for each block.
 
     rows int64 [n]: which of the home's; places int64 [n]: where their states are among the home's, [B * T].
-    positions int64 [n]; blocks int32 [n]; items int32 [k, 4], over the host's pool.
+    positions int64 [n]; blocks int32 [n]; items int32 [k, 4], over the host's pool; kept: see Mask.
     """
 
     home: int
@@ -70,6 +71,7 @@ class StretchVisit(NamedTuple):
     positions: Tensor
     blocks: Tensor
     items: Tensor
+    kept: Kept
 
 
 class HomeBlocks:
@@ -112,7 +114,7 @@ class HomeBlocks:
         which = torch.from_numpy(places)
         return StretchVisit(
             self.home, host, torch.from_numpy(rows), which, torch.from_numpy(plan.positions)[which], blocks,
-            items_of(items, which),
+            items_of(items, which), {},
         )  # fmt: skip
 
 
@@ -174,7 +176,8 @@ class SplitBlocks:
         elif number:
             state = self._receive(layer, number, TO_HOST, visit.home, q)
         begun = None if state is None else replace(self._empty(len(q), q), block=state, block_of=visit.blocks)
-        done = self.context.kernels.partial(layer, q, stored, visit.items, visit.positions, begun).block
+        kernels = self.context.kernels
+        done = kernels.partial(layer, q, stored, visit.items, visit.positions, begun, visit.kept).block
         if visit.home == self.rank:
             put(held, visit.places, done)
             return []

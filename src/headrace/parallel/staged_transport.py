@@ -28,7 +28,7 @@ class StagedTransport:
         self.inner, self.device = inner, device
         self.rank, self.size, self.traffic = inner.rank, inner.size, Traffic()
         self._out, self._into, self._room = device.stream(), device.stream(), PinnedRoom(device)
-        self._waiters = Waiters("headrace-staged")
+        self._waiters = Waiters("headrace-staged", device.enter)
         self._under_way: set[DeviceTransfer] = set()
 
     def isend(self, x: Tensor, to: int, tag: Tag) -> Transfer:

@@ -17,8 +17,9 @@ class Waiters:
     The threads are daemons, since one whose peer is gone may never return.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, enter: Task = lambda: None) -> None:
+        """enter: what each thread does first."""
+        self._name, self._enter = name, enter
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
@@ -60,6 +61,7 @@ class Waiters:
         return not any(thread.is_alive() for thread in left)
 
     def _work(self) -> None:
+        self._enter()
         while (task := self._tasks.get()) is not None:
             task()
             del task  # and what it refers to, before this thread rests

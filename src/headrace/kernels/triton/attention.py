@@ -65,13 +65,19 @@ def _attended(
 
 def attended(heads: Heads, limits: Bounds, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None) -> Tensor:
     """Attention of rows q [R, Hq, D], cut into tasks by these limits. ways: None: see TileWork.run."""
-    arena, work = _arena_of({mask.window: mask.items}, mask.positions, heads, limits, q.device)
-    arena.move(mask.positions.numpy(), np.empty(0, np.int32))
-    arena.send()
-    launched = work[mask.window]
+    arena, done = mask.keep(("attend", mask.window, limits, q.device), lambda: _sent(mask, limits, q.device))
+    launched = TileWork.of(done, arena.tasks[mask.window], heads)
     if launched.flash:
         launched = replace(launched, flash=launched.flash + UNUSED)
     return launched.run(q, pool, replace(mask, positions=arena.positions.there), ways=ways)
+
+
+def _sent(mask: Mask, limits: Bounds, place: torch.device) -> tuple[Arena, TileSchedule]:
+    """The tasks of a mask's items, on the device."""
+    arena, done = _arena_of({mask.window: mask.items}, mask.positions, limits, place)
+    arena.move(mask.positions.numpy(), np.empty(0, np.int32))
+    arena.send()
+    return arena, done[mask.window]
 
 
 @dataclass(slots=True)
@@ -105,17 +111,20 @@ class TileWork:
         q, out = _rows(q), torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         ways = self._ways(q, pool, mask, ways)
         flash = self._hopper_flash if ways.flash and mask.window is None else self._flash
-        self.split(q, pool, mask, ways)
+        self._split_rounds(q, pool, mask, ways, resumes=False)
         if self.rounds:
             self._merge(mask, out)
         if self.flash:
             flash(q, pool, mask, out)
         return out
 
-    def split(self, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None = None, resumes: bool = False) -> None:
+    def split(self, q: Tensor, pool: Pool, mask: Mask, resumes: bool) -> None:
         """The tasks of one span each, which leave their states. resumes: the first round goes on from these, too."""
         q = _rows(q)
-        split = self._hopper_split if self._ways(q, pool, mask, ways).split else self._split
+        self._split_rounds(q, pool, mask, self._ways(q, pool, mask, None), resumes)
+
+    def _split_rounds(self, q: Tensor, pool: Pool, mask: Mask, ways: Ways, resumes: bool) -> None:
+        split = self._hopper_split if ways.split else self._split
         for number in range(len(self.rounds)):
             split(q, pool, mask, number, resumes or number > 0)
 
@@ -239,10 +248,11 @@ class TritonStep(ArenaStep):
         check_stored(step.dtype, dim)
         heads = Heads(step.heads, kv_heads, dim)
         limits = bounds(heads, place, step.dtype, plain=step.bias is None and step.cap is None)
-        arena, work = _arena_of(step.items, step.positions, heads, limits, place)
+        arena, done = _arena_of(step.items, step.positions, limits, place)
         padded(arena.slots.host, step.slots.numpy(), -1)
         arena.move(step.positions.numpy(), step.offsets.numpy())
         arena.send()
+        work = {window: TileWork.of(each, arena.tasks[window], heads) for window, each in done.items()}
         super().__init__(arena, work, step.masks(arena.positions.there))
 
     def go_on(self, positions: Tensor, offsets: Tensor) -> None:
@@ -255,14 +265,14 @@ class TritonStep(ArenaStep):
 
 
 def _arena_of(
-    items: Mapping[int | None, Tensor], positions: Tensor, heads: Heads, limits: Bounds, place: torch.device
-) -> tuple[Arena, dict[int | None, TileWork]]:
-    """An arena with just enough room, filled but for its rows, and what is launched on it."""
+    items: Mapping[int | None, Tensor], positions: Tensor, limits: Bounds, place: torch.device
+) -> tuple[Arena, dict[int | None, TileSchedule]]:
+    """An arena with just enough room, filled but for its rows, and the schedules in it."""
     done = schedules({w: each.numpy() for w, each in items.items()}, positions.numpy(), limits)
     sizes = {window: TaskSizes.of(each) for window, each in done.items()}
     arena = Arena(len(positions), sizes, current(), place, pinned=False)
     arena.fill(done)
-    return arena, {window: TileWork.of(each, arena.tasks[window], heads) for window, each in done.items()}
+    return arena, done
 
 
 def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:

@@ -6,6 +6,7 @@ import logging
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime import driver
 
 from headrace.kernels.triton import launch_kernels
@@ -34,7 +35,7 @@ def _compared(device: torch.device) -> bool:
         if all(_same(device, copied) for copied in (False, True)[: 1 + _copies_blocks(device)]):
             return True
         log.warning("kernels get other arguments when launched directly, and are launched by Triton")
-    except (Unexpected, TypeError, RuntimeError) as error:
+    except (Unexpected, TritonError, TypeError, RuntimeError) as error:
         log.warning("kernels cannot be launched directly, and are launched by Triton: %s", error)
     return False
 

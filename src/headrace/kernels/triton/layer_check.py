@@ -19,14 +19,13 @@ from headrace.config import AttentionSpec
 from headrace.device import current
 from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.triton import attention, hopper
+from headrace.kernels.triton import attention
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
-from headrace.kernels.triton.tile_schedule import LANES, Bounds
 from headrace.types import CHUNK
 
-SEQUENCES = ((1, 530), (20, 90))
-"""Rows and keys of each: decoding over two spans, a piece of a prompt."""
+SEQUENCES = ((1, 530), (20, 540))
+"""Rows and keys of each, over two spans: decoding, a piece of a prompt."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """How far attention of random numbers of unit size may be from plain torch's, of the greatest of these if that is
 above 1."""
@@ -95,10 +94,10 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     truth = reference.attend(q, plain, mask).float()
     unit = max(1.0, float(truth.abs().max()))
     there = Mask(mask.items, positions, sinks=None if sinks is None else sinks.to(place), **given)
+    own = attention.bounds(variant.heads, place, variant.stored, plain=variant.cap is None)
     for way, states in ROOM.items():
         for name, ways in _sets(variant, place, way):
-            lanes = LANES if ways == PORTABLE else hopper.FLASH_LANES
-            limits = Bounds(variant.heads.part, states, 1 << 30, lanes)
+            limits = own._replace(states=states, busy=1 << 30, flash_lanes=own.flash_lanes if ways.flash else own.lanes)
             found = attention.attended(variant.heads, limits, q.to(place), ours, there, ways)
             yield f"{way}, {name}", float((found.float().cpu() - truth).abs().max()) / unit
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,8 @@ from headrace.kernels.triton.attention import TileWork, bounds
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check
-from headrace.kernels.triton.piece_schedule import Piece, pieces
-from headrace.kernels.triton.tile_schedule import Int64
+from headrace.kernels.triton.piece_schedule import pieces
+from headrace.kernels.triton.tile_schedule import Bounds, Int64, TileSchedule
 
 LOG_2 = math.log(2.0)
 
@@ -42,23 +43,37 @@ def partial(q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None
         state.expect(tuple(q.shape), LOG_2)
     each = Heads(heads, pool.k.shape[1], dim)
     limits = bounds(each, q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
-    items, positions = mask.items.numpy(), mask.positions.numpy()
-    for piece in pieces(items, positions, limits):
-        state = _merged(piece, each, q, pool, mask, state)
+    for sent in mask.keep(("pieces", mask.window, limits, q.device), lambda: _sent(mask, limits, q.device)):
+        state = _merged(sent, each, q, pool, mask, state)
     return algebra.empty_running(rows, heads, dim, LOG_2, q.device) if state is None else state
 
 
-def _merged(piece: Piece, heads: Heads, q: Tensor, pool: Pool, mask: Mask, state: RunningState | None) -> RunningState:
+class _Sent(NamedTuple):
+    """A piece's tasks on the device, and the first and the last span of each row there, int32 [2, R]."""
+
+    schedule: TileSchedule
+    arena: Arena
+    reach: Tensor
+
+
+def _sent(mask: Mask, limits: Bounds, place: torch.device) -> list[_Sent]:
+    found, positions = [], mask.positions.numpy()
+    for done, first, last in pieces(mask.items.numpy(), positions, limits):
+        arena = Arena(len(positions), {mask.window: TaskSizes.of(done)}, current(), place, pinned=False)
+        arena.fill({mask.window: done})
+        arena.move(positions, np.empty(0, np.int32))
+        arena.send()
+        reach = torch.from_numpy(np.stack((first, last))).to(place, non_blocking=True)
+        found.append(_Sent(done, arena, reach))
+    return found
+
+
+def _merged(sent: _Sent, heads: Heads, q: Tensor, pool: Pool, mask: Mask, state: RunningState | None) -> RunningState:
     """The state gone on with by a piece."""
-    done, place = piece.schedule, q.device
-    arena = Arena(len(q), {mask.window: TaskSizes.of(done)}, current(), place, pinned=False)
-    arena.fill({mask.window: done})
-    arena.move(mask.positions.numpy(), np.empty(0, np.int32))
-    arena.send()
+    arena, place = sent.arena, q.device
     tasks = arena.tasks[mask.window]
-    work = TileWork.of(done, tasks, heads)
-    reach = torch.from_numpy(np.stack((piece.first, piece.last))).to(place, non_blocking=True)
-    spans = (*work.states, tasks.bases.there, *reach)
+    work = TileWork.of(sent.schedule, tasks, heads)
+    spans = (*work.states, tasks.bases.there, *sent.reach)
     if state is None:
         work.states[1].fill_(-torch.inf)  # tasks write those of what their rows see
     else:
