@@ -19,19 +19,24 @@ from headrace.config import AttentionSpec
 from headrace.device import current
 from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.triton import attention, hopper
+from headrace.kernels.triton import attention
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
-from headrace.kernels.triton.tile_schedule import LANES, Bounds
 from headrace.types import CHUNK
 
-SEQUENCES = ((1, 530), (20, 90))
-"""Rows and keys of each: decoding over two spans, a piece of a prompt."""
+SEQUENCES = ((1, 90), (20, 530))
+"""Rows and keys of each: decoding, and a piece of a prompt that a second span begins in. Of one span so many rows would
+not be split."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """How far attention of random numbers of unit size may be from plain torch's, of the greatest of these if that is
 above 1."""
 ROOM = {"split": 1 << 20, "flash": 0}
 """States that rows may leave, by the way that all of them go then."""
+SINK = 5.0
+"""Mean of drawn sinks: they weigh about as much as a sequence's keys, so that one left out is seen."""
+CAPPED = 6.0
+"""Scores of 16-bit types are drawn with so many standard deviations in a cap: in those of unit size one left out would
+be less than roundings are. The bound of fp32 is narrow enough."""
 
 
 class Variant(NamedTuple):
@@ -89,7 +94,9 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     slots = torch.from_numpy(np.repeat(items[:, 0], _written(items)))
     attention.append(ours, k.to(place), v.to(place), slots, (at % CHUNK).int())
     reference.append(plain, k, v, slots, (at % CHUNK).int())
-    sinks = torch.randn(variant.heads.heads, generator=torch.Generator().manual_seed(1)) if variant.sinks else None
+    sinks = None
+    if variant.sinks:
+        sinks = torch.randn(variant.heads.heads, generator=torch.Generator().manual_seed(1)) + SINK
     given: dict[str, Any] = {"window": variant.window, "cap": variant.cap, "scale": variant.scale}
     mask = Mask(torch.from_numpy(items), positions, sinks=sinks, **given)
     truth = reference.attend(q, plain, mask).float()
@@ -97,8 +104,8 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     there = Mask(mask.items, positions, sinks=None if sinks is None else sinks.to(place), **given)
     for way, states in ROOM.items():
         for name, ways in _sets(variant, place, way):
-            lanes = LANES if ways == PORTABLE else hopper.FLASH_LANES
-            limits = Bounds(variant.heads.part, states, 1 << 30, lanes)
+            limits = attention.bounds(variant.heads, place, variant.stored, plain=ways != PORTABLE)
+            limits = limits._replace(states=states, busy=1 << 30)
             found = attention.attended(variant.heads, limits, q.to(place), ours, there, ways)
             yield f"{way}, {name}", float((found.float().cpu() - truth).abs().max()) / unit
 
@@ -128,12 +135,15 @@ def _written(items: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _drawn(variant: Variant) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [T, Hkv, D] of all sequences, and queries [R, Hq, D] whose scores spread as usual."""
+    """Keys and values [T, Hkv, D] of all sequences, and queries [R, Hq, D] whose scores spread as usual, or far enough
+    for a cap."""
     generator = torch.Generator().manual_seed(variant.heads.dim)
     keys, rows = (sum(each) for each in zip(*((keys, rows) for rows, keys in SEQUENCES), strict=True))
     heads, kv_heads, dim = variant.heads
     k, v = (torch.randn(keys, kv_heads, dim, generator=generator) for _ in range(2))
-    q = torch.randn(rows, heads, dim, generator=generator) * (dim**-0.5 / variant.scale)
+    capped = variant.cap is not None and variant.computed != torch.float32
+    spread = max(1.0, (variant.cap or 0.0) / CAPPED) if capped else 1.0
+    q = torch.randn(rows, heads, dim, generator=generator) * (spread * dim**-0.5 / variant.scale)
     return k.to(variant.computed), v.to(variant.computed), q.to(variant.computed)
 
 
