@@ -113,7 +113,7 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
 def _sets(variant: Variant, place: torch.device, way: str) -> Iterator[tuple[str, Ways]]:
     """The portable kernels, and those for Hopper if such layers go that way by them."""
     yield "portable kernels", PORTABLE
-    found = attention.agreed(variant.heads, variant.stored, place)
+    found = attention.agreed(variant.heads, variant.stored, place, variant.window is not None, variant.sinks)
     if getattr(found, way) and variant.cap is None:
         yield "kernels for Hopper", found
 
