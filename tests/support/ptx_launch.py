@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import jit
 
+from headrace.kernels.triton import launching
 from tests.support.ptx_block import Block, Program
 from tests.support.ptx_memory import GlobalMemory
 
@@ -83,13 +84,14 @@ class Launches:
 
 @contextmanager
 def executed(architecture: int = 90, reachable: Reachable = tuple) -> Iterator[Launches]:
-    """Within it `kernel[grid](...)` executes compiled kernels. Raises ptx_memory.Fault for an access outside."""
+    """Within it `kernel[grid](...)` executes compiled kernels, none of which is launched directly. Raises
+    ptx_memory.Fault for an access outside."""
     launches = Launches(architecture, reachable)
 
     def of(kernel: Any, grid: Any) -> Any:
         return lambda *args, **given: launches(kernel, grid, args, given)
 
-    with patch.object(jit.KernelInterface, "__getitem__", of):
+    with patch.object(jit.KernelInterface, "__getitem__", of), patch.object(launching, "_watched", lambda: True):
         yield launches
 
 
