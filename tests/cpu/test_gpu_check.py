@@ -156,6 +156,9 @@ def test_the_planted_fact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     text = lookup_model.haystack(500)
     right = [lookup_model.answer(value) for value in text.values]
     assert not text.wrong(right) and text.wrong([right[0] + 1, *right[1:]]) == [0]
+    monkeypatch.setattr(long_context, "empty", lambda llm: llm.engine.cache.tree.clear())
+    with pytest.raises(AssertionError, match="0 tokens were restored or shared"):
+        long_context.facts("128k", restored=True)
 
 
 def test_rows_at_the_end_of_a_context_have_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:

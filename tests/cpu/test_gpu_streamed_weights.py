@@ -66,6 +66,7 @@ def launched(llm: LLM) -> list[Trace]:
     pytest.param("dense", {"offload_schedule": "row", "kv_offload_activations": "on"}, marks=pytest.mark.matrix),
     pytest.param("dense", {"quantization": "int8"}, marks=pytest.mark.matrix),
     pytest.param("dense", {"quantization": "w8a8"}, marks=pytest.mark.matrix),
+    pytest.param("dense", {"quantization": "fp8_rowwise"}, marks=pytest.mark.matrix),
     pytest.param("experts", {}, marks=pytest.mark.matrix),
 ], ids=str)  # fmt: skip
 def test_weights_outside_give_the_same_bits(

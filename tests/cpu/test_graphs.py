@@ -15,11 +15,14 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine import loader
 from headrace.engine.gpu_memory import bytes_for_cache
 from headrace.engine.graphs import CudaGraphs, Key
 from headrace.engine.runner import Runner
 from headrace.host import GIB
 from headrace.kernels.backend import recorded
+from headrace.models.config import read_config
+from headrace.models.sizes import weight_bytes
 from headrace.offload.restore import timing
 from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
@@ -220,6 +223,17 @@ def test_the_pool_is_what_is_left_beside_the_largest_step(folder: Path, monkeypa
     with fake_device(monkeypatch) as fake, pytest.raises(ValueError, match=r"of 8 tokens.* lower max_batch_tok"):
         monkeypatch.setattr(fake, "peak_memory", Mock(side_effect=torch.OutOfMemoryError))
         engine(folder, **wide)
+
+
+def test_a_model_that_fits_in_codes_alone_has_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers would take all of the memory; what is left is measured once the weights are there."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    monkeypatch.setattr(loader, "bytes_for_cache", lambda *given: GIB)
+    whole = weight_bytes(read_config(folder), "float32")
+    with fake_device(monkeypatch, memory=whole):
+        assert engine(folder, kv_cache_tokens=None, quantization="int8").capacity.kv_cache_tokens
+        with pytest.raises(ValueError, match="no memory for a KV cache"):
+            engine(folder, kv_cache_tokens=None)
 
 
 def test_drafts_are_verified_by_replayed_steps(folder: Path, fake: FakeDevice) -> None:

@@ -7,7 +7,9 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +188,20 @@ def test_chunks_differ_by_all_that_their_bits_depend_on(monkeypatch: pytest.Monk
             found.append(chunk_identity(model, **FACTS))
     assert len(set(found)) == len(found) and {len(one) for one in found} == {32}
     assert chunk_identity(model, **FACTS) == found[0]
+
+
+def test_what_one_gpu_has_stored_another_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the same one with another Triton. On a CPU neither counts."""
+    triton = pytest.importorskip("triton", reason="Triton is built for Linux only")
+    facts = FACTS | {"backend": "triton"}
+    found, marks, cpus = [], [], []
+    for name, version in (("NVIDIA H100", "3.6.0"), ("NVIDIA A100", "3.6.0"), ("NVIDIA H100", "3.9.0")):
+        monkeypatch.setattr(identity, "current", partial(SimpleNamespace, name=name))
+        monkeypatch.setattr(triton, "__version__", version)
+        found.append(chunk_identity(bytes(32), **facts))
+        marks.append(identity.fingerprint(bytes(32), "triton"))
+        cpus.append(chunk_identity(bytes(32), **FACTS))
+    assert len(set(found)) == len(set(marks)) == 3 and len(set(cpus)) == 1
 
 
 def test_the_shipped_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace.config import AttentionSpec
 from headrace.kernels import reference
+from headrace.kernels.records import Mask, Pool
 from headrace.kernels.triton import attention, layer_check, walk_options
 from headrace.kernels.triton.heads import Heads
+from headrace.kernels.triton.hopper_agreement import Ways
 from headrace.kernels.triton.layer_check import Variant
+from headrace.kernels.triton.tile_schedule import Bounds
 
 CPU = torch.device("cpu")
 PLAIN = Variant(Heads(2, 1, 16), torch.float32, torch.float32, window=None, cap=None, sinks=False, scale=0.25)
@@ -48,6 +52,20 @@ def test_tasks_have_the_lanes_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(attention, "walk_options", lambda *given: narrow)
     way, difference = next(layer_check.differences(VARIANTS["cap"], CPU))
     assert way == "split, portable kernels" and difference < 1e-5
+
+
+@pytest.mark.parametrize("left_out", ["sinks", "cap"])
+def test_what_is_left_out_is_seen(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, whose bound is the widest; a cap as wide as Gemma 2's."""
+    computed = PLAIN._replace(computed=torch.bfloat16, stored=torch.bfloat16)
+    variant = computed._replace(sinks=True) if left_out == "sinks" else computed._replace(cap=50.0)
+
+    def without(heads: Heads, limits: Bounds, q: Tensor, pool: Pool, mask: Mask, ways: Ways) -> Tensor:
+        return reference.attend(q, Pool(pool.k.nan_to_num(), pool.v.nan_to_num()), replace(mask, sinks=None, cap=None))
+
+    monkeypatch.setattr(attention, "attended", without)
+    found = dict(layer_check.differences(variant, CPU))
+    assert min(found.values()) > 2 * layer_check.BOUNDS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("wrong", [1e-3, float("nan")])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -362,3 +363,23 @@ def test_hopper_kernels_that_do_not_agree(
         assert ways == hopper_agreement.Ways(flash=wrong != "flash", split=wrong != "split")
     assert attention.bounds(heads, CPU, torch.float16, plain=True).flash_lanes == (64 if wrong == "flash" else 128)
     assert [f"hopper_kernels.{wrong} " in record.message for record in caplog.records] == [True]
+
+
+def test_hopper_kernels_are_asked_for_windows_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those compiled for layers with either may be wrong alone; flash takes no windows."""
+
+    def run(
+        work: attention.TileWork, q: Tensor, pool: Pool, mask: Mask, out: None = None, *, ways: hopper_agreement.Ways
+    ) -> Tensor:
+        return q + (ways.split and mask.window is not None) + (ways.flash and mask.sinks is not None)
+
+    monkeypatch.setattr(hopper_agreement, "_found", {})
+    monkeypatch.setattr(hopper, "takes", lambda *layer: True)
+    monkeypatch.setattr(hopper, "takes_call", lambda *call: True)
+    monkeypatch.setattr(attention.TileWork, "run", run)
+    work: Any = SimpleNamespace(heads=Heads(4, 2, 64))
+    q, pool = torch.empty(1, 4, 64, dtype=torch.float16), Pool(*(torch.empty(1, 2, 64, 64).half() for _ in range(2)))
+    plain = Mask(torch.empty(0, 4, dtype=torch.int32), torch.empty(0), scale=1.0)
+    for more, flash, split in (({}, True, True), ({"window": 8}, False, False), ({"sinks": q[0, :, 0]}, False, True)):
+        found = attention.TileWork._ways(work, q, pool, replace(plain, **more), None)
+        assert found == hopper_agreement.Ways(flash, split)

@@ -142,8 +142,12 @@ def facts(name: str, restored: bool = False, **settings: Any) -> Row:
             empty(llm)
         asked = [[*text.tokens, lookup_model.question(number)] for number in range(lookup_model.NAMES)]
         began = time.perf_counter()
-        told = [output.token_ids[0] for output in llm.generate(asked, sessions.answers(1))]
+        outputs = llm.generate(asked, sessions.answers(1))
         asked_s = time.perf_counter() - began
+    if restored:
+        back = min(output.metrics.cached_tokens for output in outputs)
+        assert back > length - 2 * CHUNK, f"{back:,} tokens were restored or shared, the others computed"
+    told = [output.token_ids[0] for output in outputs]
     wrong = text.wrong(told)
     assert not wrong, f"wrong answers for the facts {wrong} of {len(text.values)}"
     kind = "".join(f", {key} {value}" for key, value in settings.items()) + (", restored" if restored else "")

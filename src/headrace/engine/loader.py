@@ -161,7 +161,7 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
     sized = _size(config, tell)
     opened = _several_ranks if ranks.count(config) > 1 else _one_rank if config.streaming is None else _streamed
     loaded = opened(sized, tell)
-    loaded.capacity = replace(loaded.capacity, fingerprint=fingerprint(loaded.cache.identity))
+    loaded.capacity = replace(loaded.capacity, fingerprint=fingerprint(loaded.cache.identity, loaded.capacity.backend))
     return loaded
 
 
@@ -395,7 +395,8 @@ def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -
 def _free_memory(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes for the KV cache, as Footprint has it; on a GPU all but the weights, until these are loaded (_fitted)."""
     if config.model.on_gpu:
-        return current().free_memory() - weight_bytes(model, compute_type(model, config.model.dtype))
+        compute = compute_type(model, config.model.dtype)
+        return current().free_memory() - weight_bytes(model, compute, config.model.quantization)
     return Footprint.of(config, model).auto_bytes()
 
 

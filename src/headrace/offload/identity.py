@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
+from headrace.device import current
 from headrace.files import open_given, open_own, read_own
 from headrace.kernels import cpu, dispatch
 from headrace.kv.storage import LAYOUT
@@ -65,8 +66,8 @@ def chunk_identity(
     model: bytes, *, dtype: str, kv_dtype: str, quantization: str, backend: str, formats: Iterable[str] = ("raw",)
 ) -> bytes:
     """32 bytes from the model's identity and all that a chunk's bits depend on beside it: types, rounding of the
-    weights, layout, the kernels and their instruction set, torch (whose products serve where there are no kernels), and
-    versions.
+    weights, layout, the kernels and their instruction set, the GPU that computes, torch (whose products serve where
+    there are no kernels), and versions.
 
     formats: those of the tiers. What came back rounded goes on into the chunks after it, so an engine that rounds
     shares nothing with one that does not.
@@ -80,21 +81,22 @@ def chunk_identity(
         "quantization": quantization,
         "backend": backend,
         "formats": sorted(set(formats)),
-        **arithmetic(),
+        **arithmetic(backend),
     }
     return _hash([b"headrace chunk", model, json.dumps(facts, sort_keys=True).encode()])
 
 
-def fingerprint(identity: bytes) -> str:
+def fingerprint(identity: bytes, backend: str) -> str:
     """'fp_' and 16 hexadecimal digits: of what chunks are made by (KVCache.identity), and of what computes here.
 
     Where chunks outlive the engine that is the content of the model; else its place, size and times, so that a copy
     elsewhere has another one."""
-    return "fp_" + _hash([identity, json.dumps(arithmetic(), sort_keys=True).encode()]).hex()[:16]
+    return "fp_" + _hash([identity, json.dumps(arithmetic(backend), sort_keys=True).encode()]).hex()[:16]
 
 
-def arithmetic() -> dict[str, Any]:
-    """What computes here: engines on which this agrees get the same bits."""
+def arithmetic(backend: str) -> dict[str, Any]:
+    """What computes here: engines on which this agrees get the same bits. Another GPU may give others, and so may
+    another compiler of its kernels."""
     kernels = {name: choice.implementation for name, choice in dispatch.table().items() if name != "layer"}
     return {
         "isa": cpu.isa() if cpu.available() else "none",
@@ -102,7 +104,13 @@ def arithmetic() -> dict[str, Any]:
         "threads": torch.get_num_threads() if kernels["linear"] == "torch" else None,  # torch cuts its sums by them
         "torch": torch.__version__,
         "torch isa": torch.backends.cpu.get_cpu_capability(),
-    }
+    } | (_on_gpu() if backend == "triton" else {})
+
+
+def _on_gpu() -> dict[str, Any]:
+    import triton
+
+    return {"gpu": current().name, "triton": triton.__version__}
 
 
 def content(path: Path) -> bytes:

@@ -50,17 +50,14 @@ def bounds(heads: Heads, device: torch.device, dtype: torch.dtype, plain: bool) 
     return Bounds(heads.part, heads.most_states, busy, hopper.FLASH_LANES if on_hopper else lanes, lanes)
 
 
-def agreed(heads: Heads, dtype: torch.dtype, device: torch.device) -> Ways:
-    """The kernels for Hopper that a layer may use."""
-    return hopper_agreement.agreed(heads, dtype, device, _attended)
+def agreed(heads: Heads, dtype: torch.dtype, device: torch.device, window: bool = False, sinks: bool = False) -> Ways:
+    """The kernels for Hopper that a layer may use. window, sinks: whether it has them."""
+    return hopper_agreement.agreed(heads, dtype, device, _attended, window, sinks)
 
 
-def _attended(
-    heads: Heads, items: Tensor, positions: Tensor, q: Tensor, pool: Pool, ways: Ways, states: int, lanes: int
-) -> Tensor:
+def _attended(heads: Heads, mask: Mask, q: Tensor, pool: Pool, ways: Ways, states: int, lanes: int) -> Tensor:
     """Attention of rows q [R, Hq, D] by these kernels. states: that split rows may leave; lanes: of a flash task."""
-    limits = Bounds(heads.part, states, 1 << 30, lanes)
-    return attended(heads, limits, q, pool, Mask(items, positions, scale=heads.dim**-0.5), ways)
+    return attended(heads, Bounds(heads.part, states, 1 << 30, lanes), q, pool, mask, ways)
 
 
 def attended(heads: Heads, limits: Bounds, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None) -> Tensor:
@@ -131,7 +128,9 @@ class TileWork:
     def _ways(self, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None) -> Ways:
         if not hopper.takes_call(q, pool, mask):
             return PORTABLE
-        return agreed(self.heads, pool.k.dtype, q.device) if ways is None else ways
+        if ways is not None:
+            return ways
+        return agreed(self.heads, pool.k.dtype, q.device, mask.window is not None, mask.sinks is not None)
 
     def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
         tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]

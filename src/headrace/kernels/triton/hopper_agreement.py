@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from triton.errors import TritonError
 
-from headrace.kernels.records import Pool
+from headrace.kernels.records import Mask, Pool
 from headrace.kernels.triton import hopper, tile_schedule
 from headrace.kernels.triton.heads import Heads
 from headrace.types import CHUNK
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 SEQUENCES = ((1, 700), (3, 1210), (200, 1337), (130, 130), (30, 65))
 """Rows and keys of each: decoding, drafts, a piece of a prompt, and short ones from the first key or nearly so."""
+WINDOW = 300
+"""Of layers that have one: it begins within a chunk."""
 SHARED = 10
 """Chunks, not all of a span, that the first two sequences have in common."""
 
@@ -37,37 +39,48 @@ class Ways(NamedTuple):
 PORTABLE = Ways(flash=False, split=False)
 
 
-Attended = Callable[[Heads, Tensor, Tensor, Tensor, Pool, Ways, int, int], Tensor]
+Attended = Callable[[Heads, Mask, Tensor, Pool, Ways, int, int], Tensor]
 """See attention._attended."""
 
-_found: dict[tuple[Heads, torch.dtype, torch.device], Ways] = {}
+_found: dict[tuple[Heads, torch.dtype, torch.device, bool, bool], Ways] = {}
 
 
-def agreed(heads: Heads, dtype: torch.dtype, device: torch.device, attended: Attended) -> Ways:
-    """The kernels that a layer may use. Asked first where a step is prepared; while a graph is recorded nothing can be
-    compared."""
+def agreed(
+    heads: Heads, dtype: torch.dtype, device: torch.device, attended: Attended, window: bool, sinks: bool
+) -> Ways:
+    """The kernels that a layer may use; those for windows and sinks are compiled apart, and asked apart. Asked first
+    where a step is prepared or computed; while a graph is recorded nothing can be compared."""
     if not hopper.takes(device, dtype, *heads):
         return PORTABLE
-    layer = heads, dtype, device
+    layer = heads, dtype, device, window, sinks
     if layer not in _found:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return PORTABLE
-        _found[layer] = _compared(heads, dtype, device, attended)
+        _found[layer] = _compared(*layer, attended)
     return _found[layer]
 
 
-def _compared(heads: Heads, dtype: torch.dtype, device: torch.device, attended: Attended) -> Ways:
+def _compared(
+    heads: Heads, dtype: torch.dtype, device: torch.device, window: bool, sinks: bool, attended: Attended
+) -> Ways:
     items, positions = _plan()
+    scores = torch.linspace(-1, 6, heads.heads, device=device) if sinks else None
+    seen = WINDOW if window else None
+    mask = Mask(torch.from_numpy(items), positions, window=seen, sinks=scores, scale=heads.dim**-0.5)
 
     def run(ways: Ways, states: int, lanes: int) -> Callable[[], Tensor]:
         def drawn() -> Tensor:
             pool, q = _drawn(heads, dtype, device, items)
-            return attended(heads, torch.from_numpy(items), positions, q, pool, ways, states, lanes)
+            return attended(heads, mask, q, pool, ways, states, lanes)
 
         return drawn
 
-    names = [f"hopper_kernels.{way} for {heads}, {dtype}" for way in Ways._fields]
-    flash = same(names[0], run(Ways(True, False), 0, hopper.FLASH_LANES), run(PORTABLE, 0, tile_schedule.LANES))
+    told = f"for {heads}, {dtype}" + ", a window" * window + ", sinks" * sinks
+    names = [f"hopper_kernels.{way} {told}" for way in Ways._fields]
+    # Windows are left to the portable flash.
+    flash = not window and same(
+        names[0], run(Ways(True, False), 0, hopper.FLASH_LANES), run(PORTABLE, 0, tile_schedule.LANES)
+    )
     many = 1 << 20
     split = same(names[1], run(Ways(False, True), many, hopper.FLASH_LANES), run(PORTABLE, many, tile_schedule.LANES))
     if device.type == "cuda":

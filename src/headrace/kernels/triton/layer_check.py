@@ -24,13 +24,19 @@ from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
 from headrace.types import CHUNK
 
-SEQUENCES = ((1, 530), (20, 540))
-"""Rows and keys of each, over two spans: decoding, a piece of a prompt."""
+SEQUENCES = ((1, 90), (1, 530), (20, 530))
+"""Rows and keys of each: decoding, within a span and over two, and a piece of a prompt that a second span begins in. Of
+one span so many rows would not be split."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """How far attention of random numbers of unit size may be from plain torch's, of the greatest of these if that is
 above 1."""
 ROOM = {"split": 1 << 20, "flash": 0}
 """States that rows may leave, by the way that all of them go then."""
+SINK = 5.0
+"""Mean of drawn sinks: they weigh about as much as a sequence's keys, so that one left out is seen."""
+CAPPED = 6.0
+"""Scores of 16-bit types are drawn with so many standard deviations in a cap: in those of unit size one left out would
+be less than roundings are. The bound of fp32 is narrow enough."""
 
 
 class Variant(NamedTuple):
@@ -88,7 +94,9 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     slots = torch.from_numpy(np.repeat(items[:, 0], _written(items)))
     attention.append(ours, k.to(place), v.to(place), slots, (at % CHUNK).int())
     reference.append(plain, k, v, slots, (at % CHUNK).int())
-    sinks = torch.randn(variant.heads.heads, generator=torch.Generator().manual_seed(1)) if variant.sinks else None
+    sinks = None
+    if variant.sinks:
+        sinks = torch.randn(variant.heads.heads, generator=torch.Generator().manual_seed(1)) + SINK
     given: dict[str, Any] = {"window": variant.window, "cap": variant.cap, "scale": variant.scale}
     mask = Mask(torch.from_numpy(items), positions, sinks=sinks, **given)
     truth = reference.attend(q, plain, mask).float()
@@ -105,7 +113,7 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
 def _sets(variant: Variant, place: torch.device, way: str) -> Iterator[tuple[str, Ways]]:
     """The portable kernels, and those for Hopper if such layers go that way by them."""
     yield "portable kernels", PORTABLE
-    found = attention.agreed(variant.heads, variant.stored, place)
+    found = attention.agreed(variant.heads, variant.stored, place, variant.window is not None, variant.sinks)
     if getattr(found, way) and variant.cap is None:
         yield "kernels for Hopper", found
 
@@ -127,12 +135,15 @@ def _written(items: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _drawn(variant: Variant) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [T, Hkv, D] of all sequences, and queries [R, Hq, D] whose scores spread as usual."""
+    """Keys and values [T, Hkv, D] of all sequences, and queries [R, Hq, D] whose scores spread as usual, or far enough
+    for a cap."""
     generator = torch.Generator().manual_seed(variant.heads.dim)
     keys, rows = (sum(each) for each in zip(*((keys, rows) for rows, keys in SEQUENCES), strict=True))
     heads, kv_heads, dim = variant.heads
     k, v = (torch.randn(keys, kv_heads, dim, generator=generator) for _ in range(2))
-    q = torch.randn(rows, heads, dim, generator=generator) * (dim**-0.5 / variant.scale)
+    capped = variant.cap is not None and variant.computed != torch.float32
+    spread = max(1.0, (variant.cap or 0.0) / CAPPED) if capped else 1.0
+    q = torch.randn(rows, heads, dim, generator=generator) * (spread * dim**-0.5 / variant.scale)
     return k.to(variant.computed), v.to(variant.computed), q.to(variant.computed)
 
 

@@ -92,8 +92,8 @@ def _activated(
 
 
 def prepare(weight: Tensor) -> Tensor:
-    """The weight, once the ways that decoding takes, and cuBLAS, have been compared: no step does, nor a recorded
-    one."""
+    """The weight, once the ways that decoding takes without activations, and cuBLAS, have been compared. Others are as
+    a step first takes them, which is computed before it is recorded."""
     for tile in (*NARROW, *FEW[: -len(PLAIN)]) if takes_blocks(weight) else PLAIN:
         agrees(tile, weight.dtype, weight.device)
     cublas_batches(torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device), weight)

@@ -2,7 +2,8 @@
 
 T: rows, K: inputs, K': K up to whole steps of a tile, N: outputs. Sums of int8 are whole numbers: tiles have no part in
 a row's bits. Sums of FP8 are one chain over K in the tensor core's accumulators. Hopper's keep fewer digits than fp32
-for FP8, so what they have added up over a step goes to sums in fp32: steps are alike in all tiles.
+for FP8, so what they have added up over a step goes to sums in fp32: steps are alike in all tiles. (For other GPUs
+Triton joins the two: one chain.)
 """
 
 # mypy: ignore-errors
