@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace.config import AttentionSpec
 from headrace.kernels import reference
-from headrace.kernels.triton import attention, layer_check
+from headrace.kernels.triton import attention, layer_check, walk_options
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.layer_check import Variant
 
@@ -39,6 +39,14 @@ def test_attention_is_that_of_plain_torch(name: str) -> None:
     found = dict(layer_check.differences(VARIANTS[name], CPU))
     assert found.keys() == {"split, portable kernels", "flash, portable kernels"}
     assert all(0 < difference < 1e-5 for difference in found.values())
+
+
+def test_tasks_of_fewer_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are asked in the tasks that an engine makes, here of 32 lanes."""
+    chosen = walk_options.chosen(8, 256, 2, fp32=True)
+    for name in ("walk_options", "flash_options"):
+        monkeypatch.setattr(attention, name, lambda *layer: chosen)
+    assert all(difference < 1e-5 for _, difference in layer_check.differences(VARIANTS["cap"], CPU))
 
 
 @pytest.mark.parametrize("wrong", [1e-3, float("nan")])

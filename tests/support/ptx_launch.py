@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import jit
 
+from headrace.kernels.triton import launching
 from tests.support.ptx_block import Block, Program
 from tests.support.ptx_memory import GlobalMemory
 
@@ -89,7 +90,8 @@ def executed(architecture: int = 90, reachable: Reachable = tuple) -> Iterator[L
     def of(kernel: Any, grid: Any) -> Any:
         return lambda *args, **given: launches(kernel, grid, args, given)
 
-    with patch.object(jit.KernelInterface, "__getitem__", of):
+    by_triton = patch.object(launching, "_watched", lambda: True)  # as under a profiler: none is launched directly
+    with by_triton, patch.object(jit.KernelInterface, "__getitem__", of):
         yield launches
 
 

@@ -19,10 +19,9 @@ from headrace.config import AttentionSpec
 from headrace.device import current
 from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.triton import attention, hopper
+from headrace.kernels.triton import attention
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
-from headrace.kernels.triton.tile_schedule import LANES, Bounds
 from headrace.types import CHUNK
 
 SEQUENCES = ((1, 530), (20, 90))
@@ -97,8 +96,8 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     there = Mask(mask.items, positions, sinks=None if sinks is None else sinks.to(place), **given)
     for way, states in ROOM.items():
         for name, ways in _sets(variant, place, way):
-            lanes = LANES if ways == PORTABLE else hopper.FLASH_LANES
-            limits = Bounds(variant.heads.part, states, 1 << 30, lanes)
+            limits = attention.bounds_by(variant.heads, place, variant.stored, ways)
+            limits = limits._replace(states=states, busy=1 << 30)
             found = attention.attended(variant.heads, limits, q.to(place), ours, there, ways)
             yield f"{way}, {name}", float((found.float().cpu() - truth).abs().max()) / unit
 
