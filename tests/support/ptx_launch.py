@@ -3,8 +3,8 @@
     python -m tests.support.ptx_launch
 
 Prints how far compiled attention with int8 pools and with sinks is from plain torch, and whether heads of 256 have the
-same bits both ways, as JSON. In a process of its own: in the tests' kernels are interpreted. A launch looks at its arguments as Triton does: 1 is a constant, multiples of 16
-are known to be such.
+same bits both ways, as JSON. In a process of its own: in the tests' kernels are interpreted. A launch looks at its
+arguments as Triton does: 1 is a constant, multiples of 16 are known to be such.
 """
 
 from __future__ import annotations

@@ -61,6 +61,30 @@ def _load_chunk(
 
 
 @triton.jit
+def _capped_biased(scores, keys, head, bias, factor, cap, bias_len, BIAS: tl.constexpr, CAP: tl.constexpr):
+    """Scores [L, 64] with soft caps and bias, if there are any: then times the factor."""
+    unit = tl.full(scores.shape, 1.0, tl.float32)
+    if CAP:
+        # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x)); the factor holds what makes exp2 of it.
+        scores = tl.fma(1.0 / (1.0 + tl.exp2(scores * factor)), unit * (-2.0 * cap), unit * cap)
+    if BIAS:
+        near = bias + head[:, None] * bias_len + tl.minimum(keys, bias_len - 1)[None, :]
+        here = tl.load(near) * LOG2_E
+        scores = tl.fma(scores, unit if CAP else unit * factor, here)
+    return scores
+
+
+@triton.jit
+def _softmax(m, z, scores, scale):
+    """m, z after a chunk; keep [L]: what its rescaling leaves of the sums before; p [L, 64]: probabilities."""
+    new = tl.maximum(m, tl.max(scores, 1) * scale)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    keep = tl.exp2(m - base)
+    p = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, -base[:, None]))
+    return new, tl.fma(z, keep, tl.sum(p, 1)), keep, p
+
+
+@triton.jit
 def _walk_chunks(
     rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, begin, end, kv_head, column, head, taken,
     position, last, bias, factor, cap, bias_len, window,
@@ -93,32 +117,53 @@ def _walk_chunks(
         if INT8:
             scales = (slot.to(tl.int64) * KV_HEADS + kv_head) * 64 + j
             scores = scores * tl.load(k_scale + scales)[None, :]
-        unit = tl.full(scores.shape, 1.0, tl.float32)
-        if CAP:
-            # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x)); the factor holds what makes exp2 of it.
-            scores = tl.fma(1.0 / (1.0 + tl.exp2(scores * factor)), unit * (-2.0 * cap), unit * cap)
-        if BIAS:
-            near = bias + head[:, None] * bias_len + tl.minimum(keys, bias_len - 1)[None, :]
-            here = tl.load(near) * LOG2_E
-            scores = tl.fma(scores, unit if CAP else unit * factor, here)
+        scores = _capped_biased(scores, keys, head, bias, factor, cap, bias_len, BIAS, CAP)
         scale = 1.0 if CAP or BIAS else factor
         if MASKED:
             seen = keys[None, :] <= position[:, None]
             if WINDOW:
                 seen = seen & (keys[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        top = tl.max(scores, 1) * scale
-        new = tl.maximum(m, top)
-        base = tl.where(new == float("-inf"), 0.0, new)
-        keep = tl.exp2(m - base)
-        p = tl.exp2(tl.fma(scores, unit * scale, -base[:, None]))
-        m, z = new, tl.fma(z, keep, tl.sum(p, 1))
+        m, z, keep, p = _softmax(m, z, scores, scale)
         if INT8:
             p = p * tl.load(v_scale + scales)[None, :]
             if MASKED:  # the scale of a key that a lane does not see may be anything
                 p = tl.where(seen, p, 0.0)
         acc = tl.dot(p.to(rows.dtype), chunk_v.to(rows.dtype), acc * keep[:, None], input_precision=PRECISION)
     return m, z, acc, total_m, total_z, total
+
+
+@triton.jit
+def _walk_spans(
+    rows, m, z, acc, k, v, k_scale, v_scale, items, first, count, key, kv_head, column, head, taken, position, last,
+    bias, factor, cap, bias_len, window,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
+    BIAS: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The merged state (m, z, acc) of all spans of `count` items, the first of which begins at this key. m, z, acc:
+    empty."""
+    # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
+    least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
+    low = tl.minimum(tl.maximum(last - window - key + 64, 0) // 64, count) if WINDOW else 0
+    high = tl.minimum(tl.maximum((least + 1 - key) // 64, low), count)
+    total_m, total_z, total = m, z, acc
+    if WINDOW:
+        m, z, acc, total_m, total_z, total = _walk_chunks(
+            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first, first + low, kv_head,
+            column, head, taken, position, last, bias, factor, cap, bias_len, window,
+            KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
+        )  # fmt: skip
+    m, z, acc, total_m, total_z, total = _walk_chunks(
+        rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + low, first + high, kv_head,
+        column, head, taken, position, last, bias, factor, cap, bias_len, window,
+        KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
+    )  # fmt: skip
+    m, z, acc, total_m, total_z, total = _walk_chunks(
+        rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + high, first + count,
+        kv_head, column, head, taken, position, last, bias, factor, cap, bias_len, window,
+        KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
+    )  # fmt: skip
+    return _merge(total_m, total_z, total, m, z, acc)
 
 
 @triton.jit
@@ -172,7 +217,8 @@ def _walk_task(
     lane, d = tl.arange(0, LANES), tl.arange(0, P)
     row, in_group = begin + lane // PART, part * PART + lane % PART
     taken = (row < end) & (in_group < GROUP)
-    head = tl.minimum(kv_head * GROUP + in_group, HEADS - 1)  # of lanes that are not taken, any that there is
+    # Lanes without a head take one that there is.
+    head = kv_head * GROUP + (in_group if GROUP % PART == 0 else tl.minimum(in_group, GROUP - 1))
     position = tl.load(positions + row, mask=taken, other=-1)
     last = tl.max(position, 0)  # behind lies what nobody has written yet
     fits = column < D
@@ -181,9 +227,7 @@ def _walk_task(
         mask=taken[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
     key = tl.load(items + 4 * first + 1, mask=count > 0, other=0)
-
-    m = tl.full((LANES,), float("-inf"), tl.float32)
-    z = tl.zeros((LANES,), tl.float32)
+    m, z = tl.full((LANES,), float("-inf"), tl.float32), tl.zeros((LANES,), tl.float32)
     acc = tl.zeros((LANES, V), tl.float32)
     if SPLIT:
         kept = taken & (position >= key // SPAN * SPAN)  # rows before the span have no state there
@@ -201,31 +245,13 @@ def _walk_task(
         tl.store(z_of + state, z, mask=kept)
         tl.store(acc_of + state[:, None] * D + column[None, :], acc, mask=kept[:, None] & fits[None, :])
     else:
-        # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
-        least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
-        low = tl.minimum(tl.maximum(last - window - key + 64, 0) // 64, count) if WINDOW else 0
-        high = tl.minimum(tl.maximum((least + 1 - key) // 64, low), count)
-        total_m, total_z, total = m, z, acc
-        if WINDOW:
-            m, z, acc, total_m, total_z, total = _walk_chunks(
-                rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first, first + low, kv_head,
-                column, head, taken, position, last, bias, factor, cap, bias_len, window,
-                KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
-            )  # fmt: skip
-        m, z, acc, total_m, total_z, total = _walk_chunks(
-            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + low, first + high, kv_head,
-            column, head, taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
+        m, z, acc = _walk_spans(
+            rows, m, z, acc, k, v, k_scale, v_scale, items, first, count, key, kv_head, column, head, taken, position,
+            last, bias, factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
-        m, z, acc, total_m, total_z, total = _walk_chunks(
-            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + high, first + count,
-            kv_head, column, head, taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
-        )  # fmt: skip
-        m, z, acc = _merge(total_m, total_z, total, m, z, acc)
         result = _finish(m, z, acc, sinks, head, taken, SINKS)
-        at = out + (row.to(tl.int64) * HEADS + head)[:, None] * D + column[None, :]
-        tl.store(at, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
+        place = (row.to(tl.int64) * HEADS + head)[:, None] * D + column[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
 
 
 @triton.jit
