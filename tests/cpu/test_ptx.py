@@ -67,11 +67,11 @@ def test_races_of_shared_memory() -> None:
 
 @pytest.mark.matrix
 def test_compiled_attention_is_that_of_plain_torch() -> None:
-    """For an H100: int8 pools and sinks."""
+    """For an H100: int8 pools and sinks; of heads of 256 both ways give the same bits."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.ptx_launch"]
     found = json.loads(
         subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()[-1]
     )
-    assert found.pop("races") == 0 and len(found) == 4
+    assert found.pop("both ways") and found.pop("races") == 0 and len(found) == 4
     assert all(0 < difference < 2e-2 for difference in found.values())

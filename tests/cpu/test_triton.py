@@ -203,3 +203,16 @@ def test_lanes_are_told_by_the_gpu_and_the_head() -> None:
     assert [walk_options.chosen(8, 256, part).lanes for part in (1, 32, 33, 64)] == [32, 32, 64, 64]
     assert walk_options.chosen(9, 80, 4) == walk_options.OPTIONS[9][128]
     assert walk_options.chosen(8, 256, 1, fp32=True) == walk_options.UNROLLED._replace(lanes=32)
+
+
+@pytest.mark.parametrize("dim", [256, 160])
+def test_programs_that_share_the_columns_of_the_values(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large heads on a Hopper GPU: flash tasks of 128 lanes, each by two programs, one of which has fewer columns."""
+    monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
+    testbed = PoolTestbed([(0, 150)], (3, 1, dim), torch.float16, apart=False)
+    assert walk_options.flash_options(CPU, 256, 3, torch.float16) == walk_options.FLASH_256
+    for window in (None, 70):
+        (ours,), (truth,) = (
+            testbed.attend(ends(testbed, 50), kernels, "cpu", window=window) for kernels in (backend, reference)
+        )
+        assert (ours.float() - truth.float()).abs().max() < 2e-3

@@ -108,4 +108,18 @@ def test_what_spills_or_does_not_fit_is_told() -> None:
     told = list(spills.problems(80, found))
     assert told[:2] == ["sm_80 split 64: 2 spills in loops", "sm_80 split 64: 102400 bytes of shared memory"]
     assert "rows are summed up in several orders" in told[-1] and len(told) == 3
-    assert list(spills.problems(90, {"flash 256": spilling})) == ["sm_90 flash 256: 2 spills in loops (known)"]
+    assert list(spills.problems(90, {"flash 128 bias": spilling})) == [
+        "sm_90 flash 128 bias: 2 spills in loops (known)"
+    ]
+
+
+def test_rows_are_summed_up_alike() -> None:
+    """On a Hopper GPU wherever one warp holds a row; not where two do."""
+
+    def of(warps: str, width: int) -> list[str]:
+        mma = f"versionMajor = 3, versionMinor = 0, warpsPerCTA = {warps}, instrShape = [16, {width}, 16]"
+        layout = f"#mma = #ttg.nvidia_mma<{{{mma}}}>\n"
+        return compile_triton.sums_of(layout + "(tensor<64x64xf32, #mma>) -> tensor<64xf32, #ttg.slice")
+
+    assert of("[8, 1]", 32) == of("[4, 1]", 64) == ["wgmma, a row in one warp"]
+    assert of("[4, 2]", 32) != of("[8, 1]", 32)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -40,12 +41,14 @@ from tests.support.compiled_rows import Compiled
 
 ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
 """Of an A100, an H100 and a B200: instruction of its tensor cores, and shared memory of a program."""
+ONE_WARP = re.compile(r"#ttg\.nvidia_mma<\{versionMajor = 3, .*warpsPerCTA = \[\d+, 1\], instrShape.*")
 SMALLEST = 99 << 10
 """Shared memory of the smallest GPUs that take the choices for sm_80: sm_86, sm_89 and sm_120."""
 TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases", "merged"), "*i32")
 TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "bias", "sinks", "k_scale", "v_scale"), "*fp32")
 TYPES |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "bias_len", "window"), "i32")
 TYPES |= {"factor": "fp32", "cap": "fp32"}
+STORED = {"*fp32": torch.float32, "*i8": torch.int8}
 GATHER = {"addresses": "*i64", "into": "*i64", "tasks": "i32", "words": "i32"}
 MERGE = {"HEADS": 32, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False, "SINKS": False}
 WALK = MERGE | {"KV_HEADS": 8, "PART": 4, "PARTS": 1, "PRECISION": "ieee"}
@@ -134,11 +137,14 @@ def attention_cases(architecture: int) -> Iterator[Compiled]:
 def _walks(
     architecture: int, dim: int, model: str, others: dict[str, bool], types: dict[str, str]
 ) -> Iterator[Compiled]:
-    fp32 = types.get("q") == "*fp32"
-    lanes, warps, stages = walk_options.chosen(architecture // 10, dim, WALK["PART"], fp32)
-    options = {"num_warps": warps, "num_stages": stages}
-    sizes = WALK | {"D": dim, "P": dim, "LANES": lanes} | others
+    stored = STORED.get(types.get("k", ""), torch.bfloat16)
+    place = architecture // 10, dim, WALK["PART"]
+    flash = walk_options.flash_chosen(*place, stored)
+    other = walk_options.chosen(*place, stored == torch.float32)
     for way, split, resumed in (("flash", False, False), ("split", True, False), ("resumed", True, True)):
+        lanes, warps, stages, columns = other if split else flash
+        options = {"num_warps": warps, "num_stages": stages}
+        sizes = WALK | {"D": dim, "P": dim, "V": columns or dim, "LANES": lanes} | others
         constants = sizes | {"SPLIT": split, "RESUME": resumed}
         yield Compiled(f"{way} {dim}{model}", attention_kernels.walk, constants, options, types)
 
@@ -182,9 +188,11 @@ def compiled(case: Compiled, architecture: int) -> Used:
 
 
 def sums_of(ttgir: str) -> list[str]:
-    """Layouts of the tiles [lanes, 64] of which rows are summed up or have their maximum taken."""
+    """Layouts of the tiles [lanes, 64] of which rows are summed up or have their maximum taken. Of Hopper's those with
+    a row in one warp are one: its threads hold the same columns whatever the lanes and the width of an instruction."""
     layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.MULTILINE))
-    return sorted({layouts[name] for name in re.findall(r"\(tensor<\d+x64xf32, (#\w+)>\) -> tensor<\d+xf32", ttgir)})
+    names = re.findall(r"\(tensor<\d+x64xf32, (#\w+)>\) -> tensor<\d+xf32", ttgir)
+    return sorted({ONE_WARP.sub("wgmma, a row in one warp", layouts[name]) for name in names})
 
 
 def resources(machine_code: bytes) -> tuple[int, int, int]:

@@ -16,6 +16,8 @@ from tests.support import ptx_numbers as pn
 from tests.support.ptx_memory import WARP, Fault, GlobalMemory, SharedMemory, Words
 
 U = np.uint64
+GROUP = 4
+"""Warps that a wgmma instruction is of."""
 IGNORED = ("griddepcontrol", "fence", "prefetch", "membar")
 SWIZZLED = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}
 """Bytes of a row of a wgmma operand by its descriptor's last bits, and of how many rows the number moves its parts."""
@@ -290,13 +292,18 @@ class Block:
         if left.startswith("{"):
             first = self._left(_names(left), kind)
         else:
-            first = self._operand(left, 64, arguments[6] == "1", kind).reshape(-1, 16, 16)
-        second = self._operand(right, columns, arguments[-1] == "1", kind)
-        self._summed(into, into, first @ second.T, keep=bool(self.get(scale)[0]))
+            first = self._operands(left, 64, arguments[6] == "1", kind).reshape(-1, 16, 16)
+        second = np.repeat(self._operands(right, columns, arguments[-1] == "1", kind), GROUP, axis=0)
+        self._summed(into, into, first @ second.swapaxes(1, 2), keep=bool(self.get(scale)[0]))
 
-    def _operand(self, name: str, rows: int, turned: bool, kind: str) -> Any:
-        """[rows, 16] of shared memory, as a wgmma descriptor says. turned: rows lie side by side."""
-        descriptor = int(self.get(name)[0])
+    def _operands(self, name: str, rows: int, turned: bool, kind: str) -> Any:
+        """[n / 128, rows, 16]: each group of four warps has a descriptor of its own."""
+        groups = range(0, self.n // WARP, GROUP)
+        return np.stack([self._operand(name, warp, rows, turned, kind) for warp in groups])
+
+    def _operand(self, name: str, warp: int, rows: int, turned: bool, kind: str) -> Any:
+        """[rows, 16] of shared memory, as the wgmma descriptor of this warp says. turned: rows lie side by side."""
+        descriptor = int(self.get(name)[warp * WARP])
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         width, moves = SWIZZLED[descriptor >> 62]
         row, k = np.indices((rows, 16))
@@ -308,7 +315,7 @@ class Block:
         else:
             at = start + row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
         at = at ^ ((at >> 7 & moves) << 4)
-        found = self.shared.load(at.ravel().astype(U), 2, np.repeat(0, at.size), self.text)
+        found = self.shared.load(at.ravel().astype(U), 2, np.repeat(warp, at.size), self.text)
         return pn.numbers(found, kind).astype(np.float64).reshape(rows, 16)
 
 
@@ -320,5 +327,6 @@ NAMED: dict[str, Callable[[list[str], list[Words]], Words]] = {
     "cvt": pn.convert,
     "prmt": lambda op, raws: pn.permuted(*raws),
     "lop3": lambda op, raws: pn.chosen_bits(int(raws[3][0]), *raws[:3]),
+    "popc": lambda op, raws: np.array([int(raw).bit_count() for raw in raws[0].tolist()], U),
     "bfe": lambda op, raws: pn.field(op[-1], *raws),
 }

@@ -2,9 +2,9 @@
 
     python -m tests.support.ptx_launch
 
-Prints how far compiled attention with int8 pools and with sinks is from plain torch, as JSON. In a process of its own:
-in the tests' kernels are interpreted. A launch looks at its arguments as Triton does: 1 is a constant, multiples of 16
-are known to be such.
+Prints how far compiled attention with int8 pools and with sinks is from plain torch, and whether heads of 256 have the
+same bits both ways, as JSON. In a process of its own: in the tests' kernels are interpreted. A launch looks at its
+arguments as Triton does: 1 is a constant, multiples of 16 are known to be such.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def differences() -> dict[str, float]:
 
     plain = layer_check.Variant(Heads(2, 1, 32), torch.bfloat16, torch.bfloat16, None, None, False, 32**-0.5)
     cases = {"int8": plain._replace(stored=torch.int8), "sinks": plain._replace(sinks=True, window=40)}
-    found = {}
+    found: dict[str, float] = {}
     with executed() as launches, patch.object(layer_check, "SEQUENCES", ((1, 70), (16, 18))):
         for name, variant in cases.items():
             for way, difference in layer_check.differences(variant, torch.device("cpu")):
@@ -126,5 +126,23 @@ def differences() -> dict[str, float]:
     return found | {"races": len(launches.races)}
 
 
+def both_ways() -> bool:
+    """Whether split tasks and flash tasks of heads of 256, which differ in lanes and columns, give the same bits."""
+    from headrace.kernels.triton import attention, layer_check
+    from headrace.kernels.triton.heads import Heads
+
+    variant = layer_check.Variant(Heads(4, 1, 256), torch.bfloat16, torch.bfloat16, 40, 20.0, False, 1 / 16)
+    attended, kept = attention.attended, []
+
+    def keep(*given: Any) -> Tensor:
+        kept.append(attended(*given))
+        return kept[-1]
+
+    rows = patch.object(layer_check, "SEQUENCES", ((17, 530),))
+    with executed(), rows, patch.object(attention, "attended", keep):
+        close = all(difference < 2e-2 for _, difference in layer_check.differences(variant, torch.device("cpu")))
+    return close and torch.equal(*kept)
+
+
 if __name__ == "__main__":
-    print(json.dumps(differences()))
+    print(json.dumps(differences() | {"both ways": both_ways()}))

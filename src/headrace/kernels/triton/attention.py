@@ -29,7 +29,7 @@ from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
-from headrace.kernels.triton.walk_options import walk_options
+from headrace.kernels.triton.walk_options import WalkOptions, flash_options, walk_options
 
 LOG2_E = math.log2(math.e)
 UNUSED = 3
@@ -44,10 +44,15 @@ def processors(device: torch.device) -> int:
 
 def bounds(heads: Heads, device: torch.device, dtype: torch.dtype, plain: bool) -> Bounds:
     """plain: scores are neither biased nor capped."""
-    on_hopper = plain and agreed(heads, dtype, device).flash
+    return bounds_by(heads, device, dtype, agreed(heads, dtype, device) if plain else PORTABLE)
+
+
+def bounds_by(heads: Heads, device: torch.device, dtype: torch.dtype, ways: Ways) -> Bounds:
+    """Of tasks for these kernels. dtype: of the pools."""
     lanes = walk_options(device, heads.padded, heads.part, dtype).lanes
+    flash = flash_options(device, heads.padded, heads.part, dtype).lanes
     busy = -(-2 * processors(device) // heads.columns)
-    return Bounds(heads.part, heads.most_states, busy, hopper.FLASH_LANES if on_hopper else lanes, lanes)
+    return Bounds(heads.part, heads.most_states, busy, hopper.FLASH_LANES if ways.flash else flash, lanes, flash)
 
 
 def agreed(heads: Heads, dtype: torch.dtype, device: torch.device, window: bool = False, sinks: bool = False) -> Ways:
@@ -134,11 +139,16 @@ class TileWork:
 
     def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
         tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]
-        self._walk(q, pool, mask, q, tasks, count, self.rounds[number], None, SPLIT=True, RESUME=resumes)
+        options = walk_options(q.device, self.heads.padded, self.heads.part, q.dtype)
+        self._walk(q, pool, mask, q, tasks, count, self.rounds[number], options, SPLIT=True, RESUME=resumes)
 
     def _flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
         tasks, count = self.arena.flash.there, self.arena.count_of[-1]
-        self._walk(q, pool, mask, out, tasks, count, self.flash, self.flash_lanes, SPLIT=False, RESUME=False)
+        stored = q.dtype if q.dtype == torch.float32 else pool.k.dtype
+        options = flash_options(q.device, self.heads.padded, self.heads.part, stored)
+        warps = options.warps * self.flash_lanes // options.lanes
+        options = options._replace(lanes=self.flash_lanes, warps=warps)
+        self._walk(q, pool, mask, out, tasks, count, self.flash, options, SPLIT=False, RESUME=False)
 
     def _hopper_split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
         there = hopper.SPLIT_PROGRAMS * processors(q.device) // self.heads.columns
@@ -155,21 +165,20 @@ class TileWork:
 
     def _walk(
         self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int,
-        lanes: int | None, **way: bool,
+        options: WalkOptions, **way: bool,
     ) -> None:  # fmt: skip
         heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
         acc, m, z = self.states
-        options = walk_options(q.device, heads.padded, heads.part, q.dtype)
-        lanes = lanes or options.lanes
-        direct(attention_kernels.walk)[(programs, heads.columns)](
+        columns = options.columns or heads.padded
+        direct(attention_kernels.walk)[(programs, heads.columns * (heads.padded // columns))](
             q, pool.k, pool.v, q if pool.k_scale is None else pool.k_scale, q if pool.v_scale is None else pool.v_scale,
             self.arena.items.there, tasks, count, mask.positions, self.arena.bases.there, q if bias is None else bias,
             q if sinks is None else sinks, acc, m, z, out,
             mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap), (cap or 0.0) * LOG2_E, q.stride(0),
             0 if bias is None else bias.shape[-1], mask.window or 0, **self._shape(mask), **way,
-            KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, LANES=lanes,
-            BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
-            num_warps=options.warps * lanes // options.lanes, num_stages=options.stages,
+            KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, V=columns,
+            LANES=options.lanes, BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
+            num_warps=options.warps, num_stages=options.stages,
         )  # fmt: skip
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
@@ -194,7 +203,7 @@ def schedules(
     items: Mapping[int | None, NDArray[np.int32]], positions: NDArray[np.int64], bounds: Bounds
 ) -> dict[int | None, TileSchedule]:
     """Tasks for each window's items."""
-    narrow = bounds._replace(flash_lanes=bounds.lanes)
+    narrow = bounds._replace(flash_lanes=bounds.window_lanes)
     return {
         window: tile_schedule.cut(each, positions, bounds if window is None else narrow, window)
         for window, each in items.items()

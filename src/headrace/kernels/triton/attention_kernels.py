@@ -1,7 +1,7 @@
 """Attention over chunks on a GPU, in Triton: how one task walks its chunks, and how the spans of a row are merged.
 
-L: lanes of a task, D: head size, P: D rounded up to a power of two, 64: keys of a chunk. A lane is one (row, query
-head). Scores are in units of log 2.
+L: lanes of a task, D: head size, P: D rounded up to a power of two, V: columns of the values that a program takes, 64:
+keys of a chunk. A lane is one (row, query head). Scores are in units of log 2.
 
 A lane's bits depend on its own query and the keys it sees alone, whichever task it is in. Inside a span it keeps a
 running maximum, as online softmax does (arXiv 1805.02867): a chunk rescales what the lane holds, and its product is
@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _merge(m, z, acc, m2, z2, acc2):
-    """(m, z, acc) [L], [L], [L, P] merged with what comes after it, unnormalised. What is empty has m = -inf, and is
+    """(m, z, acc) [L], [L], [L, V] merged with what comes after it, unnormalised. What is empty has m = -inf, and is
     left out whatever else it holds: 0 times the NaN of another sequence is NaN."""
     new = tl.maximum(m, m2)
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -34,7 +34,7 @@ def _merge(m, z, acc, m2, z2, acc2):
 
 @triton.jit
 def _finish(m, z, acc, sinks, head, taken, SINKS: tl.constexpr):
-    """The attention [L, P] of a finished state. sinks fp32 [HEADS]: see kernels.records.Mask."""
+    """The attention [L, V] of a finished state. sinks fp32 [HEADS]: see kernels.records.Mask."""
     if SINKS:
         sink = tl.load(sinks + head, mask=taken, other=0.0)
         z = tl.where(z > 0.0, z + tl.exp2(tl.fma(sink, tl.full(sink.shape, LOG2_E, tl.float32), -m)), z)
@@ -43,28 +43,51 @@ def _finish(m, z, acc, sinks, head, taken, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_chunk(
-    k, v, slot, kv_head, there, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr
+    k, v, slot, kv_head, column, there, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr
 ):
-    """Keys [P, 64] and values [64, P] of one KV head of a chunk. ALL: every value has been written; otherwise those
-    that are not `there` [64] become 0."""
+    """Keys [P, 64] of one KV head of a chunk, and these columns [V] of its values [64, V]. ALL: every value has been
+    written; otherwise those that are not `there` [64] become 0."""
     d, j = tl.arange(0, P), tl.arange(0, 64)
     chunk = (slot.to(tl.int64) * KV_HEADS + kv_head) * (64 * D)
     k_pairs = k + chunk + (d[:, None] * 64 + j[None, :])
-    v_pairs = v + chunk + (j[:, None] * D + d[None, :])
+    v_pairs = v + chunk + (j[:, None] * D + column[None, :])
     if D == P:
         chunk_k = tl.load(k_pairs)
         chunk_v = tl.load(v_pairs) if ALL else tl.load(v_pairs, mask=there[:, None], other=0.0)
     else:
-        fits = d < D
-        chunk_k = tl.load(k_pairs, mask=fits[:, None], other=0.0)
-        chunk_v = tl.load(v_pairs, mask=there[:, None] & fits[None, :], other=0.0)
+        chunk_k = tl.load(k_pairs, mask=(d < D)[:, None], other=0.0)
+        chunk_v = tl.load(v_pairs, mask=there[:, None] & (column < D)[None, :], other=0.0)
     return chunk_k, chunk_v
 
 
 @triton.jit
+def _capped_biased(scores, keys, head, bias, factor, cap, bias_len, BIAS: tl.constexpr, CAP: tl.constexpr):
+    """Scores [L, 64] with soft caps and bias, if there are any: then times the factor."""
+    unit = tl.full(scores.shape, 1.0, tl.float32)
+    if CAP:
+        # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x)); the factor holds what makes exp2 of it.
+        scores = tl.fma(1.0 / (1.0 + tl.exp2(scores * factor)), unit * (-2.0 * cap), unit * cap)
+    if BIAS:
+        near = bias + head[:, None] * bias_len + tl.minimum(keys, bias_len - 1)[None, :]
+        here = tl.load(near) * LOG2_E
+        scores = tl.fma(scores, unit if CAP else unit * factor, here)
+    return scores
+
+
+@triton.jit
+def _softmax(m, z, scores, scale):
+    """m, z after a chunk; keep [L]: what its rescaling leaves of the sums before; p [L, 64]: probabilities."""
+    new = tl.maximum(m, tl.max(scores, 1) * scale)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    keep = tl.exp2(m - base)
+    p = tl.exp2(tl.fma(scores, tl.full(scores.shape, 1.0, tl.float32) * scale, -base[:, None]))
+    return new, tl.fma(z, keep, tl.sum(p, 1)), keep, p
+
+
+@triton.jit
 def _walk_chunks(
-    rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, begin, end, kv_head, head, taken, position,
-    last, bias, factor, cap, bias_len, window,
+    rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, begin, end, kv_head, column, head, taken,
+    position, last, bias, factor, cap, bias_len, window,
     KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, MASKED: tl.constexpr,
     SPANS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -83,7 +106,7 @@ def _walk_chunks(
     for i in range(begin, end):
         slot, keys = slot_next, key_next + j
         following = items + 4 * tl.minimum(i + 1, end - 1)
-        chunk_k, chunk_v = _load_chunk(k, v, slot, kv_head, keys <= last, KV_HEADS, D, P, not MASKED)
+        chunk_k, chunk_v = _load_chunk(k, v, slot, kv_head, column, keys <= last, KV_HEADS, D, P, not MASKED)
         if SPANS:  # noqa: SIM102 (this one is decided when the kernel is compiled)
             # Before the product of the scores: a branch behind it would make the products wait for one another.
             if key_next % SPAN == 0:
@@ -94,26 +117,14 @@ def _walk_chunks(
         if INT8:
             scales = (slot.to(tl.int64) * KV_HEADS + kv_head) * 64 + j
             scores = scores * tl.load(k_scale + scales)[None, :]
-        unit = tl.full(scores.shape, 1.0, tl.float32)
-        if CAP:
-            # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x)); the factor holds what makes exp2 of it.
-            scores = tl.fma(1.0 / (1.0 + tl.exp2(scores * factor)), unit * (-2.0 * cap), unit * cap)
-        if BIAS:
-            near = bias + head[:, None] * bias_len + keys[None, :]
-            here = tl.load(near, mask=taken[:, None] & (keys < bias_len)[None, :], other=0.0) * LOG2_E
-            scores = tl.fma(scores, unit if CAP else unit * factor, here)
+        scores = _capped_biased(scores, keys, head, bias, factor, cap, bias_len, BIAS, CAP)
         scale = 1.0 if CAP or BIAS else factor
         if MASKED:
             seen = keys[None, :] <= position[:, None]
             if WINDOW:
                 seen = seen & (keys[None, :] > position[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        top = tl.max(scores, 1) * scale
-        new = tl.maximum(m, top)
-        base = tl.where(new == float("-inf"), 0.0, new)
-        keep = tl.exp2(m - base)
-        p = tl.exp2(tl.fma(scores, unit * scale, -base[:, None]))
-        m, z = new, tl.fma(z, keep, tl.sum(p, 1))
+        m, z, keep, p = _softmax(m, z, scores, scale)
         if INT8:
             p = p * tl.load(v_scale + scales)[None, :]
             if MASKED:  # the scale of a key that a lane does not see may be anything
@@ -123,15 +134,50 @@ def _walk_chunks(
 
 
 @triton.jit
+def _walk_spans(
+    rows, m, z, acc, k, v, k_scale, v_scale, items, first, count, key, kv_head, column, head, taken, position, last,
+    bias, factor, cap, bias_len, window,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
+    BIAS: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The merged state (m, z, acc) of all spans of `count` items, the first of which begins at this key. m, z, acc:
+    empty."""
+    # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
+    least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
+    low = tl.minimum(tl.maximum(last - window - key + 64, 0) // 64, count) if WINDOW else 0
+    high = tl.minimum(tl.maximum((least + 1 - key) // 64, low), count)
+    total_m, total_z, total = m, z, acc
+    if WINDOW:
+        m, z, acc, total_m, total_z, total = _walk_chunks(
+            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first, first + low, kv_head,
+            column, head, taken, position, last, bias, factor, cap, bias_len, window,
+            KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
+        )  # fmt: skip
+    m, z, acc, total_m, total_z, total = _walk_chunks(
+        rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + low, first + high, kv_head,
+        column, head, taken, position, last, bias, factor, cap, bias_len, window,
+        KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
+    )  # fmt: skip
+    m, z, acc, total_m, total_z, total = _walk_chunks(
+        rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + high, first + count,
+        kv_head, column, head, taken, position, last, bias, factor, cap, bias_len, window,
+        KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
+    )  # fmt: skip
+    return _merge(total_m, total_z, total, m, z, acc)
+
+
+@triton.jit
 def walk(
     q, k, v, k_scale, v_scale, items, tasks, count, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor,
     cap, q_stride, bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
-    WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr,
+    RESUME: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tasks of one KV head or of PART of its query heads: every num_programs(0)-th of count[0] if SPLIT, otherwise task
-    program_id(0), if there are so many. See TileSchedule for tasks, items and bases.
+    program_id(0), if there are so many. P // V programs, next to one another on axis 1, share the columns of the
+    values; if SPLIT, V is P. See TileSchedule for tasks, items and bases.
 
     q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D], of int8 k_scale and
     v_scale fp32 [slots, KV_HEADS, 64]; positions int32 [R]; bias fp32 [HEADS, bias_len]; sinks fp32 [HEADS]. SPLIT:
@@ -143,14 +189,14 @@ def walk(
         for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
             _walk_task(
                 q, k, v, k_scale, v_scale, items, tasks + 4 * number, positions, bases, bias, sinks, acc_of, m_of,
-                z_of, out, factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN,
-                True, RESUME, WINDOW, BIAS, CAP, SINKS, PRECISION,
+                z_of, out, factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, V, LANES,
+                SPAN, True, RESUME, WINDOW, BIAS, CAP, SINKS, PRECISION,
             )  # fmt: skip
     elif tl.program_id(0) < tl.load(count):
         _walk_task(
             q, k, v, k_scale, v_scale, items, tasks + 4 * tl.program_id(0), positions, bases, bias, sinks, acc_of,
             m_of, z_of, out, factor, cap, q_stride, bias_len, window,
-            HEADS, KV_HEADS, PART, PARTS, D, P, LANES, SPAN, False, False, WINDOW, BIAS, CAP, SINKS, PRECISION,
+            HEADS, KV_HEADS, PART, PARTS, D, P, V, LANES, SPAN, False, False, WINDOW, BIAS, CAP, SINKS, PRECISION,
         )  # fmt: skip
 
 
@@ -159,69 +205,53 @@ def _walk_task(
     q, k, v, k_scale, v_scale, items, task, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap,
     q_stride, bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr, RESUME: tl.constexpr,
-    WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    P: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr,
+    RESUME: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    kv_head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    COLUMNS: tl.constexpr = P // V
+    program, column = tl.program_id(1) // COLUMNS, tl.program_id(1) % COLUMNS * V + tl.arange(0, V)
+    kv_head, part = program // PARTS, program % PARTS
     begin, end, first, count = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     lane, d = tl.arange(0, LANES), tl.arange(0, P)
     row, in_group = begin + lane // PART, part * PART + lane % PART
     taken = (row < end) & (in_group < GROUP)
-    head = kv_head * GROUP + in_group
+    # Lanes without a head take one that there is.
+    head = kv_head * GROUP + (in_group if GROUP % PART == 0 else tl.minimum(in_group, GROUP - 1))
     position = tl.load(positions + row, mask=taken, other=-1)
     last = tl.max(position, 0)  # behind lies what nobody has written yet
-    fits = d < D
+    fits = column < D
     rows = tl.load(
         q + row.to(tl.int64)[:, None] * q_stride + (head * D)[:, None] + d[None, :],
-        mask=taken[:, None] & fits[None, :], other=0.0,
+        mask=taken[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
     key = tl.load(items + 4 * first + 1, mask=count > 0, other=0)
-
-    m = tl.full((LANES,), float("-inf"), tl.float32)
-    z = tl.zeros((LANES,), tl.float32)
-    acc = tl.zeros((LANES, P), tl.float32)
+    m, z = tl.full((LANES,), float("-inf"), tl.float32), tl.zeros((LANES,), tl.float32)
+    acc = tl.zeros((LANES, V), tl.float32)
     if SPLIT:
         kept = taken & (position >= key // SPAN * SPAN)  # rows before the span have no state there
         state = (tl.load(bases + row, mask=kept, other=0).to(tl.int64) + key // SPAN) * HEADS + head
         if RESUME:
             m = tl.load(m_of + state, mask=kept, other=float("-inf"))
             z = tl.load(z_of + state, mask=kept, other=0.0)
-            acc = tl.load(acc_of + state[:, None] * D + d[None, :], mask=kept[:, None] & fits[None, :], other=0.0)
+            acc = tl.load(acc_of + state[:, None] * D + column[None, :], mask=kept[:, None] & fits[None, :], other=0.0)
         m, z, acc, _, _, _ = _walk_chunks(
-            rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, head, taken,
-            position, last, bias, factor, cap, bias_len, window,
+            rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, column, head,
+            taken, position, last, bias, factor, cap, bias_len, window,
             KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         tl.store(m_of + state, m, mask=kept)
         tl.store(z_of + state, z, mask=kept)
-        tl.store(acc_of + state[:, None] * D + d[None, :], acc, mask=kept[:, None] & fits[None, :])
+        tl.store(acc_of + state[:, None] * D + column[None, :], acc, mask=kept[:, None] & fits[None, :])
     else:
-        # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
-        least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
-        low = tl.minimum(tl.maximum(last - window - key + 64, 0) // 64, count) if WINDOW else 0
-        high = tl.minimum(tl.maximum((least + 1 - key) // 64, low), count)
-        total_m, total_z, total = m, z, acc
-        if WINDOW:
-            m, z, acc, total_m, total_z, total = _walk_chunks(
-                rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first, first + low, kv_head,
-                head, taken, position, last, bias, factor, cap, bias_len, window,
-                KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
-            )  # fmt: skip
-        m, z, acc, total_m, total_z, total = _walk_chunks(
-            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + low, first + high, kv_head,
-            head, taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
+        m, z, acc = _walk_spans(
+            rows, m, z, acc, k, v, k_scale, v_scale, items, first, count, key, kv_head, column, head, taken, position,
+            last, bias, factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
-        m, z, acc, total_m, total_z, total = _walk_chunks(
-            rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + high, first + count,
-            kv_head, head, taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
-        )  # fmt: skip
-        m, z, acc = _merge(total_m, total_z, total, m, z, acc)
         result = _finish(m, z, acc, sinks, head, taken, SINKS)
-        at = out + (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
-        tl.store(at, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
+        place = (row.to(tl.int64) * HEADS + head)[:, None] * D + column[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
 
 
 @triton.jit

@@ -68,7 +68,7 @@ class GraphMemory:
 
     def flash_lanes(self, window: int | None) -> int:
         """Of a flash task."""
-        return self.limits.flash_lanes if window is None else self.limits.lanes
+        return self.limits.flash_lanes if window is None else self.limits.window_lanes
 
     def flash_programs(self, rows: int, window: int | None) -> int:
         """As many as tasks of so many rows at most: each run ends one, and all of the step's sequences may be runs."""

@@ -102,10 +102,10 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     truth = reference.attend(q, plain, mask).float()
     unit = max(1.0, float(truth.abs().max()))
     there = Mask(mask.items, positions, sinks=None if sinks is None else sinks.to(place), **given)
-    own = attention.bounds(variant.heads, place, variant.stored, plain=variant.cap is None)
     for way, states in ROOM.items():
         for name, ways in _sets(variant, place, way):
-            limits = own._replace(states=states, busy=1 << 30, flash_lanes=own.flash_lanes if ways.flash else own.lanes)
+            limits = attention.bounds_by(variant.heads, place, variant.stored, ways)
+            limits = limits._replace(states=states, busy=1 << 30)
             found = attention.attended(variant.heads, limits, q.to(place), ours, there, ways)
             yield f"{way}, {name}", float((found.float().cpu() - truth).abs().max()) / unit
 

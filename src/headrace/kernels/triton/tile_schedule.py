@@ -37,13 +37,15 @@ NO_TASKS: Int32 = np.empty((0, 4), np.int32)
 
 class Bounds(NamedTuple):
     """What decides how runs go. group: lanes of a row; states: that may be left in all; busy: tasks that fill the
-    machine: with fewer of them, long runs are split as well. flash_lanes, lanes: of a flash and of a split task."""
+    machine: with fewer of them, long runs are split as well. flash_lanes, lanes: of a flash and of a split task;
+    window_lanes: of a flash task whose rows see a window."""
 
     group: int
     states: int
     busy: int
     flash_lanes: int = LANES
     lanes: int = LANES
+    window_lanes: int = LANES
 
     @property
     def rows_together(self) -> int:

@@ -2,7 +2,8 @@
 
 Chosen by `python -m tools.gpu.spills`, which compiles each choice: registers hold what the loops need, and shared
 memory suffices. P: head size rounded up to a power of two. Split and flash tasks of a layer have the same choice, so
-that the sum of a lane's probabilities is spread over threads alike and has the same bits.
+that the sum of a lane's probabilities is spread over threads alike and has the same bits. Where flash tasks have
+another, a row is in one warp of either.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from headrace.kernels.triton.tile_schedule import LANES
 
 
 class WalkOptions(NamedTuple):
-    """lanes: of a task, except where the kernels for Hopper decide; warps: for these lanes; stages: of loads."""
+    """lanes: of a task, except where the kernels for Hopper decide; warps: for these lanes; stages: of loads; columns:
+    of the values that a program takes, None: all."""
 
     lanes: int
     warps: int
     stages: int
+    columns: int | None = None
 
 
 OPTIONS = {
@@ -30,6 +33,10 @@ OPTIONS = {
 }
 """By major compute capability and the largest P. Hopper's own kernels need 4 warps for 64 lanes: a row in one warp.
 99 KB of shared memory (sm_86, sm_89) suffice for those of 8, which all other GPUs take too."""
+FLASH_256 = WalkOptions(128, 8, 2, columns=128)
+FLASH_256_INT8 = WalkOptions(64, 8, 2, columns=128)
+"""Of flash tasks with P = 256 on a Hopper GPU, where a program of all columns would hold two sums of 64 lanes by 256.
+The products of scores are made by both programs; so they would be by both warp groups of one."""
 UNROLLED = WalkOptions(64, 16, 1)
 """For rows in fp32, whose products are no tensor core's: each part of a thread is unrolled."""
 
@@ -38,8 +45,17 @@ UNROLLED = WalkOptions(64, 16, 1)
 def walk_options(device: torch.device, padded: int, part: int, dtype: torch.dtype) -> WalkOptions:
     """For heads of size P = `padded`, `part` of them in a task, and rows of this type. Elsewhere than on a CUDA device,
     where Triton's interpreter runs them: as on a Hopper GPU."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-    return chosen(major, padded, part, dtype == torch.float32)
+    return chosen(_major(device), padded, part, dtype == torch.float32)
+
+
+@cache
+def flash_options(device: torch.device, padded: int, part: int, dtype: torch.dtype) -> WalkOptions:
+    """walk_options of flash tasks. dtype: float32 if the rows are in it, otherwise the pools' type."""
+    return flash_chosen(_major(device), padded, part, dtype)
+
+
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def chosen(major: int, padded: int, part: int, fp32: bool = False) -> WalkOptions:
@@ -48,3 +64,10 @@ def chosen(major: int, padded: int, part: int, fp32: bool = False) -> WalkOption
     found = next(options for largest, options in table.items() if padded <= largest)
     found = UNROLLED._replace(lanes=found.lanes) if fp32 else found
     return found if part <= found.lanes else found._replace(lanes=LANES)
+
+
+def flash_chosen(major: int, padded: int, part: int, dtype: torch.dtype) -> WalkOptions:
+    """flash_options of a major compute capability."""
+    if major == 9 and padded == 256 and dtype != torch.float32:
+        return FLASH_256_INT8 if dtype == torch.int8 else FLASH_256
+    return chosen(major, padded, part, dtype == torch.float32)
