@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from headrace.kernels import reference
 from headrace.kernels.triton import attention, layer_check, walk_options
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.layer_check import Variant
+from headrace.kernels.triton.tile_schedule import Bounds
 
 CPU = torch.device("cpu")
 PLAIN = Variant(Heads(2, 1, 16), torch.float32, torch.float32, window=None, cap=None, sinks=False, scale=0.25)
@@ -41,12 +43,19 @@ def test_attention_is_that_of_plain_torch(name: str) -> None:
     assert all(0 < difference < 1e-5 for difference in found.values())
 
 
-def test_tasks_of_fewer_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are asked in the tasks that an engine makes, here of 32 lanes."""
-    chosen = walk_options.chosen(8, 256, 2, fp32=True)
+def test_tasks_are_those_that_an_engine_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many lanes, so that the compiled kernels are the same."""
+    chosen, attended, lanes = walk_options.chosen(8, 256, 2, fp32=True), attention.attended, set()
+
+    def seen(heads: Heads, limits: Bounds, *given: Any) -> Tensor:
+        lanes.update({limits.lanes, limits.flash_lanes, limits.window_lanes})
+        return attended(heads, limits, *given)
+
     for name in ("walk_options", "flash_options"):
         monkeypatch.setattr(attention, name, lambda *layer: chosen)
+    monkeypatch.setattr(attention, "attended", seen)
     assert all(difference < 1e-5 for _, difference in layer_check.differences(VARIANTS["cap"], CPU))
+    assert lanes == {32}
 
 
 @pytest.mark.parametrize("wrong", [1e-3, float("nan")])
