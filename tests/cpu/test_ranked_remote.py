@@ -22,7 +22,7 @@ SHAPES = [(2, 1), (3, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.matrix)]
 """(context, tensor) ranks."""
 RARER = ["trickle", "replace"]
 MODES = ["stall", "cut", "say", *(pytest.param(mode, marks=pytest.mark.matrix) for mode in RARER)]
-WAITED_FOR = ["stall", "trickle"]
+WAITED_FOR = ["stall", "trickle", "say"]
 LOSSES = [(2, 1, {0}), pytest.param(2, 1, {0, 1}, marks=pytest.mark.matrix), (1, 2, {1}), (1, 2, {0, 1})]
 """(context, tensor) ranks, and those that lose the server: the first of two context ranks loads all, if it can."""
 
