@@ -24,8 +24,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 from headrace.attention.plan import Span, build
 from headrace.kernels import ops, reference
 from headrace.kernels.records import Mask, Pool, QKRotary
-from headrace.kernels.triton import attention, backend, kept_rows, rotary
+from headrace.kernels.triton import backend, kept_rows, rotary
 from headrace.types import CHUNK
+from tests.support.small_gpu_engines import force
 
 HEADS, KV_HEADS, DIM = 2, 1, 16
 FAR = (1 << 31) // (KV_HEADS * DIM * CHUNK) + 1
@@ -74,10 +75,7 @@ def places(length: int, first: int) -> tuple[Tensor, Tensor]:
 @pytest.fixture(params=["flash", "split"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Forces one of the two ways."""
-    if request.param == "split":
-        monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
-    else:
-        monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
+    force(request.param, monkeypatch)
     return str(request.param)
 
 

@@ -26,6 +26,7 @@ from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention, backend
 from tests.support.attention_testbed import PoolTestbed, ends
 from tests.support.fake_device import fake_device
+from tests.support.small_gpu_engines import force
 from tests.support.traces import run
 
 BOUND = 1e-5
@@ -72,10 +73,7 @@ def test_keys_and_values_are_rounded_as_by_the_reference(dim: int) -> None:
 @pytest.mark.parametrize("way", ["flash", "split"])
 def test_attention(way: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody has written has scales of NaN."""
-    if way == "split":
-        monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
-    else:
-        monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
+    force(way, monkeypatch)
     testbed = PoolTestbed([(0, 600), (576, 610)], (4, 2, 32), torch.float32, apart=False)
     pool = testbed.int8()
     ours, truths = (testbed.attend(ends(testbed, 2), each, "cpu", pool, window=window) for each in (backend, reference))

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
-from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.bench.shapes import write_checkpoint
 from headrace.engine import graph_buckets
 from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
@@ -23,10 +23,9 @@ from headrace.engine.runner import Runner
 from headrace.kernels.triton import graph_step, tile_schedule
 from headrace.offload.restore import timing
 from tests.support.fake_device import FakeDevice, FakeGraph, fake_device
-from tests.support.traces import Trace, run, same
-from tools.gpu.bits import eager_steps
+from tests.support.small_gpu_engines import SHAPE, launched, tokens
+from tests.support.traces import run, same
 
-SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
@@ -58,25 +57,12 @@ def graphs_of(llm: LLM) -> PromptGraphs:
     return runner.mixed
 
 
-def launched(llm: LLM, prompts: list[list[int]], params: Any = TWO) -> list[Trace]:
-    """On an empty cache, without graphs."""
-    llm.engine.cache.tree.clear()
-    with eager_steps(llm.engine.loaded.executor):
-        traces = run(llm, prompts, params)
-    llm.engine.cache.tree.clear()
-    return traces
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(SHAPE.vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def test_replayed_is_the_same_as_launched(folder: Path, fake: FakeDevice) -> None:
     """A prompt of two slices, of the first of which nothing is drawn, the second beside another prompt: recordings of
     five and four rows. What nobody has written is no number, and stays it."""
     llm = engine(folder, max_batch_tokens=5)
     prompts = [tokens(6, 1), tokens(3, 2)]
-    truth = launched(llm, prompts)
+    truth = launched(llm, prompts, TWO)
     graphs = graphs_of(llm)
     pools = [x for pool in graphs.storage.pools for x in pool.tensors]
     for x in pools:
@@ -107,7 +93,7 @@ def test_prompts_cut_anywhere(tmp_path: Path, fake: FakeDevice) -> None:
     first of which all rows are wanted."""
     folder, prompts = write_checkpoint(replace(SHAPE, layers=2), tmp_path), [tokens(9, 4), tokens(13, 5), tokens(2, 7)]
     whole = engine(folder, max_batch_tokens=16)
-    truth = [launched(whole, [prompt])[0] for prompt in prompts]
+    truth = [launched(whole, [prompt], TWO)[0] for prompt in prompts]
     llm = engine(folder, max_batch_tokens=5, max_sequences=3)
     same(run(llm, prompts, TWO), truth)
     assert llm.engine.stats().graphs.prompts > 2 and not llm.engine.stats().graphs.eager

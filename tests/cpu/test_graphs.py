@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
-from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.bench.shapes import write_checkpoint
 from headrace.engine import loader
 from headrace.engine.gpu_memory import bytes_for_cache
 from headrace.engine.graphs import CudaGraphs, Key
@@ -27,10 +27,9 @@ from headrace.offload.restore import timing
 from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.offloading import MIXES, answer, flush, forced, watched
-from tests.support.traces import Trace, run, same
-from tools.gpu.bits import eager_steps
+from tests.support.small_gpu_engines import SHAPE, launched, tokens
+from tests.support.traces import run, same
 
-SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
 FOUR = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 THREE = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 
@@ -65,26 +64,13 @@ def graphs_of(llm: LLM) -> CudaGraphs:
     return runner.decoding
 
 
-def eagerly(llm: LLM, prompts: list[list[int]], params: SamplingParams = FOUR) -> list[Trace]:
-    """Without graphs, on an empty cache."""
-    llm.engine.cache.tree.clear()
-    with eager_steps(llm.engine.loaded.executor):
-        traces = run(llm, prompts, params)
-    llm.engine.cache.tree.clear()
-    return traces
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(SHAPE.vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def test_replayed_is_the_same_as_eager(folder: Path, fake: FakeDevice) -> None:
     """Three sequences, two of them behind a shared chunk; the third enters a new chunk. Three steps, one that is
     planned anew, one that follows, one that goes on from it, are replayed from one recording of four rows."""
     llm = engine(folder)
     shared = tokens(64, 1)
     prompts = [shared + tokens(1, 2), shared + tokens(2, 3), tokens(62, 4)]
-    truth = eagerly(llm, prompts)
+    truth = launched(llm, prompts, FOUR)
     same(run(llm, prompts, FOUR), truth)
     graphs = graphs_of(llm)
     assert (graphs.stats.replayed, graphs.stats.eager, graphs.stats.recorded) == (3, 0, 1)
@@ -175,7 +161,7 @@ def test_what_does_not_fit_is_computed_eagerly(folder: Path, fake: FakeDevice) -
     small = CudaGraphs(graphs.decoder, graphs.storage, recorded(runner.backend), runner.eager, 1)
     runner.decoding = small
     prompts = [tokens(5, seed) for seed in range(2)]
-    truth = eagerly(llm, prompts)
+    truth = launched(llm, prompts, FOUR)
     same(run(llm, prompts, FOUR), truth)
     assert (small.stats.replayed, small.stats.eager) == (0, 3)
 
@@ -241,7 +227,7 @@ def test_drafts_are_verified_by_replayed_steps(folder: Path, fake: FakeDevice) -
     prompts = [tokens(61, 5), tokens(4, 6)]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     llm = engine(folder, speculative="ngram", num_speculative_tokens=3, max_sequences=2)
-    truth = eagerly(llm, prompts, params)
+    truth = launched(llm, prompts, params)
     drafts_from(llm, [answered(prompt, trace) for prompt, trace in zip(prompts, truth, strict=True)])
     same(run(llm, prompts, params), truth)
     spoken, graphs = llm.engine.stats().speculation, graphs_of(llm)

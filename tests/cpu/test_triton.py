@@ -22,6 +22,7 @@ from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention, backend, limits, walk_options
 from headrace.types import CHUNK
 from tests.support.attention_testbed import SHAPES, TREES, PoolTestbed, ends
+from tests.support.small_gpu_engines import force
 
 CPU = torch.device("cpu")
 BOUND = 1e-5
@@ -30,10 +31,7 @@ BOUND = 1e-5
 @pytest.fixture(params=["flash", "split"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Forces one of the two ways, wherever there is more than one span."""
-    if request.param == "split":
-        monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
-    else:
-        monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
+    force(request.param, monkeypatch)
     return str(request.param)
 
 

@@ -1,0 +1,36 @@
+"""What tests of a GPU's engines and kernels share on a machine without one: a model of one layer, its answers when
+nothing is replayed (on tests.support.fake_device), and which way attention goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.bench.shapes import CheckpointShape
+from headrace.kernels.triton import attention
+from tests.support.traces import Trace, run
+from tools.gpu.bits import eager_steps
+
+SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
+
+
+def launched(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Trace]:
+    """On an empty cache, without graphs; the cache is empty behind it, too."""
+    llm.engine.cache.tree.clear()
+    with eager_steps(llm.engine.loaded.executor):
+        traces = run(llm, prompts, params)
+    llm.engine.cache.tree.clear()
+    return traces
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(SHAPE.vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def force(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention goes one of its two ways alone, flash or split, wherever there is more than one span."""
+    if way == "split":
+        monkeypatch.setattr(attention, "processors", lambda device: 1 << 30)
+    else:
+        monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
