@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import write_checkpoint
-from headrace.engine import loader
+from headrace.engine import gpu_memory
 from headrace.engine.gpu_memory import bytes_for_cache
 from headrace.engine.graphs import CudaGraphs, Key
 from headrace.engine.runner import Runner
@@ -211,10 +211,20 @@ def test_the_pool_is_what_is_left_beside_the_largest_step(folder: Path, monkeypa
         engine(folder, **wide)
 
 
+def test_a_pool_that_does_not_fit_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 bytes a token beside the weights: 1,000 tokens, of which whole chunks."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    weights = weight_bytes(read_config(folder), "float32")
+    with fake_device(monkeypatch, memory=weights + 1000 * 128):
+        with pytest.raises(ValueError, match=r"1,024 needs .* beside the weights: at most 960 tokens fit"):
+            engine(folder, kv_cache_tokens=1024)
+        engine(folder, kv_cache_tokens=960)
+
+
 def test_a_model_that_fits_in_codes_alone_has_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers would take all of the memory; what is left is measured once the weights are there."""
     monkeypatch.setattr(Runner, "record", lambda self: None)
-    monkeypatch.setattr(loader, "bytes_for_cache", lambda *given: GIB)
+    monkeypatch.setattr(gpu_memory, "bytes_for_cache", lambda *given: GIB)
     whole = weight_bytes(read_config(folder), "float32")
     with fake_device(monkeypatch, memory=whole):
         assert engine(folder, kv_cache_tokens=None, quantization="int8").capacity.kv_cache_tokens

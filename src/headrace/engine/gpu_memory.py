@@ -9,13 +9,16 @@ import torch
 
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
+from headrace.config import EngineConfig
 from headrace.device import current
-from headrace.engine.footprint import gib
+from headrace.engine.footprint import gib, ranks_here
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
+from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.types import chunks_for
+from headrace.models.sizes import compute_type, weight_bytes
+from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,24 @@ SPARE_SHARE, SPARE_BYTES = 10, GIB
 memory into lie there."""
 TWICE = 2
 """A step may be launched as well as replayed; recordings have memory of their own, which all of them share."""
+
+
+def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of a GPU that its rank has beside the weights, which need not be loaded yet."""
+    asked, ranks = config.model, -(-ranks_here(config) // current().count)  # on this device
+    weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
+    return current().free_memory() // ranks - weights
+
+
+def check_pool(config: EngineConfig, model: ModelConfig, tokens: int, bytes_per_token: int) -> None:
+    """Raises ValueError for a KV cache that a GPU has no memory for."""
+    left, asked = max(0, beside_weights(config, model)), tokens * bytes_per_token
+    if asked > left:
+        each = " of each rank" if ranks_here(config) > current().count else ""
+        raise ValueError(
+            f"kv_cache_tokens {tokens:,} needs {gib(asked)}; {gib(left)} are free on the GPU beside the weights{each}: "
+            f"at most {left // bytes_per_token // CHUNK * CHUNK:,} tokens fit"
+        )
 
 
 def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> int:

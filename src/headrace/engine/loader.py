@@ -13,13 +13,12 @@ import torch
 
 from headrace.config import EngineConfig, Quantization
 from headrace.device import current
-from headrace.engine import ranks, tiers, torchrun
+from headrace.engine import gpu_memory, ranks, tiers, torchrun
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.draft_facts import draft_kv_bytes
 from headrace.engine.executor import Executor
-from headrace.engine.footprint import Footprint, gib, keeps_activations, ranks_here
-from headrace.engine.gpu_memory import bytes_for_cache
+from headrace.engine.footprint import Footprint, keeps_activations
 from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
@@ -37,7 +36,7 @@ from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import config_content, weight_files
 from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
-from headrace.models.sizes import compute_type, weight_bytes
+from headrace.models.sizes import weight_bytes
 from headrace.offload.identity import fingerprint
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.sessions.session_folder import make_folder
@@ -197,7 +196,7 @@ def _fitted(sized: Sized, decoder: Decoder) -> Sized:
     """The pool as large as the memory of the GPU allows, now that the weights lie there."""
     config, capacity = sized.config, sized.capacity
     rows = min(config.scheduler.max_batch_tokens, sized.model.max_model_len)
-    free = bytes_for_cache(decoder, capacity.backend, rows, min(rows, capacity.max_sequences))
+    free = gpu_memory.bytes_for_cache(decoder, capacity.backend, rows, min(rows, capacity.max_sequences))
     tokens, longest = _tokens_in(config, sized.model, free, sized.pool_bytes)
     limit = _length_limit(config, sized.model.max_model_len, longest, None)
     capacity = replace(capacity, kv_cache_tokens=tokens, max_model_len=longest, length_limit=limit)
@@ -361,7 +360,8 @@ def _sizes(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tu
     wanted, parts = config.model.max_len or model.max_model_len, config.ranks.context
     if config.cache.tokens is not None:
         tokens = config.cache.tokens // CHUNK * CHUNK
-        _check_gpu(config, model, bytes_per_token)
+        if config.model.on_gpu:  # of a host's memory preflight has told already
+            gpu_memory.check_pool(config, model, config.cache.tokens, bytes_per_token)
         return tokens, min(wanted, tokens * parts)
     return _tokens_in(config, model, _free_memory(config, model), bytes_per_token)
 
@@ -376,27 +376,10 @@ def _tokens_in(config: EngineConfig, model: ModelConfig, free: int, bytes_per_to
     return tokens, min(wanted, tokens * config.ranks.context)
 
 
-def _check_gpu(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> None:
-    """Raises ValueError for a KV cache that a GPU has no memory for (of a host's, preflight has told already)."""
-    tokens = config.cache.tokens or 0
-    if not config.model.on_gpu:
-        return
-    asked, share = config.model, -(-ranks_here(config) // current().count)  # ranks on this device
-    free = current().free_memory() // share
-    weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
-    if tokens * bytes_per_token > free - weights:
-        raise ValueError(
-            f"kv_cache_tokens {tokens:,} needs {gib(tokens * bytes_per_token)}; {gib(free)} are free on the GPU"
-            f"{' for each rank' if share > 1 else ''}, {gib(weights)} of them for the weights: "
-            f"at most {max(0, free - weights) // bytes_per_token // CHUNK * CHUNK:,} tokens fit"
-        )
-
-
 def _free_memory(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes for the KV cache, as Footprint has it; on a GPU all but the weights, until these are loaded (_fitted)."""
     if config.model.on_gpu:
-        compute = compute_type(model, config.model.dtype)
-        return current().free_memory() - weight_bytes(model, compute, config.model.quantization)
+        return gpu_memory.beside_weights(config, model)
     return Footprint.of(config, model).auto_bytes()
 
 
