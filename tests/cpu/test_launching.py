@@ -55,13 +55,13 @@ from headrace.kernels.triton import (
     weight_kernels,
     weights,
 )
-from headrace.kernels.triton.launch_entries import Blocks, TensorMaps, Unexpected, block_form
+from headrace.kernels.triton.launch_entries import CONTRACTED, Blocks, TensorMaps, Unexpected, block_form
 from headrace.kernels.triton.launching import DirectKernel, direct
 from headrace.kernels.triton.sampling import Chooser, Needs
 from tests.support.launched_steps import engine
 from tests.support.stub_driver import Launched, stub_driver, uninterpreted, without_code
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+pytestmark = pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
@@ -274,7 +274,7 @@ def test_compiled_kernels_that_are_not_launched_directly(seen: list[Launched]) -
     """One that needs scratch memory, one whose blocks are loaded, and one that is not what Triton's version has."""
     x = torch.zeros(8, 64, dtype=BF16)
     given = [block_form(8, 64).described(x), x, 1.0, 1, 2, 3, x]
-    constants = {"ROWS": 8, "COLUMNS": 64, "COPIED": True}
+    constants = {"ROWS": 8, "COLUMNS": 64, "COPIED": True, **CONTRACTED}
     kernel = launch_kernels.echo[(1,)](*given, **constants)
 
     def refused(match: str, **others: Any) -> None:

@@ -36,6 +36,7 @@ from headrace.kernels.triton import (
     token_kernels,
     walk_options,
 )
+from headrace.kernels.triton.launch_entries import CONTRACTED
 from tests.support import compiled_pieces, compiled_rounded, compiled_rows, compiled_weights
 from tests.support.compiled_rows import Compiled
 
@@ -180,7 +181,7 @@ def compiled(case: Compiled, architecture: int) -> Used:
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n][0] == "*" or "stride" in n}
     make = GluonASTSource if isinstance(case, HopperCompiled) else ASTSource
     source = make(case.kernel, signature, constexprs=values, attrs=aligned)
-    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options)
+    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options | CONTRACTED)
     registers, spills, in_loops = resources(done.asm["cubin"])
     instruction, limit = ARCHITECTURES[architecture]
     sums = sums_of(done.asm["ttgir"]) if case.kernel is attention_kernels.walk else []

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headrace.kernels.triton import int8_kv_kernels, weight_kernels, weights
+from headrace.kernels.triton.launch_entries import CONTRACTED
 from tests.support.compiled_rows import Compiled
 
 PRODUCTS = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -77,7 +78,7 @@ def compiled(kernel: Any, constants: dict[str, Any], target: int, types: dict[st
     signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in names}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=values)
-    return str(triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).asm["ptx"])
+    return str(triton.compile(source, target=GPUTarget("cuda", target, 32), options=options | CONTRACTED).asm["ptx"])
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 LEFT_OUT = ("launch_pdl",)
 Reachable = Callable[[], Sequence[tuple[str, Tensor]]]
 

@@ -10,7 +10,7 @@ from triton.errors import TritonError
 from triton.runtime import driver
 
 from headrace.kernels.triton import launch_kernels
-from headrace.kernels.triton.launch_entries import Blocks, Unexpected, block_form, entry_of
+from headrace.kernels.triton.launch_entries import CONTRACTED, Blocks, Unexpected, block_form, entry_of
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def _copies_blocks(device: torch.device) -> bool:
 
 def _same(device: torch.device, copied: bool) -> bool:
     """The first launch is Triton's, and compiles; the next are of other tensors and numbers, by either."""
-    constants = {"ROWS": ROWS, "COLUMNS": COLUMNS, "COPIED": copied, "num_warps": 1}
+    constants = {"ROWS": ROWS, "COLUMNS": COLUMNS, "COPIED": copied, "num_warps": 1, **CONTRACTED}
     form = block_form(ROWS, COLUMNS)
 
     def given(seed: int) -> tuple[Tensor, Tensor, float, int, int, int, Tensor]:

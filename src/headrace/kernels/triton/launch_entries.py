@@ -16,6 +16,10 @@ from torch import Tensor
 from triton.backends import nvidia
 from triton.runtime import driver
 
+CONTRACTED = {"enable_fp_fusion": True}
+"""Of each kernel that is compiled: a product that is added to is one multiply-add, which Triton up to 3.9 does unasked;
+bits follow from it."""
+
 MAPS = 4096
 """Tensor maps that an argument of a compiled kernel keeps: those of all weights, and of many other tensors."""
 

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from headrace.kernels.triton import launch_agreement
-from headrace.kernels.triton.launch_entries import SUPPORTED, Blocks, Entry, Unexpected, entry_of
+from headrace.kernels.triton.launch_entries import CONTRACTED, SUPPORTED, Blocks, Entry, Unexpected, entry_of
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class DirectKernel:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self._able = SUPPORTED and isinstance(kernel, JITFunction)
+        self._options = CONTRACTED if isinstance(kernel, JITFunction) else {}  # the interpreter takes none of these
         parameters = inspect.signature(kernel.fn).parameters.values()
         self._unnamed = {each.name for each in parameters if "constexpr" not in str(each.annotation)}
         self._entries: dict[tuple[Any, ...], Entry | None] = {}
@@ -77,7 +78,7 @@ class DirectKernel:
                 f"{self.kernel.__name__} is not compiled for {named}: give it by its place, without a name"
             )
         taken = [each.form.described(each.tensor) if type(each) is Blocks else each for each in arguments]
-        return self.kernel[grid](*taken, **constants)
+        return self.kernel[grid](*taken, **constants, **self._options)
 
     def _kinds(self, arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
         """What Triton may compile anew for, and more; and the arguments, tensors by their addresses. None: the launch
