@@ -40,11 +40,13 @@ def buckets(most: int) -> list[int]:
 
 class PromptGraphs(Recordings):
     """Steps of up to `rows` rows, some of which, or none, tokens are drawn from; none reports hidden states. What does
-    not fit is computed eagerly. decoding: what replays the other steps."""
+    not fit is computed eagerly. decoding: what replays the other steps, and gives up here those for which it has no
+    room."""
 
     def __init__(self, decoding: CudaGraphs, rows: int) -> None:
         super().__init__(decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns)
         self.stats, self.sizes = decoding.stats, buckets(rows)
+        decoding.otherwise = self.run
         drawn = decoding.sizes[-1]
         self.drawn = sorted({min(FEW_DRAWN, drawn), drawn})
         # Of all recordings: beside the memory that they share, each would keep its own.
@@ -72,20 +74,16 @@ class PromptGraphs(Recordings):
         chosen = next((count for count in self.drawn if count >= len(drawn)), None)
         rounds = None if rows is None or chosen is None else self._fill(plan)
         if rows is None or chosen is None or rounds is None:
-            return self._launched(step)
+            return self.launched(step)
         self.step.send(step.tokens(), plan.positions, plan.row_offsets, drawn)
         recorded = self._recording(Key(rows, next(each for each in (0, *ROUNDS) if each >= rounds), chosen))
         if recorded is None:
             self.sizes = [size for size in self.sizes if size < rows]
-            return self._launched(step)
+            return self.launched(step)
         recorded.graph.replay()
         self.stats.replayed += 1
         self.stats.prompts += 1
         return made_by(recorded, len(drawn))
-
-    def _launched(self, step: StepRows) -> Logits:
-        self.stats.eager += 1
-        return self.eager.run(step)
 
     def _recording(self, key: Key) -> Recorded | None:
         """None, with a line in the log: it cannot be recorded, or has other bits than its launches."""

@@ -9,6 +9,7 @@ graph_buckets. T: rows of a graph, V: vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -109,6 +110,11 @@ class Recordings:
         self.stats.recorded += 1
         return found
 
+    def launched(self, step: StepRows) -> Logits:
+        """A step that is not replayed."""
+        self.stats.eager += 1
+        return self.eager.run(step)
+
     def _tokens(self, rows: int) -> Tensor:
         """int32 [rows] of a step."""
         return self.step.tokens[:rows]
@@ -135,8 +141,9 @@ def made_by(recorded: Recorded, rows: int) -> Logits:
 
 
 class CudaGraphs(Recordings):
-    """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit is computed eagerly. prompt_rows:
-    of the largest step with prompts in it for which PromptGraphs shall find memory beside."""
+    """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit, drafts among which one is longer
+    than a short run (kernels.triton.tile_schedule), is computed by `otherwise`, which may be set. prompt_rows: of the
+    largest step with prompts in it for which PromptGraphs shall find memory beside."""
 
     def __init__(
         self,
@@ -156,6 +163,7 @@ class CudaGraphs(Recordings):
         )  # fmt: skip
         turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
         super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns)
+        self.otherwise: Callable[[StepRows], Logits] = self.launched
         self._first: Plan | None = None
         self._rounds = 0
         self._refused: set[Key] = set()
@@ -172,8 +180,7 @@ class CudaGraphs(Recordings):
     def run(self, step: StepRows) -> Logits:
         launched = self.launch(step)
         if launched is None:
-            self.stats.eager += 1
-            return self.eager.run(step)
+            return self.otherwise(step)
         return Logits(launched.logits, launched.greatest())
 
     @torch.inference_mode()
