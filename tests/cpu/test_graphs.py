@@ -55,7 +55,7 @@ def engine(folder: Path, **settings: Any) -> LLM:
     runner = llm.engine.loaded.executor
     assert isinstance(runner, Runner)
     runner.mixed = runner.eager
-    graphs_of(llm).otherwise = graphs_of(llm).launched
+    graphs_of(llm).otherwise = graphs_of(llm)._launched
     return llm
 
 

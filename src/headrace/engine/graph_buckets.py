@@ -40,13 +40,12 @@ def buckets(most: int) -> list[int]:
 
 class PromptGraphs(Recordings):
     """Steps of up to `rows` rows, some of which, or none, tokens are drawn from; none reports hidden states. What does
-    not fit is computed eagerly. decoding: what replays the other steps, and gives up here those for which it has no
-    room."""
+    not fit is computed eagerly. decoding: what replays the other steps."""
 
     def __init__(self, decoding: CudaGraphs, rows: int) -> None:
         super().__init__(decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns)
         self.stats, self.sizes = decoding.stats, buckets(rows)
-        decoding.otherwise = self.run
+        decoding.otherwise = self.run  # long runs among its rows are tasks of flash, for which there is room here
         drawn = decoding.sizes[-1]
         self.drawn = sorted({min(FEW_DRAWN, drawn), drawn})
         # Of all recordings: beside the memory that they share, each would keep its own.
@@ -74,12 +73,12 @@ class PromptGraphs(Recordings):
         chosen = next((count for count in self.drawn if count >= len(drawn)), None)
         rounds = None if rows is None or chosen is None else self._fill(plan)
         if rows is None or chosen is None or rounds is None:
-            return self.launched(step)
+            return self._launched(step)
         self.step.send(step.tokens(), plan.positions, plan.row_offsets, drawn)
         recorded = self._recording(Key(rows, next(each for each in (0, *ROUNDS) if each >= rounds), chosen))
         if recorded is None:
             self.sizes = [size for size in self.sizes if size < rows]
-            return self.launched(step)
+            return self._launched(step)
         recorded.graph.replay()
         self.stats.replayed += 1
         self.stats.prompts += 1

@@ -110,8 +110,7 @@ class Recordings:
         self.stats.recorded += 1
         return found
 
-    def launched(self, step: StepRows) -> Logits:
-        """A step that is not replayed."""
+    def _launched(self, step: StepRows) -> Logits:
         self.stats.eager += 1
         return self.eager.run(step)
 
@@ -141,9 +140,8 @@ def made_by(recorded: Recorded, rows: int) -> Logits:
 
 
 class CudaGraphs(Recordings):
-    """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit, drafts among which one is longer
-    than a short run (kernels.triton.tile_schedule), is computed by `otherwise`, which may be set. prompt_rows: of the
-    largest step with prompts in it for which PromptGraphs shall find memory beside."""
+    """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit is computed eagerly. prompt_rows:
+    of the largest step with prompts in it for which PromptGraphs shall find memory beside."""
 
     def __init__(
         self,
@@ -163,7 +161,8 @@ class CudaGraphs(Recordings):
         )  # fmt: skip
         turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
         super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns)
-        self.otherwise: Callable[[StepRows], Logits] = self.launched
+        self.otherwise: Callable[[StepRows], Logits] = self._launched
+        """Computes what does not fit, as a draft that makes a long run (kernels.triton.tile_schedule). May be set."""
         self._first: Plan | None = None
         self._rounds = 0
         self._refused: set[Key] = set()

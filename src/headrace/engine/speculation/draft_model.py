@@ -160,8 +160,7 @@ class DraftModel:
         """Fills the drafts of sequences, which have as many tokens as are wanted, by the most probable ones: a pass for
         each place of a draft, over all sequences whose draft goes as far. note(rows, seconds) is told of each pass.
 
-        A GPU looks up in a pass what the one before has chosen there: the host is a pass ahead of it, and waits for
-        the last one alone."""
+        A GPU looks up in a pass what the one before has chosen there: it has the next one before it has ended one."""
         drafting, place = list(sequences), 0
         slices = {each: each.newest() for each in drafting}
         under_way: Launched | None = None
