@@ -150,7 +150,8 @@ class DraftModel:
         if slices:
             self.runner.run(list(slices.values()))
             if self.runner.launches:
-                current().synchronize()  # whoever measures it would take what comes next for slow
+                # Else whoever measures it would take what comes next for slow.
+                current().current_stream().synchronize()
         for each, part in slices.items():
             each.computed(part)
             each.follow()
