@@ -12,6 +12,7 @@ import pytest
 
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.speculation import model_speculator
+from headrace.engine.speculation.draft_model import CATCH_UP
 from headrace.engine.speculation.model_speculator import ModelSpeculator
 from headrace.types import Request, SamplingParams
 
@@ -51,9 +52,9 @@ class Drafter:
     def __init__(self, clock: Clock, cost: float) -> None:
         self.clock, self.cost = clock, cost
 
-    def catch_up(self, sequences: Iterable[OnPaper], most: int) -> int:
+    def catch_up(self, sequences: Iterable[OnPaper]) -> int:
         first = next(iter(sequences))
-        tokens = min(most, first.lacking)
+        tokens = min(CATCH_UP, first.lacking)
         first.length += tokens
         self.clock.now += tokens * self.cost * STEP_S / AS_MANY
         return tokens

@@ -22,6 +22,7 @@ from headrace.engine.graphs import Key, Recorded, Recordings
 from headrace.engine.runner import Runner
 from headrace.kernels.triton import graph_step, tile_schedule
 from headrace.offload.restore import timing
+from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, FakeGraph, fake_device
 from tests.support.small_gpu_engines import SHAPE, launched, tokens
 from tests.support.traces import run, same
@@ -85,6 +86,17 @@ def test_a_step_takes_the_next_larger_bucket(folder: Path, fake: FakeDevice) -> 
         found.append(run(llm, [tokens(2, 3)], ONE))
     same(*found)
     assert sorted(graphs._recorded) == [Key(2, 1, 2), Key(4, 1, 2)]
+
+
+@pytest.mark.matrix
+def test_long_drafts_are_verified_by_replayed_steps(folder: Path, fake: FakeDevice) -> None:
+    """Runs of four rows, which are long here: steps of decoding have no room for their tasks, those of prompts do."""
+    llm, params = engine(folder, speculative="ngram", num_speculative_tokens=3), replace(ONE, max_tokens=6)
+    truth = launched(llm, [tokens(3, 5)], params)
+    drafts_from(llm, [answered(tokens(3, 5), truth[0])])
+    same(run(llm, [tokens(3, 5)], params), truth)
+    stats = llm.engine.stats().graphs
+    assert llm.engine.stats().speculation.accepted and stats.prompts > 1 and not stats.eager
 
 
 @pytest.mark.matrix

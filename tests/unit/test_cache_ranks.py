@@ -234,7 +234,7 @@ class PlainTree(PrefixTree):
 def test_one_rank_takes_the_same_slots_as_a_plain_model(seed: int) -> None:
     rng = random.Random(seed)
     caches = [KVCache(16), KVCache(16)]
-    caches[1].tree = PlainTree(caches[1].pool)
+    caches[1].tree = caches[1]._names.tree = PlainTree(caches[1].pool)
     live: list[tuple[ChunkTable, ChunkTable]] = []
     for _ in range(300):
         act = rng.random()

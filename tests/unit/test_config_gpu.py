@@ -13,7 +13,6 @@ from headrace.config import EngineConfig
     ("name", "value", "why"),
     [
         ("kv_cache_dtype", "int8", "an engine with both ended by an illegal access of memory on an H200"),
-        ("speculative", "tiny", "a draft model runs on one CPU rank, which has all of the pool"),
     ],
 )
 def test_without(name: str, value: str, why: str) -> None:

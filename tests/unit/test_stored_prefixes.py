@@ -278,7 +278,7 @@ def test_leaving_in_any_state(state: type, ended: bool) -> None:
     if state is Attached:
         here.scheduler.schedule()
     assert isinstance(here.state(sequence), state)
-    table, here.cache._filled = sequence.table, []
+    table, here.cache._names._filled = sequence.table, []
     assert table is not None
     here.scheduler.running.remove(sequence)
     sequence.table = None

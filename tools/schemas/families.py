@@ -27,58 +27,7 @@ from tools.schemas.fields import (
 
 
 def kubernetes(chance: random.Random) -> Schema:
-    quantity = {"type": "string", "pattern": r"^[0-9]{1,4}(m|Mi|Gi|k)?$"}
-    port = record(
-        {"name": name(), "containerPort": whole(1, 65535), "protocol": one_of("TCP", "UDP", "SCTP")}, "containerPort"
-    )
-    source = {
-        "anyOf": [
-            record({"value": text()}, "value"),
-            record({"valueFrom": record({"key": name(), "name": name()}, "key")}, "valueFrom"),
-        ]
-    }
-    variable = {
-        "allOf": [
-            {
-                "type": "object",
-                "properties": {"name": {"type": "string", "pattern": "^[A-Z_]{1,12}$"}},
-                "required": ["name"],
-            }
-        ]
-    }
-    probe = record(
-        {
-            "path": {"type": "string", "pattern": "^/[a-z]{0,10}$"},
-            "port": whole(1, 65535),
-            "periodSeconds": whole(1, 60),
-        },
-        "port",
-    )
-    container = record(
-        {
-            "name": name("Unique within the pod."),
-            "image": {"type": "string", "pattern": r"^[a-z0-9./-]{1,30}:[a-z0-9.]{1,10}$"},
-            "ports": several(ref("port")),
-            "env": several(source),
-            "resources": record({"limits": mapping(quantity, 2, "^(cpu|memory)$"), "requests": mapping(quantity, 2)}),
-            "livenessProbe": ref("probe"),
-            "imagePullPolicy": one_of("Always", "IfNotPresent", "Never"),
-        },
-        "name",
-        "image",
-    )
-    spec = {
-        "replicas": {**whole(0, 50), "format": "int32"},
-        "selector": record({"matchLabels": mapping(name(), 2)}, "matchLabels"),
-        "containers": several(ref("container"), 1, 2),
-        "restartPolicy": one_of("Always", "OnFailure", "Never"),
-        "nodeSelector": mapping(name(), 2),
-        "hostNetwork": flag(default=False),
-        "terminationGracePeriodSeconds": nullable(whole(0, 600)),
-        "tolerations": several(
-            record({"key": name(), "operator": one_of("Exists", "Equal"), "effect": one_of("NoSchedule", "NoExecute")})
-        ),
-    }
+    spec = _pod_spec()
     kept = {word: spec[word] for word in spec if word in ("containers", "replicas") or chance.random() < 0.7}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -98,8 +47,64 @@ def kubernetes(chance: random.Random) -> Schema:
             "metadata",
             "spec",
         ),
-        "$defs": {"container": container, "port": port, "probe": probe, "variable": variable},
+        "$defs": {"container": _container(), **_parts_of_a_container()},
     }
+
+
+def _pod_spec() -> dict[str, Schema]:
+    return {
+        "replicas": {**whole(0, 50), "format": "int32"},
+        "selector": record({"matchLabels": mapping(name(), 2)}, "matchLabels"),
+        "containers": several(ref("container"), 1, 2),
+        "restartPolicy": one_of("Always", "OnFailure", "Never"),
+        "nodeSelector": mapping(name(), 2),
+        "hostNetwork": flag(default=False),
+        "terminationGracePeriodSeconds": nullable(whole(0, 600)),
+        "tolerations": several(
+            record({"key": name(), "operator": one_of("Exists", "Equal"), "effect": one_of("NoSchedule", "NoExecute")})
+        ),
+    }
+
+
+def _container() -> Schema:
+    quantity = {"type": "string", "pattern": r"^[0-9]{1,4}(m|Mi|Gi|k)?$"}
+    source = {
+        "anyOf": [
+            record({"value": text()}, "value"),
+            record({"valueFrom": record({"key": name(), "name": name()}, "key")}, "valueFrom"),
+        ]
+    }
+    return record(
+        {
+            "name": name("Unique within the pod."),
+            "image": {"type": "string", "pattern": r"^[a-z0-9./-]{1,30}:[a-z0-9.]{1,10}$"},
+            "ports": several(ref("port")),
+            "env": several(source),
+            "resources": record({"limits": mapping(quantity, 2, "^(cpu|memory)$"), "requests": mapping(quantity, 2)}),
+            "livenessProbe": ref("probe"),
+            "imagePullPolicy": one_of("Always", "IfNotPresent", "Never"),
+        },
+        "name",
+        "image",
+    )
+
+
+def _parts_of_a_container() -> dict[str, Schema]:
+    port = record(
+        {"name": name(), "containerPort": whole(1, 65535), "protocol": one_of("TCP", "UDP", "SCTP")}, "containerPort"
+    )
+    path = {"type": "string", "pattern": "^/[a-z]{0,10}$"}
+    probe = record({"path": path, "port": whole(1, 65535), "periodSeconds": whole(1, 60)}, "port")
+    variable = {
+        "allOf": [
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "pattern": "^[A-Z_]{1,12}$"}},
+                "required": ["name"],
+            }
+        ]
+    }
+    return {"port": port, "probe": probe, "variable": variable}
 
 
 def workflow(chance: random.Random) -> Schema:
@@ -224,28 +229,6 @@ def geo(chance: random.Random) -> Schema:
 
 
 def invoice(chance: random.Random) -> Schema:
-    line = record(
-        {
-            "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
-            "quantity": whole(1, 99),
-            "price": amount(),
-            "tax": one_of(0, 7, 19),
-        },
-        "sku",
-        "quantity",
-        "price",
-    )
-    address = record(
-        {
-            "street": text(30),
-            "city": text(20),
-            "zip": {"type": "string", "pattern": r"^\d{5}$"},
-            "country": one_of("DE", "FR", "US"),
-        },
-        "street",
-        "city",
-        "country",
-    )
     base = record(
         {
             "id": of_format("uuid"),
@@ -273,7 +256,33 @@ def invoice(chance: random.Random) -> Schema:
         "lines",
         "total",
     )
-    return {**base, "$defs": {"line": line, "address": address}}
+    return {**base, "$defs": _parts_of_an_invoice()}
+
+
+def _parts_of_an_invoice() -> dict[str, Schema]:
+    line = record(
+        {
+            "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+            "quantity": whole(1, 99),
+            "price": amount(),
+            "tax": one_of(0, 7, 19),
+        },
+        "sku",
+        "quantity",
+        "price",
+    )
+    address = record(
+        {
+            "street": text(30),
+            "city": text(20),
+            "zip": {"type": "string", "pattern": r"^\d{5}$"},
+            "country": one_of("DE", "FR", "US"),
+        },
+        "street",
+        "city",
+        "country",
+    )
+    return {"line": line, "address": address}
 
 
 def tree(chance: random.Random) -> Schema:

@@ -22,6 +22,7 @@ from headrace.engine.async_scores import AsyncScores
 from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.pending_calls import PendingCalls
+from headrace.engine.silence import Silence
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tenant_keywords import TenantKeywords, taken_from
 from headrace.engine.tokenizer import Tokenizer
@@ -32,13 +33,6 @@ from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
 
 Item = Delta | Exception
-
-PING_S = 1.0
-"""Seconds between pings; less where the timeout is short."""
-
-LOADING_S = 120.0
-"""Least silence of an engine that is loading after which it counts as hung: what it imports and maps may hold up all of
-its threads, and a timeout chosen for a serving engine would kill one that has just begun."""
 
 
 @shows_settings
@@ -73,7 +67,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._silence_s = 0.0
+        self._silence = Silence(self.config.server.engine_timeout_s)
         self._dead = asyncio.Event()
         self._closing = False
         self._shapes = ShapeDoor()
@@ -157,7 +151,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         while self._capacity is None:
             message = await self._receive(reader)
             if isinstance(message, m.EngineReady):
-                self._capacity = message.capacity
+                self._capacity, self._silence.loading = message.capacity, False
                 shared = message.capacity.kv_cache_tokens // CHUNK if self.config.cache.prefix_caching else 0
                 self._queued = WaitingPrompts(shared)
                 self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
@@ -195,28 +189,15 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         return f"the engine process ended{how}"
 
     async def _keep_watch(self, engine: process.Process) -> None:
-        """Pings the engine process and kills it after engine_timeout_s of silence, LOADING_S at least until ready.
-
-        Silence is counted in our own ticks, so that time in which this process stood still does not count.
-        """
-        tick_s = min(PING_S, self.config.server.engine_timeout_s / 4)
-        while self._silence_s < self._most_silence_s:
-            self._send(m.EnginePing())
-            await asyncio.sleep(tick_s)
-            self._silence_s += tick_s
-        if self.failure is None:
-            self.failure = f"the engine process hung: no sign of life for {self._most_silence_s:g} s"
+        """Pings the engine process, and kills it once it hangs."""
+        hangs = await self._silence.lasts(lambda: self._send(m.EnginePing()))
+        self.failure = self.failure or hangs
         process.kill(engine)  # the end of the socket does the rest
-
-    @property
-    def _most_silence_s(self) -> float:
-        limit = self.config.server.engine_timeout_s
-        return max(limit, LOADING_S) if self._capacity is None else limit
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
         """The next message, None at the end. Each is a sign of life."""
         message = await m.receive(reader)
-        self._silence_s = 0.0
+        self._silence.broken()
         return message
 
     def _hand_out(self, events: m.Events) -> None:

@@ -11,6 +11,7 @@ from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
 from headrace.config import EngineConfig
 from headrace.device import current
+from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.footprint import gib, ranks_here
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
@@ -23,17 +24,18 @@ from headrace.types import CHUNK, chunks_for
 log = logging.getLogger(__name__)
 
 SPARE_SHARE, SPARE_BYTES = 10, GIB
-"""Left free: a tenth of what is free beside the weights, at least 1 GiB. States of attention and what torch cuts its
-memory into lie there."""
+"""Left free: a tenth of what is free beside the weights, at least 1 GiB for each model. States of attention and what
+torch cuts its memory into lie there."""
 TWICE = 2
 """A step may be launched as well as replayed; recordings have memory of their own, which all of them share."""
 
 
 def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of a GPU that its rank has beside the weights, which need not be loaded yet."""
+    """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet."""
     asked, ranks = config.model, -(-ranks_here(config) // current().count)  # on this device
     weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
-    return current().free_memory() // ranks - weights
+    draft = DraftFacts.of(config)
+    return current().free_memory() // ranks - weights - (0 if draft is None else draft.weight_bytes)
 
 
 def check_pool(config: EngineConfig, model: ModelConfig, tokens: int, bytes_per_token: int) -> None:
@@ -47,9 +49,10 @@ def check_pool(config: EngineConfig, model: ModelConfig, tokens: int, bytes_per_
         )
 
 
-def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> int:
-    """Bytes that the KV cache may have, beside a step of `rows` rows from `drawn` of which tokens are drawn. Raises
-    ValueError where there is no memory for the step alone."""
+def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int, models: int = 1) -> int:
+    """Bytes that the KV cache may have, beside a step of `rows` rows from `drawn` of which tokens are drawn. models:
+    that compute steps, this one among them; all are loaded. Raises ValueError where there is no memory for the step
+    alone."""
     device = current()
     free = device.free_memory()
     try:
@@ -58,7 +61,7 @@ def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int) -> in
         raise ValueError(
             f"no memory for a step of {rows:,} tokens: {gib(free)} are free beside the weights; lower max_batch_tokens"
         ) from None
-    left = free - TWICE * step - max(free // SPARE_SHARE, SPARE_BYTES)
+    left = free - TWICE * step - max(free // SPARE_SHARE, models * SPARE_BYTES)
     log.info("%s free beside the weights, twice %s of them for a step of %d tokens", gib(free), gib(step), rows)
     return max(0, left)
 

@@ -45,6 +45,7 @@ class PromptGraphs(Recordings):
     def __init__(self, decoding: CudaGraphs, rows: int) -> None:
         super().__init__(decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns)
         self.stats, self.sizes = decoding.stats, buckets(rows)
+        decoding.otherwise = self.run  # long runs among its rows are tasks of flash, for which there is room here
         drawn = decoding.sizes[-1]
         self.drawn = sorted({min(FEW_DRAWN, drawn), drawn})
         # Of all recordings: beside the memory that they share, each would keep its own.
@@ -82,10 +83,6 @@ class PromptGraphs(Recordings):
         self.stats.replayed += 1
         self.stats.prompts += 1
         return made_by(recorded, len(drawn))
-
-    def _launched(self, step: StepRows) -> Logits:
-        self.stats.eager += 1
-        return self.eager.run(step)
 
     def _recording(self, key: Key) -> Recorded | None:
         """None, with a line in the log: it cannot be recorded, or has other bits than its launches."""

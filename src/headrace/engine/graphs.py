@@ -9,6 +9,7 @@ graph_buckets. T: rows of a graph, V: vocabulary.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -109,6 +110,10 @@ class Recordings:
         self.stats.recorded += 1
         return found
 
+    def _launched(self, step: StepRows) -> Logits:
+        self.stats.eager += 1
+        return self.eager.run(step)
+
     def _tokens(self, rows: int) -> Tensor:
         """int32 [rows] of a step."""
         return self.step.tokens[:rows]
@@ -156,6 +161,8 @@ class CudaGraphs(Recordings):
         )  # fmt: skip
         turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
         super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns)
+        self.otherwise: Callable[[StepRows], Logits] = self._launched
+        """Computes what does not fit, as a draft that makes a long run (kernels.triton.tile_schedule). May be set."""
         self._first: Plan | None = None
         self._rounds = 0
         self._refused: set[Key] = set()
@@ -172,8 +179,7 @@ class CudaGraphs(Recordings):
     def run(self, step: StepRows) -> Logits:
         launched = self.launch(step)
         if launched is None:
-            self.stats.eager += 1
-            return self.eager.run(step)
+            return self.otherwise(step)
         return Logits(launched.logits, launched.greatest())
 
     @torch.inference_mode()

@@ -23,7 +23,7 @@ from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
 from headrace.engine.runner import Runner
-from headrace.engine.speculation.open_draft import open_draft
+from headrace.engine.speculation.open_draft import load_draft
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.engine.streaming import StreamRunner
 from headrace.engine.tokenizer import Tokenizer
@@ -36,7 +36,6 @@ from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import config_content, weight_files
 from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
-from headrace.models.sizes import weight_bytes
 from headrace.offload.identity import fingerprint
 from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.sessions.session_folder import make_folder
@@ -166,6 +165,7 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
 
 def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     config, decoder = sized.config, sized.decoder(tell)
+    drafting = load_draft(config, sized.model, sized.tokenizer, tell)
     tell(LoadPhase("memory for the KV cache"))
     if config.model.on_gpu and config.cache.tokens is None:
         sized = _fitted(sized, decoder)
@@ -187,8 +187,7 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     if config.tiers is not None:
         peers = TierPeers(1, {0: tiers.agent_of(config, runner, capacity.backend)})
         offload = tiers.open_offload(config, capacity, cache, runner, peers)
-    taken = weight_bytes(sized.model, capacity.dtype, config.model.quantization)
-    draft = open_draft(config, sized.tokenizer, slots, taken, states is not None, tell)
+    draft = None if drafting is None else drafting.open(slots, rows[0], states is not None)
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload, draft=draft)
 
 
@@ -196,8 +195,9 @@ def _fitted(sized: Sized, decoder: Decoder) -> Sized:
     """The pool as large as the memory of the GPU allows, now that the weights lie there."""
     config, capacity = sized.config, sized.capacity
     rows = min(config.scheduler.max_batch_tokens, sized.model.max_model_len)
-    free = gpu_memory.bytes_for_cache(decoder, capacity.backend, rows, min(rows, capacity.max_sequences))
-    tokens, longest = _tokens_in(config, sized.model, free, sized.pool_bytes)
+    drawn, models = min(rows, _decoding_rows(config, capacity)), 1 + (config.speculation.model is not None)
+    free = gpu_memory.bytes_for_cache(decoder, capacity.backend, rows, drawn, models)
+    tokens, longest = _tokens_in(config, sized.model, free, sized.pool_bytes + draft_kv_bytes(config))
     limit = _length_limit(config, sized.model.max_model_len, longest, None)
     capacity = replace(capacity, kv_cache_tokens=tokens, max_model_len=longest, length_limit=limit)
     return replace(sized, capacity=capacity, per_rank=tokens)

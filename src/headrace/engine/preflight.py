@@ -135,6 +135,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     refuse_rounding(model, config.model.quantization)
     if (draft := DraftFacts.of(config)) is not None:
         draft.check(model)
+        refuse_for_mixed(config, draft.model)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):

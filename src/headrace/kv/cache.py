@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from headrace.kv.accounts import Account
 from headrace.kv.checks import check_tables
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.kv.names import Names
 from headrace.kv.placement import Placement
 from headrace.kv.pool import SlotPool
 from headrace.kv.states import StateCache
@@ -61,7 +62,7 @@ class KVCache:
         self._placement = Placement(self.tree)
         self._latest: ChunkTable | None = None
         """The table opened last, if it is open: requests that begin alike often come one after another."""
-        self._filled: list[tuple[ChunkTable, int]] = []
+        self._names = Names(self.tree)
 
     @property
     def available(self) -> int:
@@ -117,7 +118,7 @@ class KVCache:
             return self._reuse_with_state(table, self.states)
         for chunk in range(before // CHUNK, table.reusable_chunks):
             node = self.tree.find(table.digest(chunk))
-            if node is None or node.parent is not self._last(table):
+            if node is None or node.parent is not table.node_before():
                 break
             if not node.complete:
                 return table.length - before, True
@@ -136,12 +137,6 @@ class KVCache:
             table.length += len(nodes) * CHUNK
             states.attach(table, nodes[-1])
         return len(nodes) * CHUNK, blocked
-
-    @staticmethod
-    def _last(table: ChunkTable, chunk: int | None = None) -> Node | None:
-        """The node before `chunk` (default: the table's last). Named chunks are held together with all before them."""
-        count = len(table.nodes) if chunk is None else chunk
-        return table.nodes[count - 1] if count else None
 
     def cost(self, table: ChunkTable) -> int:
         """Chunks of `available_for` that the table's known tokens would still take: those of the tree that others hold
@@ -200,7 +195,7 @@ class KVCache:
                 table.append(self._new_node(table, chunk, asked.get(chunk)))
             table.length = min(end, (chunk + 1) * CHUNK)
             if table.length % CHUNK == 0 and table.length <= end - drafted:
-                self._fill(table, chunk)
+                self._names.fill(table, chunk)
         if self.states is not None and end > start:
             self.states.advance(table, start, drafted)
         return True
@@ -212,7 +207,7 @@ class KVCache:
             return False
         table.length += 1
         if table.length % CHUNK == 0:
-            self._fill(table, table.length // CHUNK - 1)
+            self._names.fill(table, table.length // CHUNK - 1)
         if self.states is not None:
             self.states.advance(table, table.length - 1)
         return True
@@ -228,7 +223,7 @@ class KVCache:
     def arrived(self, table: ChunkTable) -> None:
         """The last token of a table that grew by an unknown one is known."""
         if table.length % CHUNK == 0:
-            self._fill(table, table.length // CHUNK - 1)
+            self._names.fill(table, table.length // CHUNK - 1)
 
     def _take_slot(self, table: ChunkTable, chunk: int, asked: int | None) -> int:
         if self.ranks == 1:
@@ -246,29 +241,12 @@ class KVCache:
         self.tree.charge(node, table.account)
         whole = (chunk + 1) * CHUNK <= len(table.tokens)
         if table.shares and whole and self.tree.find(table.digest(chunk)) is None:
-            self._name(table, chunk, node)
+            self._names.give(table, chunk, node)
         return node
-
-    def _name(self, table: ChunkTable, chunk: int, node: Node) -> None:
-        """Puts an own node into the tree, if the chunk before it is there."""
-        parent = self._last(table, chunk)
-        if parent is None or parent.digest is not None:
-            node.tenant = table.tenant(chunk)
-            self.tree.charge(node, table.account_of(chunk))
-            self.tree.insert(node, table.digest(chunk), parent)
-
-    def _fill(self, table: ChunkTable, chunk: int) -> None:
-        """The coming step completes the chunk: named ones can be shared at once, since a step stores keys and values
-        before it attends; private ones wait for commit."""
-        node = table.nodes[chunk]
-        if node.digest is not None:
-            node.writer = None
-        elif table.shares:
-            self._filled.append((table, chunk))
 
     def commit(self) -> None:
         """After a step: names the private chunks that it filled, or gives them up for their twin in the tree."""
-        self._name_filled()
+        self._names.settle(self.tables, self.block_chunks)
         if self.states is not None:
             self.states.commit()
 
@@ -283,31 +261,10 @@ class KVCache:
         for chunk in range(start // CHUNK, length // CHUNK):
             node = table.nodes[chunk]
             if table.shares and node.digest is None and not node.complete:
-                self._filled.append((table, chunk))
-        self._name_filled()
+                self._names.later(table, chunk)
+        self._names.settle(self.tables, self.block_chunks)
         if self.states is not None:
             self.states.keep_drafted(table)
-
-    def _name_filled(self) -> None:
-        for table, chunk in self._filled:
-            if table not in self.tables:
-                continue  # closed in the meantime
-            own = table.nodes[chunk]
-            twin = self.tree.find(table.digest(chunk))
-            if twin is None:
-                own.writer = None
-                self._name(table, chunk, own)
-            elif twin.complete and twin.parent is self._last(table, chunk) and not self._cuts(table, chunk, twin):
-                self.tree.hold(twin)
-                table.replace(chunk, twin)
-                self.tree.release(own)
-        self._filled.clear()
-
-    def _cuts(self, table: ChunkTable, chunk: int, twin: Node) -> bool:
-        """Whether the twin, on another rank, would part the chunk from its followers in the block. (Only where a step
-        began inside a chunk and filled it and more, since a whole chunk that the tree has is attached by `reuse`.)"""
-        follows = chunk + 1 < len(table.nodes) and (chunk + 1) % self.block_chunks
-        return bool(follows) and self.pool.rank_of(twin.slot) != table.owner(chunk)
 
     def close(self, table: ChunkTable) -> None:
         """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
@@ -344,7 +301,7 @@ class KVCache:
         of them may have a name."""
         assert all(node.digest is None for node in table.nodes[chunk:]), "others may have seen the chunk"
         self._drop_from(table, chunk)
-        self._filled = [(t, c) for t, c in self._filled if t is not table or c < chunk]
+        self._names.forget(table, chunk)
 
     def take_loose(self, owners: Sequence[int], account: Account | None = None) -> list[Node] | None:
         """New chunks of the account that no table has yet, to be written into: each on the rank named; None, with
@@ -390,7 +347,7 @@ class KVCache:
 
     def confirm(self, table: ChunkTable, chunk: int, count: int) -> None:
         """`count` attached chunks hold what they should: with the next `commit` they get names and can be shared."""
-        self._filled[:0] = [(table, each) for each in range(chunk, chunk + count)]  # names go from left to right
+        self._names.confirm(table, range(chunk, chunk + count))
 
     @property
     def used(self) -> int:

@@ -112,6 +112,11 @@ class ChunkTable:
         """Whose the chunk is."""
         return self.account if self.tenant(chunk) else None
 
+    def node_before(self, chunk: int | None = None) -> Node | None:
+        """The node before `chunk` (default: the last one). Named chunks are held together with all before them."""
+        count = len(self.nodes) if chunk is None else chunk
+        return self.nodes[count - 1] if count else None
+
     def append(self, node: Node) -> None:
         count = len(self.nodes)
         if count == len(self._slots):

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
+from headrace.device import current
 from headrace.engine.executor import Computed
+from headrace.engine.programs import Launched
 from headrace.engine.runner import Runner
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.chunk_table import ChunkTable
@@ -24,6 +27,10 @@ from headrace.types import CHUNK, chunks_for
 
 AT_ONCE = 8
 """Tokens that the draft model may lack of a sequence for which it drafts: more are computed beforehand."""
+CATCH_UP = 256
+"""Tokens at most that the draft model computes beside a step of the model, to get in step with sequences."""
+UNKNOWN = 0
+"""Stands in a draft until the draft model has said which token it is."""
 
 
 class DraftedSequence:
@@ -109,6 +116,11 @@ class DraftedSequence:
         self.own.draft = []
         self.table.length = part.end
 
+    @property
+    def found(self) -> list[int]:
+        """Tokens drafted behind those that were known when it last followed."""
+        return self.own.tokens[self._known :]
+
     def nodes(self, part: Slice) -> list[Node]:
         """The chunks that a slice writes into."""
         return self.table.nodes[part.start // CHUNK : chunks_for(part.end)]
@@ -117,16 +129,18 @@ class DraftedSequence:
 class DraftModel:
     """runner: of the draft model, on a storage with the slots of the pool. longest: tokens that it takes. cost: of a
     pass, as a part of a step of the model, as long as nothing is measured. again: the model has recurrent layers, so
-    it computes rows again that were right before a wrong one (see `places`)."""
+    it computes rows again that were right before a wrong one (see `places`). at_once: tokens that `catch_up` computes
+    at most."""
 
-    def __init__(self, runner: Runner, longest: int, cost: float, again: bool = False) -> None:
-        self.runner, self.longest, self.cost, self.again = runner, longest, cost, again
+    def __init__(self, runner: Runner, longest: int, cost: float, again: bool = False, at_once: int = CATCH_UP) -> None:
+        self.runner, self.longest, self.cost, self.again, self.at_once = runner, longest, cost, again, at_once
 
-    def catch_up(self, sequences: Iterable[DraftedSequence], most: int) -> int:
-        """Computes at most so many tokens of those that it lacks, of one sequence after another. Of several sequences
-        that lack the same chunk one computes it, and the others go past it later. The number of tokens."""
+    def catch_up(self, sequences: Iterable[DraftedSequence]) -> int:
+        """Computes tokens of those that it lacks, of one sequence after another. Of several sequences that lack the
+        same chunk one computes it, and the others go past it later. The number of tokens."""
         slices: dict[DraftedSequence, Slice] = {}
         written: set[Node] = set()
+        most = self.at_once
         for each in sequences:
             part = each.earlier(most)
             if part.length and written.isdisjoint(each.nodes(part)):
@@ -135,6 +149,9 @@ class DraftModel:
                 most -= part.length
         if slices:
             self.runner.run(list(slices.values()))
+            if self.runner.launches:
+                # Else whoever measures it would take what comes next for slow.
+                current().current_stream().synchronize()
         for each, part in slices.items():
             each.computed(part)
             each.follow()
@@ -142,19 +159,56 @@ class DraftModel:
 
     def draft(self, sequences: Iterable[DraftedSequence], note: Callable[[int, float], None]) -> None:
         """Fills the drafts of sequences, which have as many tokens as are wanted, by the most probable ones: a pass for
-        each place of a draft, over all sequences whose draft goes as far. note(rows, seconds) is told of each pass."""
-        slices = {each: each.newest() for each in sequences}
-        place = 0
+        each place of a draft, over all sequences whose draft goes as far. note(rows, seconds) is told of each pass.
+
+        A GPU looks up in a pass what the one before has chosen there: it has the next one before it has ended one."""
+        drafting, place = list(sequences), 0
+        slices = {each: each.newest() for each in drafting}
+        under_way: Launched | None = None
+        watch = _Stopwatch(note)
         while slices:
-            began = time.perf_counter()
-            found = last_tokens(self.runner.run(list(slices.values())))
-            note(sum(part.length for part in slices.values()), time.perf_counter() - began)
+            parts = list(slices.values())
+            launched = self.runner.launch(parts, None if under_way is None else _last_rows(under_way))
+            if under_way is not None:
+                _land(under_way, watch)
+            found: dict[SequenceState, int] = {}
+            if launched is None:
+                found = last_tokens(self.runner.run(parts))
+                watch.lap(sum(part.length for part in parts))
             for each, part in slices.items():
                 each.computed(part)
-                each.sequence.draft[place] = found[each.own]
-                each.own.tokens.append(found[each.own])
-            place += 1
+                each.own.tokens.append(found.get(each.own, UNKNOWN))
+            under_way, place = launched, place + 1
             slices = {each: each.following() for each in slices if place < len(each.sequence.draft)}
+        if under_way is not None:
+            _land(under_way, watch)
+        for each in drafting:
+            each.sequence.draft[:] = each.found
+
+
+class _Stopwatch:
+    """note(rows, seconds) is told of each lap."""
+
+    def __init__(self, note: Callable[[int, float], None]) -> None:
+        self.note, self._began = note, time.perf_counter()
+
+    def lap(self, rows: int) -> None:
+        began, self._began = self._began, time.perf_counter()
+        self.note(rows, self._began - began)
+
+
+def _last_rows(launched: Launched) -> dict[SequenceState, int]:
+    """The row of each sequence that chooses the token behind what it computes."""
+    ends = accumulate(part.length for part in launched.slices)
+    return {part.sequence: end - 1 for part, end in zip(launched.slices, ends, strict=True)}
+
+
+def _land(launched: Launched, watch: _Stopwatch) -> None:
+    """Waits for a pass, and puts what it has chosen where nothing was known."""
+    tokens, rows = launched.greatest().tokens, _last_rows(launched)
+    for part in launched.slices:
+        part.sequence.tokens[part.end] = tokens[rows[part.sequence]]
+    watch.lap(launched.rows)
 
 
 def last_tokens(computed: Computed) -> dict[SequenceState, int]:

@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.speculation.draft_costs import TRIAL, AnswerLengths, DraftCost, places
-from headrace.engine.speculation.draft_model import AT_ONCE, DraftedSequence, DraftModel
+from headrace.engine.speculation.draft_model import AT_ONCE, UNKNOWN, DraftedSequence, DraftModel
 from headrace.engine.speculation.lengths import Acceptance
 from headrace.engine.speculation.speculator import Speculator
-
-CATCH_UP = 256
-"""Tokens at most that the draft model computes beside a step of the model, to get in step with sequences."""
-UNKNOWN = 0
-"""Stands in a draft until the draft model has said which token it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +112,7 @@ class ModelSpeculator(Speculator):
                 paying.append(each.drafted)
         if paying:
             began = time.perf_counter()
-            count = self.model.catch_up(paying, CATCH_UP)
+            count = self.model.catch_up(paying)
             took = time.perf_counter() - began
             self.cost.account.spent += took
             self.cost.token.note(0, took / count)

@@ -1,50 +1,80 @@
-"""Loads the draft model of the settings, with memory for its keys and values behind the slots of the pool."""
+"""Loads the draft model of the settings, and gives it memory for keys and values behind the slots of the pool."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from headrace.config import EngineConfig
+from headrace.device import current
 from headrace.engine.draft_facts import DraftFacts
+from headrace.engine.ranks import device_of
 from headrace.engine.runner import Runner
 from headrace.engine.speculation.draft_model import DraftModel
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import dispatch
 from headrace.kv.storage import KVStorage
-from headrace.models.decoder import load_decoder
+from headrace.models.config import ModelConfig
+from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.sizes import compute_type, weight_bytes
 from headrace.progress import LoadPhase, OnPhase, measured
 
 log = logging.getLogger(__name__)
 
 WEIGHTS = "weights of the draft model"
+GPU_CATCH_UP = 2048
+"""Tokens at most that a draft model on a GPU computes beside a step: such a pass is launched, which takes the host as
+long for a few of them."""
 
 
-def open_draft(
-    config: EngineConfig, tokenizer: Tokenizer | None, slots: int, weight_bytes: int, again: bool, tell: OnPhase
-) -> DraftModel | None:
-    """None where no model drafts. tokenizer, weight_bytes: of the model; slots: of the pool; again: see DraftModel.
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """Weights of a draft model. cost: see DraftModel."""
 
-    Raises ValueError, or UnsupportedModel, for a model that cannot draft here.
-    """
+    config: EngineConfig
+    facts: DraftFacts
+    decoder: Decoder
+    cost: float
+
+    def open(self, slots: int, rows: int, again: bool) -> DraftModel:
+        """With keys and values of its own in each of the pool's slots. rows: of the largest step in which all sequences
+        decode; again: see DraftModel. Raises ValueError where no backend computes it."""
+        config, decoder = self.config, self.decoder
+        spec = decoder.config.attention
+        capped = spec.score_cap is not None or spec.sinks
+        largest = max(dim for _, dim in spec.every_shape)
+        on_gpu, device = config.model.on_gpu, device_of(config)
+        kind = current().type if on_gpu else "cpu"
+        backend = dispatch.choose(config.model.backend, decoder.dtype, kind, largest, capped)
+        storage = KVStorage(spec, slots, decoder.dtype, device=device)
+        if config.cache.prefault:
+            storage.prefault()
+        runner = Runner(decoder, storage, backend, decoding_rows=rows)
+        if not on_gpu:
+            return DraftModel(runner, decoder.config.max_model_len, self.cost, again)
+        runner.record()
+        at_once = min(GPU_CATCH_UP, config.scheduler.max_batch_tokens)
+        return DraftModel(runner, decoder.config.max_model_len, self.cost, again, at_once)
+
+
+def load_draft(
+    config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None, tell: OnPhase
+) -> LoadedDraft | None:
+    """None where no model drafts. model, tokenizer: of the model itself. Raises ValueError, or UnsupportedModel, for a
+    model that cannot draft here."""
     draft = DraftFacts.of(config)
     if draft is None:
         return None
     tell(LoadPhase(WEIGHTS))
     _check_tokens(draft, tokenizer)
-    if draft.weight_bytes > weight_bytes:
+    asked = config.model
+    taken = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization)
+    if draft.weight_bytes > taken:
         log.warning("speculative %s: the draft model is larger than the model; it will hardly pay", draft.name)
     told = measured(tell, WEIGHTS)
-    decoder = load_decoder(draft.folder, config.model.dtype, told, draft.quantization)
-    spec = decoder.config.attention
-    capped = spec.score_cap is not None or spec.sinks
-    largest = max(dim for _, dim in spec.every_shape)
-    backend = dispatch.choose(config.model.backend, decoder.dtype, "cpu", largest, capped)
-    storage = KVStorage(spec, slots, decoder.dtype)
-    if config.cache.prefault:
-        storage.prefault()
+    decoder = load_decoder(draft.folder, asked.dtype, told, draft.quantization, device=device_of(config))
     log.info("drafts come from %s, which takes %s bytes a token of the pool", draft.name, draft.kv_bytes_per_token)
-    cost = min(1.0, draft.weight_bytes / max(1, weight_bytes))
-    return DraftModel(Runner(decoder, storage, backend), decoder.config.max_model_len, cost, again)
+    return LoadedDraft(config, draft, decoder, min(1.0, draft.weight_bytes / max(1, taken)))
 
 
 def _check_tokens(draft: DraftFacts, tokenizer: Tokenizer | None) -> None:

@@ -1,0 +1,73 @@
+"""How chunks come by their names in the tree, once their last token is known and a step has filled them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.node import Node
+from headrace.kv.tree import PrefixTree
+
+
+class Names:
+    """Gives names to chunks of tables, from left to right, and knows those that wait for theirs."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self._filled: list[tuple[ChunkTable, int]] = []
+
+    def give(self, table: ChunkTable, chunk: int, node: Node) -> None:
+        """Puts an own node into the tree, if the chunk before it is there."""
+        parent = table.node_before(chunk)
+        if parent is None or parent.digest is not None:
+            node.tenant = table.tenant(chunk)
+            self.tree.charge(node, table.account_of(chunk))
+            self.tree.insert(node, table.digest(chunk), parent)
+
+    def fill(self, table: ChunkTable, chunk: int) -> None:
+        """The coming step completes the chunk: named ones can be shared at once, since a step stores keys and values
+        before it attends; private ones wait for `settle`."""
+        node = table.nodes[chunk]
+        if node.digest is not None:
+            node.writer = None
+        elif table.shares:
+            self.later(table, chunk)
+
+    def later(self, table: ChunkTable, chunk: int) -> None:
+        """The next `settle` names the chunk."""
+        self._filled.append((table, chunk))
+
+    def confirm(self, table: ChunkTable, chunks: Iterable[int]) -> None:
+        """The same of chunks that come before all others."""
+        self._filled[:0] = [(table, each) for each in chunks]
+
+    def forget(self, table: ChunkTable, chunk: int) -> None:
+        """Chunks of the table from `chunk` on are given up."""
+        self._filled = [(t, c) for t, c in self._filled if t is not table or c < chunk]
+
+    def settle(self, tables: Container[ChunkTable], block_chunks: int) -> None:
+        """Names the private chunks of these tables that were filled, or gives them up for their twin in the tree."""
+        for table, chunk in self._filled:
+            if table not in tables:
+                continue  # closed in the meantime
+            own = table.nodes[chunk]
+            twin = self.tree.find(table.digest(chunk))
+            if twin is None:
+                own.writer = None
+                self.give(table, chunk, own)
+            elif self._replaces(twin, table, chunk, block_chunks):
+                self.tree.hold(twin)
+                table.replace(chunk, twin)
+                self.tree.release(own)
+        self._filled.clear()
+
+    def _replaces(self, twin: Node, table: ChunkTable, chunk: int, block_chunks: int) -> bool:
+        if not twin.complete or twin.parent is not table.node_before(chunk):
+            return False
+        return not self._cuts(twin, table, chunk, block_chunks)
+
+    def _cuts(self, twin: Node, table: ChunkTable, chunk: int, block_chunks: int) -> bool:
+        """Whether the twin, on another rank, would part the chunk from its followers in the block. (Only where a step
+        began inside a chunk and filled it and more, since a whole chunk that the tree has is attached by `reuse`.)"""
+        follows = chunk + 1 < len(table.nodes) and (chunk + 1) % block_chunks
+        return bool(follows) and self.tree.pool.rank_of(twin.slot) != table.owner(chunk)
