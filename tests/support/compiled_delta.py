@@ -8,7 +8,7 @@ from headrace.kernels.triton import delta_kernels
 from tests.support.compiled_rows import Compiled
 
 TYPES = dict.fromkeys(("conv", "gates", "rate", "dt_bias", "made", "scalars", "matrices", "weight"), "*fp32")
-TYPES |= dict.fromkeys(("taps", "segments", "runs"), "*i32") | {"mixed_stride": "i32", "scale": "fp32"}
+TYPES |= dict.fromkeys(("taps", "segments", "groups"), "*i32") | {"mixed_stride": "i32", "scale": "fp32"}
 HEADS = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "D": 128, "V": 128, "K": 4}
 WHOLE = {"P": 128, "TOGETHER": 8}
 

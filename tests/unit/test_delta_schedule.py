@@ -1,4 +1,4 @@
-"""How a step's segments of recurrent layers become work for a GPU: in any order of runs, what their own order gives."""
+"""How a step's segments of recurrent layers become work for a GPU: groups give in any order what segments do."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def computed(segments: Segments, kept: int) -> tuple[dict[int, list[int]], dict[
 @given(steps(), st.integers(2, 5))
 def test_runs_are_independent_and_taps_are_the_inputs(segments: Segments, kernel: int) -> None:
     rows = max(end for _, end, _, _ in segments)
-    taps, by_run, runs = Arranged.of(segments, rows, kernel)
+    taps, by_group, groups = Arranged.of(segments, rows, kernel)
     before, held = computed(segments, kernel - 1)
     assert taps.tolist() == [before[row] for row in range(rows)]
-    parts = [by_run[begin:end].tolist() for begin, end in pairwise(runs)]
+    parts = [by_group[begin:end].tolist() for begin, end in pairwise(groups)]
     assert all(parts) and sorted(chain(*parts)) == sorted(segments)
     assert computed([*chain(*reversed(parts))], kernel - 1)[1] == held
     slots = [{slot for each in part for slot in each[2:]} for part in parts]
@@ -56,4 +56,4 @@ def test_runs_are_independent_and_taps_are_the_inputs(segments: Segments, kernel
 def test_sequences_that_share_nothing_that_is_written_are_apart() -> None:
     """Two begin with one state, a third has its own, and goes on into two slots."""
     segments = [[0, 1, 4, 1], [1, 2, 4, 2], [2, 3, 3, 3], [3, 9, 3, 0]]
-    assert Arranged.of(segments, 9, 4).runs.tolist() == [0, 1, 2, 4]
+    assert Arranged.of(segments, 9, 4).groups.tolist() == [0, 1, 2, 4]

@@ -53,15 +53,15 @@ class StepRecurrence(Recur):
 
 
 class ReplayedRecurrence:
-    """The recurrent layers of recorded steps of up to `rows` rows and `runs` sequences, on a GPU: their index data lies
-    in memory of a fixed size, which is filled anew for each step."""
+    """The recurrent layers of recorded steps on a GPU, of up to `rows` rows and `groups` groups of segments: their
+    index data lies in memory of a fixed size, which is filled anew for each step."""
 
-    def __init__(self, storage: StateStorage, rows: int, runs: int) -> None:
+    def __init__(self, storage: StateStorage, rows: int, groups: int) -> None:
         from headrace.kernels.triton.delta import DeltaMemory
 
-        self.storage, self.rows, self.runs = storage, rows, runs
+        self.storage, self.rows, self.groups = storage, rows, groups
         place, kept = storage.layers[0].last.device, storage.spec.kernel - 1
-        self.memory: DeltaMemory = DeltaMemory(kept, rows, rows, runs, place, pinned=True)
+        self.memory: DeltaMemory = DeltaMemory(kept, rows, rows, groups, place, pinned=True)
 
     def fill(self, segments: Tensor, rows: int) -> bool:
         """Takes a step of so many rows. False: there is no room for it."""
@@ -79,7 +79,7 @@ class _ReplayedLayers(Recur):
         from headrace.kernels.triton.delta import DeltaStep
 
         self.storage = recurrence.storage
-        self.step: DeltaStep = DeltaStep(self.storage.spec, recurrence.memory, rows, min(rows, recurrence.runs))
+        self.step: DeltaStep = DeltaStep(self.storage.spec, recurrence.memory, rows, min(rows, recurrence.groups))
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         return self.step(mixed, gates, weights, self.storage.layers[layer])

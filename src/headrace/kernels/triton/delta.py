@@ -30,29 +30,29 @@ ALIGN = 32
 
 
 class DeltaMemory:
-    """A step's index data on the device: one block of int32, carried over by one copy. rows, runs: room for so many;
+    """A step's index data on the device: one block of int32, carried over by one copy. rows, groups: room for so many;
     pinned: it is written again and again, for steps that replay what was recorded."""
 
-    def __init__(self, kept: int, rows: int, segments: int, runs: int, place: torch.device, pinned: bool) -> None:
-        sizes = (runs + 1, segments * 4, rows * kept)
+    def __init__(self, kept: int, rows: int, segments: int, groups: int, place: torch.device, pinned: bool) -> None:
+        sizes = (groups + 1, segments * 4, rows * kept)
         ends = np.cumsum([0, *(-(-size // ALIGN) * ALIGN for size in sizes)]).tolist()
         self._host = torch.zeros(ends[-1], dtype=torch.int32)
         self._there = torch.zeros(ends[-1], dtype=torch.int32, device=place)
         self._sending = Sending((ends[-1],), torch.int32, current()) if pinned else None
         numbers = self._host.numpy()
-        self._runs, self._segments, self._taps = (
+        self._groups, self._segments, self._taps = (
             numbers[begin : begin + size] for begin, size in zip(ends, sizes, strict=False)
         )
-        self.runs, self.segments, self.taps = (self._there[begin:] for begin in ends[:3])
+        self.groups, self.segments, self.taps = (self._there[begin:] for begin in ends[:3])
 
     def fill(self, arranged: Arranged) -> bool:
         """Takes a step. False, with nothing changed: there is no room for it."""
-        taps, segments, runs = (each.ravel() for each in arranged)
-        if len(taps) > len(self._taps) or len(segments) > len(self._segments) or len(runs) > len(self._runs):
+        taps, segments, groups = (each.ravel() for each in arranged)
+        if len(taps) > len(self._taps) or len(segments) > len(self._segments) or len(groups) > len(self._groups):
             return False
         self._taps[: len(taps)], self._taps[len(taps) :] = taps, NOTHING
         self._segments[: len(segments)] = segments
-        self._runs[: len(runs)], self._runs[len(runs) :] = runs, runs[-1]  # the others are empty
+        self._groups[: len(groups)], self._groups[len(groups) :] = groups, groups[-1]  # the others are empty
         return True
 
     def send(self) -> None:
@@ -64,14 +64,14 @@ class DeltaMemory:
 
     def clear(self) -> None:
         """A step of no segments, on the device alone: no state is read or written."""
-        self.runs.zero_()
+        self.groups.zero_()
 
 
 class DeltaStep:
-    """The recurrent layers of a step of T = `rows` rows and at most `runs` runs, whose index data lies in `memory`."""
+    """The recurrent layers of a step of T = `rows` rows and at most so many groups. memory: of its index data."""
 
-    def __init__(self, spec: RecurrentSpec, memory: DeltaMemory, rows: int, runs: int) -> None:
-        self.spec, self.memory, self.rows, self.runs = spec, memory, rows, runs
+    def __init__(self, spec: RecurrentSpec, memory: DeltaMemory, rows: int, groups: int) -> None:
+        self.spec, self.memory, self.rows, self.groups = spec, memory, rows, groups
         self._widest = _rounded(max(spec.key_dim, spec.value_dim))
         self._together = max(1, ELEMENTS // self._widest)
         heads = {"KEY_HEADS": spec.key_heads, "VALUE_HEADS": spec.value_heads}
@@ -83,11 +83,11 @@ class DeltaStep:
         keys that are too long."""
         check_size(spec)
         arranged = arrange(spec, segments, rows, slots)
-        runs = len(arranged.runs) - 1
-        memory = DeltaMemory(spec.kernel - 1, rows, len(arranged.segments), runs, place, pinned=False)
+        groups = len(arranged.groups) - 1
+        memory = DeltaMemory(spec.kernel - 1, rows, len(arranged.segments), groups, place, pinned=False)
         memory.fill(arranged)
         memory.send()
-        return cls(spec, memory, rows, runs)
+        return cls(spec, memory, rows, groups)
 
     def __call__(self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates) -> Tensor:
         """See kernels.gated_delta."""
@@ -118,8 +118,8 @@ class DeltaStep:
     def _recur(self, made: Tensor, scalars: Tensor, mixed: Tensor, states: LayerStates) -> None:
         spec, memory = self.spec, self.memory
         parts = spec.value_heads * -(-spec.value_dim // COLUMNS)
-        direct(delta_kernels.recur)[(self.runs, parts)](
-            made, scalars, mixed, states.last, states.matrices, memory.segments, memory.runs, mixed.stride(0),
+        direct(delta_kernels.recur)[(self.groups, parts)](
+            made, scalars, mixed, states.last, states.matrices, memory.segments, memory.groups, mixed.stride(0),
             **self._heads, P=_rounded(spec.key_dim), COLUMNS=COLUMNS, CHANNELS=_rounded(-(-spec.channels // parts)),
             num_warps=1,
         )  # fmt: skip

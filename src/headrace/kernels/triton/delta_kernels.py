@@ -77,22 +77,22 @@ def _unit(x):
 
 @triton.jit
 def recur(
-    made, scalars, mixed, last, matrices, segments, runs, mixed_stride,
+    made, scalars, mixed, last, matrices, segments, groups, mixed_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     P: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of a value head's matrices [slots, Hv, D, V] through the segments runs[n] .. runs[n + 1] - 1, one after
-    the other; what a row reads of them takes the place of its value in `made`. segments int32 [n, 4]: as
-    kernels.gated_delta has them. No other program of the run reads or writes these columns, nor these CHANNELS of last
-    [slots, K - 1, C]; no other run has a slot that one of its segments writes."""
-    run, part = tl.program_id(0), tl.program_id(1)
+    """COLUMNS of a value head's matrices [slots, Hv, D, V] through the segments groups[n] .. groups[n + 1] - 1, one
+    after the other; what a row reads of them takes the place of its value in `made`. segments int32 [n, 4]: as
+    kernels.gated_delta has them. No other program of the group reads or writes these columns, nor these CHANNELS of
+    last [slots, K - 1, C]; no other group has a slot that one of its segments writes."""
+    group, part = tl.program_id(0), tl.program_id(1)
     blocks: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
     channels: tl.constexpr = 2 * KEY_HEADS * D + VALUE_HEADS * V
     head, d, column = part // blocks, tl.arange(0, P), part % blocks * COLUMNS + tl.arange(0, COLUMNS)
     here = (d < D)[:, None] & (column < V)[None, :]
     at = (head * D + d[:, None]) * V + column[None, :]
     size: tl.constexpr = VALUE_HEADS * D * V
-    for number in range(tl.load(runs + run), tl.load(runs + run + 1)):
+    for number in range(tl.load(groups + group), tl.load(groups + group + 1)):
         segment = segments + number * 4
         begin, end = tl.load(segment).to(tl.int64), tl.load(segment + 1).to(tl.int64)
         source, target = tl.load(segment + 2).to(tl.int64), tl.load(segment + 3).to(tl.int64)

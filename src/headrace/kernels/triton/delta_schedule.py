@@ -1,6 +1,6 @@
 """Segments of recurrent layers as the GPU's kernels take them. No torch.
 
-Segments that share a slot which one of them writes make a run: a program takes them in their order, and runs are
+Segments that share a slot which one of them writes make a group: a program takes them in their order, and groups are
 independent. The inputs of the convolution are found for all rows at once, before any state is written. T: rows, K:
 inputs of the convolution, C: its channels.
 """
@@ -20,36 +20,36 @@ NOTHING, KEPT = -1, -2
 
 class Arranged(NamedTuple):
     """A step's segments as the kernels take them. taps [T, K - 1]: where the inputs before each row's own lie, a row of
-    the step, NOTHING or KEPT - n. segments [n, 4], sorted by run; runs [m + 1]: where each begins, and the last's end.
-    """
+    the step, NOTHING or KEPT - n. segments [n, 4], sorted by group; groups [m + 1]: where each begins, and the end of
+    the last."""
 
     taps: Int32
     segments: Int32
-    runs: Int32
+    groups: Int32
 
     @classmethod
     def of(cls, segments: Sequence[Sequence[int]], rows: int, kernel: int) -> Arranged:
         """segments: as kernels.gated_delta takes them, each row in one."""
-        runs = runs_of(segments)
-        order = [number for run in runs for number in run]
-        by_run = np.array([segments[number] for number in order], np.int32).reshape(-1, 4)
-        begins = np.cumsum([0, *map(len, runs)], dtype=np.int32)
-        return cls(taps_of(segments, rows, kernel - 1), by_run, begins)
+        groups = groups_of(segments)
+        order = [number for group in groups for number in group]
+        by_group = np.array([segments[number] for number in order], np.int32).reshape(-1, 4)
+        begins = np.cumsum([0, *map(len, groups)], dtype=np.int32)
+        return cls(taps_of(segments, rows, kernel - 1), by_group, begins)
 
 
-def runs_of(segments: Sequence[Sequence[int]]) -> list[list[int]]:
+def groups_of(segments: Sequence[Sequence[int]]) -> list[list[int]]:
     """Numbers of the segments that share a slot which one of them writes, in their order."""
     written = {target for *_, target in segments}
     of_slot: dict[int, list[int]] = {}
     for number, (_, _, source, target) in enumerate(segments):
-        run = of_slot.setdefault(target, [])
+        group = of_slot.setdefault(target, [])
         if source >= 0 and source != target and source in written:
-            other = of_slot.setdefault(source, run)
-            if other is not run:
-                run += other
-                of_slot |= {slot: run for slot, each in of_slot.items() if each is other}
-        run.append(number)
-    return [sorted(run) for run in {id(run): run for run in of_slot.values()}.values()]
+            other = of_slot.setdefault(source, group)
+            if other is not group:
+                group += other
+                of_slot |= {slot: group for slot, each in of_slot.items() if each is other}
+        group.append(number)
+    return [sorted(group) for group in {id(group): group for group in of_slot.values()}.values()]
 
 
 def taps_of(segments: Sequence[Sequence[int]], rows: int, kept: int) -> Int32:
