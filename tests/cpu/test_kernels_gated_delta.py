@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headrace.config import RecurrentSpec
 from headrace.kernels import cpu, dispatch
-from headrace.kernels.gated_delta import DeltaWeights, gated_delta
-from headrace.kernels.records import LayerStates
+from headrace.kernels.gated_delta import DeltaWeights
+from tests.support.delta_cases import DeltaCase
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason="there are no kernels")]
 
 SHAPES = [RecurrentSpec(1, 2, 4, 32, 32, 4), RecurrentSpec(1, 1, 3, 40, 20, 3), RecurrentSpec(1, 1, 2, 7, 5, 2)]
-SLOTS = 5
-
-
-class Case:
-    """A layer with drawn numbers: rows [T, C + Hv V] of `dtype`, and slots whose states are drawn too."""
-
-    def __init__(self, spec: RecurrentSpec, rows: int, dtype: torch.dtype, seed: int = 0) -> None:
-        g = torch.Generator().manual_seed(seed)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=g)
-
-        self.spec = spec
-        wide = draw(rows, spec.channels + spec.values + 3).to(dtype)
-        self.mixed, self.gates = wide[:, :-3], draw(rows, 2 * spec.value_heads)
-        conv, heads = 0.4 * draw(spec.kernel, spec.channels), spec.value_heads
-        self.weights = DeltaWeights(conv, draw(heads).exp(), draw(heads), draw(spec.value_dim), 1e-6)
-        last = draw(SLOTS, spec.kernel - 1, spec.channels).to(dtype)
-        self.states = LayerStates(last, draw(SLOTS, heads, spec.key_dim, spec.value_dim))
-
-    def run(self, segments: list[list[int]], **other: Any) -> tuple[Tensor, LayerStates]:
-        """The outputs, and the states afterwards."""
-        states = LayerStates(self.states.last.clone(), self.states.matrices.clone())
-        given = dict(mixed=self.mixed, gates=self.gates, weights=self.weights) | other
-        return gated_delta(self.spec, states=states, segments=torch.tensor(segments), **given), states
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", SHAPES)
 def test_as_in_torch(spec: RecurrentSpec, dtype: torch.dtype, isa: str) -> None:
-    case, segments = Case(spec, 150, dtype), [[0, 140, 3, 1], [141, 150, -1, 0], [140, 141, 1, 1]]
+    case, segments = DeltaCase(spec, 150, dtype), [[0, 140, 3, 1], [141, 150, -1, 0], [140, 141, 1, 1]]
     out, states = case.run(segments)
     with dispatch.force("torch"):
         wanted, after = case.run(segments)
@@ -61,7 +34,7 @@ def test_as_in_torch(spec: RecurrentSpec, dtype: torch.dtype, isa: str) -> None:
 @pytest.mark.parametrize("spec", SHAPES)
 def test_cuts_change_no_bits(spec: RecurrentSpec, threads: int, isa: str, threads_kept: None) -> None:
     torch.set_num_threads(threads)
-    case = Case(spec, 300, torch.bfloat16)
+    case = DeltaCase(spec, 300, torch.bfloat16)
     whole, after = case.run([[0, 300, 2, 0]])
     cuts = [0, 1, 2, 5, 70, 198, 300]
     pieces = [[begin, end, 0 if begin else 2, 0] for begin, end in pairwise(cuts)]
@@ -73,7 +46,7 @@ def test_cuts_change_no_bits(spec: RecurrentSpec, threads: int, isa: str, thread
 
 def test_segments_take_effect_in_their_order(isa: str) -> None:
     """The second begins with what the first leaves, though its rows come first; then its slot is overwritten."""
-    case = Case(SHAPES[0], 60, torch.bfloat16)
+    case = DeltaCase(SHAPES[0], 60, torch.bfloat16)
     out, _ = case.run([[20, 60, -1, 1], [0, 10, 1, 2], [10, 20, -1, 1]])
     rows = torch.cat((torch.arange(20, 60), torch.arange(10)))
     alone, _ = case.run([[0, 50, -1, 0]], mixed=case.mixed[rows], gates=case.gates[rows])
@@ -85,11 +58,11 @@ def test_segments_take_effect_in_their_order(isa: str) -> None:
 )
 def test_segments_that_do_not_fit_are_refused(segments: list[list[int]]) -> None:
     with pytest.raises(ValueError, match=r"segments\[0\] .* does not fit 5 slots and 6 rows"):
-        Case(SHAPES[0], 6, torch.float32).run(segments)
+        DeltaCase(SHAPES[0], 6, torch.float32).run(segments)
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
-    case = Case(SHAPES[0], 6, torch.float32)
+    case = DeltaCase(SHAPES[0], 6, torch.float32)
     for name, wrong in (
         ("mixed", case.mixed[:, 1:]),
         ("gates", case.gates[:5]),

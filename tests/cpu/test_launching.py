@@ -24,13 +24,17 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from headrace import SamplingParams
 from headrace.bench.shapes import CheckpointShape
+from headrace.config import RecurrentSpec
 from headrace.engine.programs import Eager, Logits, StepRows
+from headrace.kernels.gated_delta import DeltaWeights
 from headrace.kernels.quantized import Rounded
-from headrace.kernels.records import Mask, Pool
+from headrace.kernels.records import LayerStates, Mask, Pool
 from headrace.kernels.state import StateRows
 from headrace.kernels.triton import (
     attention,
     attention_kernels,
+    delta,
+    delta_kernels,
     draw_kernels,
     experts,
     int8_kv_kernels,
@@ -65,8 +69,8 @@ pytestmark = pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
-    attention_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels, launch_kernels, piece_kernels, pinned_kernels,
-    product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels, token_kernels,
+    attention_kernels, delta_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels, launch_kernels, piece_kernels,
+    pinned_kernels, product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels, token_kernels,
     weight_kernels,
 )  # fmt: skip
 SHAPE = CheckpointShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=64, context=1024)
@@ -163,6 +167,16 @@ def states() -> None:
     pieces.finish(state, BF16)
 
 
+def recurrence() -> None:
+    """A layer of a gated delta net."""
+    spec = RecurrentSpec(1, 2, 4, 32, 32, 4)
+    heads, mixed = torch.zeros(4), torch.zeros(3, spec.channels + spec.values, dtype=BF16)
+    states = LayerStates(torch.zeros(2, 3, spec.channels, dtype=BF16), torch.zeros(2, 4, 32, 32))
+    vectors = DeltaWeights(torch.zeros(4, spec.channels), heads, heads, torch.zeros(32), 1e-6)
+    step = delta.DeltaStep.of(spec, torch.tensor([[0, 3, -1, 0]]), 3, 2, CPU)
+    step(mixed, torch.zeros(3, 8), vectors, states)
+
+
 def choices() -> None:
     chooser = Chooser(2, 5000, CPU)
     chooser.choose(torch.zeros(2, 5000), 2, Needs(reports=True, leaders=3, draws=True, top_k=True, watched=True))
@@ -181,6 +195,7 @@ def test_a_direct_launch_asks_the_driver_for_what_triton_does(
     codes()
     stores()
     states()
+    recurrence()
     choices()
     folder = Path(launching.__file__).parent
     texts = [file.read_text() for file in folder.glob("*.py")]

@@ -28,7 +28,7 @@ from tools.gpu import spills
 
 WITHOUT_PRODUCTS = ("merge_spans", "store", "gather", "norm", "activate", "rotate_heads", *compile_triton.SAMPLING,
                     "add_segments", "route", "arrange", "combine", "keep", "look_up", "piece", "echo",
-                    "rounded rows")  # fmt: skip
+                    "rounded rows", "delta")  # fmt: skip
 OLDER = {100: "rounded int8"}
 """Products for which Triton uses instructions of an older generation."""
 

@@ -37,7 +37,7 @@ from headrace.kernels.triton import (
     walk_options,
 )
 from headrace.kernels.triton.launch_entries import CONTRACTED
-from tests.support import compiled_pieces, compiled_rounded, compiled_rows, compiled_weights
+from tests.support import compiled_delta, compiled_pieces, compiled_rounded, compiled_rows, compiled_weights
 from tests.support.compiled_rows import Compiled
 
 ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
@@ -172,7 +172,8 @@ def cases(architecture: int) -> list[Compiled]:
     hopper = hopper_cases() if architecture == 90 else ()
     rows, codes = compiled_rows.cases(architecture), compiled_weights.cases()
     rounded, pieces = compiled_rounded.cases(architecture), compiled_pieces.cases()
-    return [*attention_cases(architecture), *hopper, *pieces, *rows, *codes, *rounded, *sampling_cases()]
+    others = (*compiled_delta.cases(), *sampling_cases())
+    return [*attention_cases(architecture), *hopper, *pieces, *rows, *codes, *rounded, *others]
 
 
 def compiled(case: Compiled, architecture: int) -> Used:

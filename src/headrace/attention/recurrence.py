@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +15,9 @@ from headrace.kernels.gated_delta import DeltaWeights, Recur, fits_cpp, gated_de
 from headrace.kernels.recurrent_step import PreparedRecurrence, StatesInCpp
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import Segment
+
+if TYPE_CHECKING:  # it imports Triton
+    from headrace.kernels.triton.delta import DeltaMemory, DeltaStep
 
 Part = tuple[int, int, Sequence[Segment]]
 """(first row, first token, segments) of a slice: kv.states."""
@@ -35,10 +39,50 @@ class StepRecurrence(Recur):
     def __init__(self, storage: StateStorage, segments: Tensor) -> None:
         self.storage, self.segments = storage, segments
         self.prepared = prepared_recurrence(storage, segments)
+        self._on_gpu: DeltaStep | None = None
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
         storage = self.storage
+        if dispatch.on_gpu(mixed):
+            if self._on_gpu is None:
+                from headrace.kernels.triton.delta import DeltaStep
+
+                self._on_gpu = DeltaStep.of(storage.spec, self.segments, len(mixed), storage.slots, mixed.device)
+            return self._on_gpu(mixed, gates, weights, storage.layers[layer])
         return gated_delta(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
+
+
+class ReplayedRecurrence:
+    """The recurrent layers of recorded steps on a GPU, of up to `rows` rows and `groups` groups of segments: their
+    index data lies in memory of a fixed size, which is filled anew for each step."""
+
+    def __init__(self, storage: StateStorage, rows: int, groups: int) -> None:
+        from headrace.kernels.triton.delta import DeltaMemory
+
+        self.storage, self.rows, self.groups = storage, rows, groups
+        place, kept = storage.layers[0].last.device, storage.spec.kernel - 1
+        self.memory: DeltaMemory = DeltaMemory(kept, rows, rows, groups, place, pinned=True)
+
+    def fill(self, segments: Tensor, rows: int) -> bool:
+        """Takes a step of so many rows. False: there is no room for it."""
+        from headrace.kernels.triton.delta import arrange
+
+        return self.memory.fill(arrange(self.storage.spec, segments, rows, self.storage.slots))
+
+    def layers(self, rows: int) -> Recur:
+        """What is recorded, for so many rows. Those behind the step's are finite, and change no state."""
+        return _ReplayedLayers(self, rows)
+
+
+class _ReplayedLayers(Recur):
+    def __init__(self, recurrence: ReplayedRecurrence, rows: int) -> None:
+        from headrace.kernels.triton.delta import DeltaStep
+
+        self.storage = recurrence.storage
+        self.step: DeltaStep = DeltaStep(self.storage.spec, recurrence.memory, rows, min(rows, recurrence.groups))
+
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+        return self.step(mixed, gates, weights, self.storage.layers[layer])
 
 
 _known: WeakKeyDictionary[StateStorage, StatesInCpp] = WeakKeyDictionary()
@@ -54,9 +98,11 @@ def prepared_recurrence(storage: StateStorage, segments: Tensor) -> PreparedRecu
     return PreparedRecurrence(states, segments)
 
 
-def alone(spec: RecurrentSpec | None, dtype: torch.dtype, rows: int) -> StepRecurrence | None:
+def alone(
+    spec: RecurrentSpec | None, dtype: torch.dtype, rows: int, device: torch.device | None = None
+) -> StepRecurrence | None:
     """A step of the first `rows` tokens of one sequence, with a state of its own: for measurements. None: no recurrent
     layers."""
     if spec is None:
         return None
-    return StepRecurrence(StateStorage(spec, 1, dtype), segment_rows([(0, 0, [Segment(rows, -1, 0)])]))
+    return StepRecurrence(StateStorage(spec, 1, dtype, device), segment_rows([(0, 0, [Segment(rows, -1, 0)])]))

@@ -142,7 +142,7 @@ class _Step:
         self.batch = TokenBatch(torch.arange(count) % CHUNK, torch.arange(start, end), lengths)
         plan = planning.build([planning.Span(slots, start, count)])
         self.attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
-        self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count)
+        self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count, decoder.device)
         self.hidden = torch.zeros(1, decoder.config.embed_size, dtype=decoder.dtype)
 
     def __call__(self) -> None:

@@ -9,10 +9,11 @@ import torch
 
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
+from headrace.attention.recurrence import alone
 from headrace.config import EngineConfig
 from headrace.device import current
 from headrace.engine.draft_facts import DraftFacts
-from headrace.engine.footprint import gib, ranks_here
+from headrace.engine.footprint import Footprint, gib, ranks_here
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
@@ -31,11 +32,24 @@ TWICE = 2
 
 
 def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet."""
+    """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet, and
+    recurrent states. Raises ValueError where these do not fit."""
     asked, ranks = config.model, -(-ranks_here(config) // current().count)  # on this device
     weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
     draft = DraftFacts.of(config)
-    return current().free_memory() // ranks - weights - (0 if draft is None else draft.weight_bytes)
+    left = current().free_memory() // ranks - weights - (0 if draft is None else draft.weight_bytes)
+    taken = footprint(config, model)
+    if taken.state_bytes() > max(0, left):
+        raise ValueError(
+            f"recurrent_states {taken.states():,} need {gib(taken.state_bytes())}; {gib(left)} are free on the GPU "
+            "beside the weights: lower recurrent_states"
+        )
+    return left - taken.state_bytes()
+
+
+def footprint(config: EngineConfig, model: ModelConfig) -> Footprint:
+    """Of a host or, on a GPU, of its memory: what the number of recurrent states follows from."""
+    return Footprint.of(config, model, current().free_memory() if config.model.on_gpu else None)
 
 
 def check_pool(config: EngineConfig, model: ModelConfig, tokens: int, bytes_per_token: int) -> None:
@@ -76,6 +90,7 @@ def largest_step(decoder: Decoder, backend: str, rows: int, drawn: int) -> None:
     attend = PlanAttention(plan, storage, spec, backend_of(backend), decoder.key_bias, decoder.sinks)
     positions = torch.from_numpy(plan.positions)
     lengths = torch.full_like(positions, rows) if decoder.config.rope_depends_on_length else None
-    hidden = decoder.forward(TokenBatch(torch.zeros_like(positions), positions, lengths), attend)
+    recur = alone(decoder.config.recurrent, decoder.dtype, rows, decoder.device)
+    hidden = decoder.forward(TokenBatch(torch.zeros_like(positions), positions, lengths), attend, recur=recur)
     if decoder.config.head:
         decoder.logits(hidden[-drawn:])

@@ -15,9 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from headrace.attention.recurrence import ReplayedRecurrence
 from headrace.device import current
 from headrace.engine.graphs import ROUNDS, CudaGraphs, Key, Recorded, Recordings, made_by
 from headrace.engine.programs import Logits, StepRows
+from headrace.kv.table_state import NONE
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,11 @@ class PromptGraphs(Recordings):
     not fit is computed eagerly. decoding: what replays the other steps."""
 
     def __init__(self, decoding: CudaGraphs, rows: int) -> None:
-        super().__init__(decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns)
+        states, most = decoding.states, decoding.sizes[-1]
+        recurrence = None if states is None else ReplayedRecurrence(states, rows, most)
+        super().__init__(
+            decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns, recurrence
+        )
         self.stats, self.sizes = decoding.stats, buckets(rows)
         decoding.otherwise = self.run  # long runs among its rows are tasks of flash, for which there is room here
         drawn = decoding.sizes[-1]
@@ -71,7 +77,7 @@ class PromptGraphs(Recordings):
         drawn = list(range(plan.rows)) if step.wanted is None else step.wanted
         rows = next((size for size in self.sizes if size >= plan.rows), None)
         chosen = next((count for count in self.drawn if count >= len(drawn)), None)
-        rounds = None if rows is None or chosen is None else self._fill(plan)
+        rounds = None if rows is None or chosen is None or not self._takes(step) else self._fill(plan)
         if rows is None or chosen is None or rounds is None:
             return self._launched(step)
         self.step.send(step.tokens(), plan.positions, plan.row_offsets, drawn)
@@ -79,7 +85,7 @@ class PromptGraphs(Recordings):
         if recorded is None:
             self.sizes = [size for size in self.sizes if size < rows]
             return self._launched(step)
-        recorded.graph.replay()
+        self._replay(recorded)
         self.stats.replayed += 1
         self.stats.prompts += 1
         return made_by(recorded, len(drawn))
@@ -88,6 +94,7 @@ class PromptGraphs(Recordings):
         """None, with a line in the log: it cannot be recorded, or has other bits than its launches."""
         if key in self._recorded:
             return self._recorded[key]
+        self._spare_states()
         try:
             launched = self._compute(key)[0].clone()
             recorded = self._capture(key)
@@ -109,6 +116,7 @@ class PromptGraphs(Recordings):
             recorded = self._recording(key)
             if recorded is None:
                 continue
+            self._begin_anew(key.rows)
             launched, _ = device.timed(partial(self._compute, key))
             _, replayed = device.timed(recorded.graph.replay)
             if replayed <= launched:
@@ -117,6 +125,12 @@ class PromptGraphs(Recordings):
             del self._recorded[key]
             # Launching takes as long for fewer rows; computing does not take less than its share.
             self.sizes = [size for size in self.sizes if size <= key.rows * launched / replayed]
+
+    def _begin_anew(self, rows: int) -> None:
+        """Has all rows be those of one sequence, whose state is left where none is yet: before the first step."""
+        if self.recurrence is not None:
+            self.recurrence.fill(torch.tensor([[0, rows, NONE, 0]]), rows)
+            self.recurrence.memory.send()
 
     def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
         logits, chosen = super()._compute(key)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Plan, PlannedStep
+from headrace.attention.recurrence import ReplayedRecurrence
 from headrace.device import Graph, current
 from headrace.engine.programs import Eager, Launched, Logits, StepRows
 from headrace.kernels import ops
@@ -24,7 +25,7 @@ from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep
 from headrace.kernels.model_step import Greatest
 from headrace.kernels.records import QKRotary
 from headrace.kernels.step_copies import ReadBack
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder
 from headrace.stats import GraphStats
@@ -85,12 +86,20 @@ def obstacle(config: ModelConfig) -> str | None:
 
 
 class Recordings:
-    """Recorded steps whose index data lies in the memory of `step`. turns: rotations by position, on the device."""
+    """Recorded steps whose index data lies in the memory of `step` and, of recurrent layers, of `recurrence`. turns:
+    rotations by position, on the device."""
 
     def __init__(
-        self, decoder: Decoder, storage: KVStorage, eager: Eager, step: GraphStep, turns: Tensor | None
+        self,
+        decoder: Decoder,
+        storage: KVStorage,
+        eager: Eager,
+        step: GraphStep,
+        turns: Tensor | None,
+        recurrence: ReplayedRecurrence | None,
     ) -> None:
         self.decoder, self.storage, self.eager, self.step, self.turns = decoder, storage, eager, step, turns
+        self.recurrence = recurrence
         self._recorded: dict[Key, Recorded] = {}
         self.stats = GraphStats()
 
@@ -99,7 +108,25 @@ class Recordings:
         items = {window: plan.items_within(window) for window in set(self.decoder.config.attention.windows)}
         return self.step.fill(items, plan.positions, plan.row_slots)
 
+    def _takes(self, step: StepRows) -> bool:
+        """Whether there is room for the segments of its recurrent layers, which are taken then."""
+        if self.recurrence is None or step.segments is None:
+            return True
+        return self.recurrence.fill(step.segments, step.planned.first.rows)
+
+    def _replay(self, recorded: Recorded) -> None:
+        """Computes the step that was taken and sent."""
+        if self.recurrence is not None:
+            self.recurrence.memory.send()
+        recorded.graph.replay()
+
+    def _spare_states(self) -> None:
+        """Before something is computed that is no step: recurrent states stay as they are."""
+        if self.recurrence is not None:
+            self.recurrence.memory.clear()
+
     def _record(self, key: Key) -> Recorded:
+        self._spare_states()
         self._compute(key)  # compiles what is not compiled yet, and asks for the memory that libraries keep
         return self._capture(key)
 
@@ -126,7 +153,8 @@ class Recordings:
         turns = None if self.turns is None else self.turns.index_select(0, positions)
         drawn = self.step.drawn[: key.drawn].long() if key.drawn else None
         keep = None if self.storage.x is None else partial(self.step.keep, self.storage.x)
-        x = decoder.layers(decoder.embed(tokens, positions), turns, attend, drawn, watch=keep)
+        recur = None if self.recurrence is None else self.recurrence.layers(key.rows)
+        x = decoder.layers(decoder.embed(tokens, positions), turns, attend, drawn, watch=keep, recur=recur)
         logits = decoder.logits(decoder.leave(x))
         values, best = ops.greatest(logits)
         return logits, torch.stack((best.int(), values.view(torch.int32)))
@@ -141,7 +169,8 @@ def made_by(recorded: Recorded, rows: int) -> Logits:
 
 class CudaGraphs(Recordings):
     """Steps all of whose logits are wanted, of up to `rows` rows. What does not fit is computed eagerly. prompt_rows:
-    of the largest step with prompts in it for which PromptGraphs shall find memory beside."""
+    of the largest step with prompts in it for which PromptGraphs shall find memory beside. states: of recurrent layers.
+    """
 
     def __init__(
         self,
@@ -151,6 +180,7 @@ class CudaGraphs(Recordings):
         eager: Eager,
         rows: int,
         prompt_rows: int = 0,
+        states: StateStorage | None = None,
     ) -> None:
         config, spec = decoder.config, decoder.config.attention
         self.sizes = [1 << power for power in range((rows - 1).bit_length() + 1)]
@@ -160,7 +190,9 @@ class CudaGraphs(Recordings):
             (storage.slots, *spec.shape(0)), storage.dtype, decoder.dtype, spec.scale, spec.score_cap,
         )  # fmt: skip
         turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
-        super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns)
+        self.states, most = states, self.sizes[-1]
+        recurrence = None if states is None else ReplayedRecurrence(states, most, most)
+        super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns, recurrence)
         self.otherwise: Callable[[StepRows], Logits] = self._launched
         """Computes what does not fit, as a draft that makes a long run (kernels.triton.tile_schedule). May be set."""
         self._first: Plan | None = None
@@ -189,7 +221,7 @@ class CudaGraphs(Recordings):
         launches has waited for the step before the last."""
         planned = step.planned
         plan, rows = planned.plan, planned.first.rows
-        if not self._holds(planned, plan):
+        if not self._takes(step) or not self._holds(planned, plan):
             return None
         key = Key(next(size for size in self.sizes if size >= rows), self._rounds)
         if key in self._refused or (step.before is not None and key not in self._recorded):
@@ -198,7 +230,7 @@ class CudaGraphs(Recordings):
         recorded = self._recording(key)
         if recorded is None:
             return None
-        recorded.graph.replay()
+        self._replay(recorded)
         self.stats.replayed += 1
         self.stats.ahead += step.before is not None
         reading = self._read_back.begin(recorded.chosen)

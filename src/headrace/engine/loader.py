@@ -167,12 +167,12 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     config, decoder = sized.config, sized.decoder(tell)
     drafting = load_draft(config, sized.model, sized.tokenizer, tell)
     tell(LoadPhase("memory for the KV cache"))
+    states = _state_storage(sized)
     if config.model.on_gpu and config.cache.tokens is None:
         sized = _fitted(sized, decoder)
     capacity, cache = sized.capacity, sized.cache(tell)
     slots, device = sized.per_rank // CHUNK, ranks.device_of(config)
     storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
-    states = _state_storage(sized)
     if config.cache.prefault:
         storage.prefault()
         if states is not None:
@@ -210,8 +210,8 @@ def _decoding_rows(config: EngineConfig, capacity: Capacity) -> int:
 
 
 def _state_storage(sized: Sized) -> StateStorage | None:
-    spec = sized.model.recurrent
-    return None if spec is None or sized.states is None else StateStorage(spec, sized.states, sized.dtype)
+    spec, there = sized.model.recurrent, ranks.device_of(sized.config)
+    return None if spec is None or sized.states is None else StateStorage(spec, sized.states, sized.dtype, there)
 
 
 def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
@@ -268,7 +268,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer), experts=_experts(config, model))
-    states = None if model.recurrent is None else Footprint.of(config, model).states()
+    states = None if model.recurrent is None else gpu_memory.footprint(config, model).states()
     if states is not None:
         capacity = replace(capacity, max_sequences=min(capacity.max_sequences, states))
     return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed, states)

@@ -79,13 +79,12 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
         )
     found = {
         "tensor_parallel_size": config.ranks.tensor > 1,
-        "attention_backend triton": config.model.on_gpu,
         "offload_schedule": config.streaming is not None,
         "kv_offload_activations": tiers is not None and tiers.activations == "on",
     }
     asked = next((name for name, on in found.items() if on), None)
     if asked is not None:
-        told = "its states are whole, in memory and in tiers, on the CPU"
+        told = "its states are whole, in memory and in tiers"
         raise ValueError(f"{asked}: {model.architecture} has recurrent layers, and {told}; leave it out")
     if config.speculation.on and config.cache.states == 1:
         raise ValueError(
@@ -112,6 +111,8 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     if not config.model.on_gpu or config.ranks.count == 1:
         return
     several = "several ranks on GPUs"
+    if model.recurrent is not None:
+        raise ValueError(f"{several}: {model.architecture} has recurrent layers, which one GPU computes; use one rank")
     if config.tiers is not None or config.streaming is not None:
         raise ValueError(f"KV outside the pool (kv_offload settings) and {several} exclude each other: leave out one")
     if config.ranks.launcher == "ray":

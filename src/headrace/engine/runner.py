@@ -60,6 +60,8 @@ class Runner(Executor):
         can = self.backend.capabilities
         if can.graphs:
             recorded(self.backend).verify(self.decoder.config.attention, self.decoder.dtype, self.storage.dtype)
+            if self.states is not None:
+                recorded(self.backend).verify_recurrent(self.states.spec, self.decoder.dtype)
             return self._graphs() or self.eager
         if self.storage.keeps_activations:
             return self.eager
@@ -73,7 +75,7 @@ class Runner(Executor):
             log.info("steps are launched one kernel at a time: %s", why)
             return None
         rows = self.decoding_rows, self.prompt_rows
-        return graphs.CudaGraphs(self.decoder, self.storage, recorded(self.backend), self.eager, *rows)
+        return graphs.CudaGraphs(self.decoder, self.storage, recorded(self.backend), self.eager, *rows, self.states)
 
     def _mixed(self) -> Program:
         """The program of steps some rows of which no token is drawn from."""

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.config import AttentionSpec
+from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
@@ -226,6 +226,9 @@ class GraphBackend(Backend, Protocol):
     def verify(self, spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> None:
         """Compares what only some models' attention has with plain torch on the device. Raises ValueError where it is
         wrong there."""
+
+    def verify_recurrent(self, spec: RecurrentSpec, computed: torch.dtype) -> None:
+        """The same of recurrent layers, and whether their bits depend on how sequences are cut."""
 
 
 class PiecewiseBackend(Backend, Protocol):

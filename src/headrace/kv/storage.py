@@ -93,13 +93,15 @@ class KVStorage(LayerPools):
 
 
 class StateStorage:
-    """`slots` states of all recurrent layers of a model that computes in `dtype`. Untouched slots cost no memory."""
+    """`slots` states of all recurrent layers of a model that computes in `dtype`. Untouched slots cost no memory of a
+    CPU's. device: where all of them lie; the CPU, if it is not given."""
 
-    def __init__(self, spec: RecurrentSpec, slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: RecurrentSpec, slots: int, dtype: torch.dtype, device: torch.device | None = None) -> None:
         self.spec, self.slots, self.dtype = spec, slots, dtype
         last = (slots, spec.kernel - 1, spec.channels)
         matrices = (slots, spec.value_heads, spec.key_dim, spec.value_dim)
-        self.layers = [LayerStates(zeros(last, dtype), zeros(matrices, torch.float32)) for _ in range(spec.layers)]
+        new = zeros_on(device)
+        self.layers = [LayerStates(new(last, dtype), new(matrices, torch.float32)) for _ in range(spec.layers)]
 
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""

@@ -30,7 +30,7 @@ class StateCodec:
     @torch.inference_mode()
     def encode(self, slot: int, digest: bytes) -> BlobParts:
         """The blob of the state in a slot, in memory of its own."""
-        payload = torch.cat([part for layer in range(self.layers) for part in self._parts(layer, slot)])
+        payload = torch.cat([part for layer in range(self.layers) for part in self._parts(layer, slot)]).cpu()
         view, size = memoryview(payload.numpy().data).cast("B"), self.section_bytes
         sums = [frame.checksum(view[layer * size : (layer + 1) * size]) for layer in range(self.layers)]
         layout = frame.BlobLayout(self.identity, self.layers, size, "s", "raw")

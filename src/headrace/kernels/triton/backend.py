@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headrace.config import AttentionSpec
+from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.device import current
 from headrace.kernels.backend import GraphBackend, GraphSizes, PiecewiseBackend
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "append", "attend", "capabilities", "described", "empty_running", "finish", "graph_step", "layout", "merge_blocks",
     "merge_into", "merge_states", "missing", "partial", "prepare", "states_of", "verify",
+    "verify_recurrent",
 ]  # fmt: skip
 
 
@@ -65,6 +66,12 @@ def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> N
     from headrace.kernels.triton import layer_check
 
     layer_check.verify(spec, computed, stored)
+
+
+def verify_recurrent(spec: RecurrentSpec, computed: torch.dtype) -> None:
+    from headrace.kernels.triton import delta_check
+
+    delta_check.verify(spec, computed)
 
 
 def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:

@@ -184,7 +184,7 @@ class _Forward:
         spec = decoder.config.attention
         self.attend = PlanAttention(plan, storage, spec, backend, decoder.key_bias, decoder.sinks)
         self.last = torch.tensor([count - 1])
-        self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count)
+        self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count, decoder.device)
 
     def __call__(self) -> None:
         hidden = self.decoder.forward(self.batch, self.attend, self.last, recur=self.recur)

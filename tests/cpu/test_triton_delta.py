@@ -1,0 +1,99 @@
+"""Gated delta nets in Triton's interpreter, in fp32 and fp16: near those in torch, and the same bits in every cut."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has the same kernels, compiled", allow_module_level=True)
+
+from headrace.config import RecurrentSpec
+from headrace.kernels import dispatch
+from headrace.kernels.records import LayerStates
+from headrace.kernels.triton import delta_check
+from headrace.kernels.triton.delta import DeltaStep
+from tests.support.delta_cases import SLOTS, DeltaCase
+
+CPU = torch.device("cpu")
+SMALL = RecurrentSpec(1, 1, 1, 16, 8, 4)
+UNEVEN = RecurrentSpec(1, 1, 2, 12, 10, 3)
+MIXED = [[4, 9, 3, 1], [0, 4, -1, 0], [9, 12, 1, 1], [12, 13, 3, 2], [13, 14, 2, 3]]
+"""The third goes on from the first, the fourth begins with the same, the last overwrites what both began with."""
+
+
+def run(case: DeltaCase, segments: list[list[int]]) -> tuple[Tensor, LayerStates]:
+    states = case.copied()
+    step = DeltaStep.of(case.spec, torch.tensor(segments), len(case.mixed), SLOTS, CPU)
+    return step(case.mixed, case.gates, case.weights, states), states
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("spec", [SMALL, UNEVEN])
+def test_as_in_torch(spec: RecurrentSpec, dtype: torch.dtype) -> None:
+    case = DeltaCase(spec, 14, dtype)
+    out, states = run(case, MIXED)
+    with dispatch.force("torch"):
+        wanted, after = case.run(MIXED)
+    bound = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(out, wanted, **bound)
+    torch.testing.assert_close(states.matrices, after.matrices, rtol=1e-5, atol=1e-5)
+    assert torch.equal(states.last, after.last)
+
+
+@pytest.mark.parametrize("spec", [SMALL, pytest.param(UNEVEN, marks=pytest.mark.matrix)])
+def test_what_a_device_is_asked(spec: RecurrentSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether cuts change bits, and whether it is near torch: each is seen where it is not so."""
+    monkeypatch.setattr(delta_check, "ROWS", 9)
+    monkeypatch.setattr(delta_check, "CUTS", (0, 1, 2, 7, 9))
+    check = delta_check.check.__wrapped__
+    check(spec, torch.float32, CPU)
+    monkeypatch.setitem(delta_check.BOUNDS, torch.float32, 0.0)
+    with pytest.raises(ValueError, match=r"recurrent layers are off by .*e-0\d on this device"):
+        check(spec, torch.float32, CPU)
+    recur = DeltaStep._recur
+
+    def by_length(self: DeltaStep, made: Tensor, *given: Tensor) -> None:
+        recur(self, made, *given)
+        made += 1e-7 * self.rows
+
+    monkeypatch.setattr(DeltaStep, "_recur", by_length)
+    with pytest.raises(ValueError, match="bits of recurrent layers depend on how a sequence is cut"):
+        check(spec, torch.float32, CPU)
+
+
+def test_segments_take_effect_in_their_order() -> None:
+    """Rows of two segments, the second of which goes on from the first, have the bits of one."""
+    case = DeltaCase(SMALL, 14, torch.float32)
+    out, _ = run(case, MIXED)
+    rows = torch.tensor([4, 5, 6, 7, 8, 9, 10, 11])
+    alone = DeltaCase(SMALL, 14, torch.float32)
+    alone.mixed, alone.gates = case.mixed[rows], case.gates[rows]
+    assert torch.equal(run(alone, [[0, 8, 3, 1]])[0], out[rows])
+
+
+@pytest.mark.parametrize(
+    "segment", [[0, 5, 5, 0], [0, 5, -2, 0], [0, 5, 0, -1], [0, 5, 0, 5], [-1, 5, 0, 0], [0, 7, 0, 0]]
+)
+def test_segments_that_do_not_fit_are_refused(segment: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"segments\[0\] .* does not fit 5 slots and 6 rows"):
+        run(DeltaCase(SMALL, 6, torch.float32), [segment])
+
+
+def test_tensors_and_sizes_that_do_not_fit_are_refused() -> None:
+    case, segments = DeltaCase(SMALL, 6, torch.float32), torch.tensor([[0, 6, -1, 0]])
+    step = DeltaStep.of(SMALL, segments, 6, SLOTS, CPU)
+    for name, mixed, gates, states in (
+        ("mixed", case.mixed[:, 1:], case.gates, case.states),
+        ("gates", case.mixed, case.gates[:5], case.states),
+        ("last", case.mixed.half(), case.gates, case.states),
+        ("matrices", case.mixed, case.gates, LayerStates(case.states.last, case.states.matrices.half())),
+    ):
+        with pytest.raises(ValueError, match=name):
+            step(mixed, gates, case.weights, states)
+    with pytest.raises(ValueError, match="keys of up to 256 in recurrent layers, got 257"):
+        delta_check.verify(RecurrentSpec(1, 1, 1, 257, 8, 4), torch.float32)
