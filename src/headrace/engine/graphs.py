@@ -78,9 +78,7 @@ def obstacle(config: ModelConfig) -> str | None:
     """Why a model's steps are not recorded; None where they can be."""
     if config.rope_depends_on_length:
         return "rotations depend on the lengths of sequences"
-    if not config.head:
-        return "the model has no head over the vocabulary"
-    return "its layers differ in their heads" if len(config.attention.every_shape) > 1 else None
+    return None if config.head else "the model has no head over the vocabulary"
 
 
 class Recordings:
@@ -121,7 +119,7 @@ class Recordings:
         turns = None if self.turns is None else self.turns.index_select(0, positions)
         drawn = self.step.drawn[: key.drawn].long() if key.drawn else None
         keep = None if self.storage.x is None else partial(self.step.keep, self.storage.x)
-        x = decoder.layers(decoder.embed(tokens, positions), turns, attend, drawn, watch=keep)
+        x = decoder.through(tokens, decoder.embed(tokens, positions), turns, attend, drawn, watch=keep)
         logits = decoder.logits(decoder.leave(x))
         values, best = ops.greatest(logits)
         return logits, torch.stack((best.int(), values.view(torch.int32)))
@@ -150,12 +148,15 @@ class CudaGraphs(Recordings):
         config, spec = decoder.config, decoder.config.attention
         self.sizes = [1 << power for power in range((rows - 1).bit_length() + 1)]
         length = min(config.max_model_len, storage.slots * CHUNK)
-        sizes = GraphSizes(
-            self.sizes[-1], prompt_rows, length, frozenset(spec.windows), spec.heads,
-            (storage.slots, *spec.shape(0)), storage.dtype, decoder.dtype, spec.scale, spec.score_cap,
-        )  # fmt: skip
+        kinds = [
+            GraphSizes(
+                self.sizes[-1], prompt_rows, length, spec.windows_of(shape), spec.heads, (storage.slots, *shape),
+                storage.dtype, decoder.dtype, spec.scale, spec.score_cap,
+            )
+            for shape in spec.every_shape
+        ]  # fmt: skip
         turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
-        super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns)
+        super().__init__(decoder, storage, eager, backend.graph_step(kinds, decoder.key_bias), turns)
         self._first: Plan | None = None
         self._rounds = 0
         self._refused: set[Key] = set()
