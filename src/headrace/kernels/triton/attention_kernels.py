@@ -237,7 +237,7 @@ def _walk_task(
         if RESUME:
             m = tl.load(m_of + state, mask=kept, other=float("-inf"))
             z = tl.load(z_of + state, mask=kept, other=0.0)
-        # m and z are the same in every pass, and are left when the last one has read what it goes on from.
+        # Every pass has the same m and z.
         for turn in range(0, P // V):
             column = turn * V + columns
             there = kept[:, None] & (column < D)[None, :]
