@@ -15,6 +15,7 @@ from headrace import LLM, SamplingParams
 from headrace.kernels.triton import backend
 from tests.support.attention_testbed import TREES, PoolTestbed, ends
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.offloading import MIXES, answer, flush, forced
 from tests.support.small_gpu_engines import force, launched
 from tests.support.traces import Trace, run, same
 
@@ -67,6 +68,18 @@ def test_slices_and_preempted_sequences(settings: dict[str, int], folder: Path, 
     long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     truth = [launched(llm, [prompt], long)[0] for prompt in prompts()]
     same(run(engine(folder, **settings), prompts(), long), truth)
+
+
+@pytest.mark.parametrize("mix", ["load", "project"])
+def test_restored_from_the_host_tier(mix: str, folder: Path, truth: list[Trace]) -> None:
+    """Chunks whose layers differ in size; and keys and values that are made of X."""
+    llm = engine(folder, kv_offloading_size=0.05, kv_offload_activations="on")
+    assert llm.engine.offload is not None
+    llm.engine.offload.choose = forced(*MIXES[mix])
+    same(answer(llm, prompts(), PARAMS), truth)
+    flush(llm)
+    same(answer(llm, prompts(), PARAMS), truth)
+    llm.close()
 
 
 def test_decoded_is_the_same_as_prefilled(llm: LLM, truth: list[Trace]) -> None:
