@@ -95,3 +95,7 @@ def test_what_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 2
     layer_check.verify(plain, torch.bfloat16, torch.int8)
     assert asked[-1].features == ["int8 keys and values"]
+    shapes, windows = ((2, 256), (1, 512)) * 2, (8, None) * 2
+    mixed = AttentionSpec(layers=4, heads=4, kv_heads=2, head_dim=256, windows=windows, scale=1.0, shapes=shapes)
+    layer_check.verify(mixed, torch.bfloat16, torch.bfloat16)
+    assert [(each.heads.dim, each.window) for each in asked[3:]] == [(512, None)]

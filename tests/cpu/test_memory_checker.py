@@ -22,6 +22,8 @@ from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.config import combinations
 from headrace.engine.runner import Runner
+from headrace.kernels.records import QKRotary
+from headrace.kernels.triton import rotary
 from headrace.kernels.triton.experts import GpuExperts
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_device import fake_device
@@ -57,6 +59,15 @@ def test_one_kernel(by: int, count: int, room: int, told: str | None) -> None:
             return
         with pytest.raises(InterpreterError, match=told):
             moved[(1,)](x, out, by, count, BLOCK=16)
+
+
+def test_heads_behind_which_there_are_no_values() -> None:
+    """Two queries and a key, whose projection is the value, too: behind the last row there is nothing to read."""
+    heads, norm = torch.randn(2, 3, 16), torch.ones(16)
+    with checked_memory() as checker:
+        q, k, v = rotary.rotate(heads, QKRotary(rotary.rotate, 2, 1, torch.ones(2, 16), norm, norm, 1e-6))
+    assert (q.shape, k.shape, v.shape) == ((2, 2, 16), (2, 1, 16), (2, 0, 16))
+    assert "rotate_heads" in checker.launches and q.isfinite().all() and k.isfinite().all()
 
 
 def test_new_memory_holds_nothing_of_use() -> None:

@@ -176,8 +176,10 @@ def test_the_next_step_by_a_prepared_one(way: str) -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="heads of up to 256"):
-        limits.check(torch.bfloat16, 512)
+    with pytest.raises(ValueError, match="heads of up to 512"):
+        limits.check(torch.bfloat16, 528)
+    with pytest.raises(ValueError, match="int8 heads of up to 256"):
+        limits.check_stored(torch.int8, 512)
     with pytest.raises(ValueError, match="bfloat16"):
         limits.check(torch.int8, 64)
 
@@ -201,6 +203,29 @@ def test_lanes_are_told_by_the_gpu_and_the_head() -> None:
     assert [walk_options.chosen(8, 256, part).lanes for part in (1, 32, 33, 64)] == [32, 32, 64, 64]
     assert walk_options.chosen(9, 80, 4) == walk_options.OPTIONS[9][128]
     assert walk_options.chosen(8, 256, 1, fp32=True) == walk_options.UNROLLED._replace(lanes=32)
+
+
+@pytest.mark.parametrize("major", [8, 9, 10])
+def test_keys_are_taken_alike_by_both_ways(major: int) -> None:
+    """Probabilities of larger heads are rounded for half a chunk, by split and by flash tasks."""
+    for padded, keys in ((128, 64), (256, 64), (512, 32)):
+        for dtype in (torch.bfloat16, torch.float32):
+            fp32 = dtype == torch.float32
+            flash, split = (
+                walk_options.flash_chosen(major, padded, 8, dtype),
+                walk_options.chosen(major, padded, 8, fp32),
+            )
+            assert flash.keys == split.keys == keys
+
+
+@pytest.mark.parametrize("dim", [512, pytest.param(320, marks=pytest.mark.matrix)])
+def test_larger_heads(dim: int, way: str) -> None:
+    """Half a chunk at a time, and the values' columns by two passes or programs; two rows on both sides of a span's
+    end, the later of which sees the first half of a chunk alone."""
+    testbed = PoolTestbed([(0, 520)], (2, 1, dim), torch.float16, apart=False)
+    window = 70 if way == "split" else None
+    (ours,), (truth,) = (testbed.attend([(0, 511, 2)], each, "cpu", window=window) for each in (backend, reference))
+    assert (ours.float() - truth.float()).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("dim", [256, 160])

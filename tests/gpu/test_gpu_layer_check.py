@@ -1,4 +1,4 @@
-"""Attention with sinks, caps and int8 pools, compiled, beside plain torch: what an engine asks when it starts."""
+"""Attention with sinks, caps, int8 pools or large heads, compiled, beside plain torch: what a starting engine asks."""
 
 from __future__ import annotations
 
@@ -21,3 +21,15 @@ def test_attention_is_that_of_plain_torch(feature: str, window: int | None, dtyp
     for heads in (Heads(64, 8, 64), Heads(8, 4, 32)):
         variant = layer_check.Variant(heads, dtype, stored, window, cap, sinks, heads.dim**-0.5)
         layer_check.check(variant, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("heads", [(8, 1, 512), (32, 4, 512)], ids=str)
+def test_heads_of_512(heads: tuple[int, int, int]) -> None:
+    """Gemma 4's: E2B and 31B."""
+    from headrace.kernels.triton import layer_check
+    from headrace.kernels.triton.heads import Heads
+
+    bf16 = torch.bfloat16
+    variant = layer_check.Variant(Heads(*heads), bf16, bf16, window=None, cap=None, sinks=False, scale=1.0)
+    assert variant.features == ["heads of 512"]
+    layer_check.check(variant, torch.device("cuda", 0))

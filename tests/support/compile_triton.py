@@ -54,12 +54,13 @@ GATHER = {"addresses": "*i64", "into": "*i64", "tasks": "i32", "words": "i32"}
 MERGE = {"HEADS": 32, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False, "SINKS": False}
 WALK = MERGE | {"KV_HEADS": 8, "PART": 4, "PARTS": 1, "PRECISION": "ieee"}
 WALK |= {"BIAS": False, "CAP": False, "SPLIT": False, "RESUME": False}
-HEADS = (64, 128, 256)
+HEADS = (64, 128, 256, 512)
 MODELS: dict[str, dict[str, bool]] = {
     "": {}, " window": {"WINDOW": True}, " bias": {"BIAS": True}, " cap": {"CAP": True},
     " window, cap": {"WINDOW": True, "CAP": True}, " window, sinks": {"WINDOW": True, "SINKS": True},
 }  # fmt: skip
-"""Of Llama, Mistral, BLOOM and MPT, Grok, Gemma 2, gpt-oss. Heads of 256 have no bias in any model."""
+"""Of Llama, Mistral, BLOOM and MPT, Grok, Gemma 2, gpt-oss. Heads of 256 have no bias in any model, those of 512
+(Gemma 4's) none of all this."""
 HOPPER = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "SPAN": tile_schedule.SPAN}
 
 DRAWN = dict.fromkeys(("logits",), "*fp32") | dict.fromkeys(("masks", "tokens"), "*i32")
@@ -119,10 +120,10 @@ class HopperCompiled(Compiled):
 def attention_cases(architecture: int) -> Iterator[Compiled]:
     for dim in HEADS:
         for model, others in MODELS.items():
-            if dim <= 128 or "BIAS" not in others:
+            if dim <= 128 or (dim == 256 and "BIAS" not in others) or model in ("", " window"):
                 yield from _walks(architecture, dim, model, others, TYPES)
         int8 = TYPES | {"k": "*i8", "v": "*i8"}
-        for model in ("", " window"):
+        for model in ("", " window") if dim <= 256 else ():
             yield from _walks(architecture, dim, f"{model} int8", MODELS[model], int8)
         if dim < 128:
             yield from _walks(architecture, dim, " fp32", {}, TYPES | dict.fromkeys(("q", "k", "v", "out"), "*fp32"))
@@ -143,9 +144,9 @@ def _walks(
     flash = walk_options.flash_chosen(*place, stored)
     other = walk_options.chosen(*place, stored == torch.float32)
     for way, split, resumed in (("flash", False, False), ("split", True, False), ("resumed", True, True)):
-        lanes, warps, stages, columns = other if split else flash
+        lanes, warps, stages, columns, keys = other if split else flash
         options = {"num_warps": warps, "num_stages": stages}
-        sizes = WALK | {"D": dim, "P": dim, "V": columns or dim, "LANES": lanes} | others
+        sizes = WALK | {"D": dim, "P": dim, "V": columns or dim, "K": keys, "LANES": lanes} | others
         constants = sizes | {"SPLIT": split, "RESUME": resumed}
         yield Compiled(f"{way} {dim}{model}", attention_kernels.walk, constants, options, types)
 
@@ -193,7 +194,7 @@ def sums_of(ttgir: str) -> list[str]:
     """Layouts of the tiles [lanes, 64] of which rows are summed up or have their maximum taken. Of Hopper's those with
     a row in one warp are one: its threads hold the same columns whatever the lanes and the width of an instruction."""
     layouts = dict(re.findall(r"^(#\w+) = (#.*)$", ttgir, re.MULTILINE))
-    names = re.findall(r"\(tensor<\d+x64xf32, (#\w+)>\) -> tensor<\d+xf32", ttgir)
+    names = re.findall(r"\(tensor<\d+x(?:32|64)xf32, (#\w+)>\) -> tensor<\d+xf32", ttgir)
     return sorted({ONE_WARP.sub("wgmma, a row in one warp", layouts[name]) for name in names})
 
 

@@ -67,7 +67,8 @@ class PlanAttention(Attend):
         can = self.kernels.capabilities
         if not (can.prepared_int8 if self.storage.dtype == torch.int8 else can.prepared_step):
             return None
-        return self.kernels.prepare(replace(self.inputs, shape=(self.storage.slots, *shape)))
+        items = {window: self.items[window] for window in self.spec.windows_of(shape)}
+        return self.kernels.prepare(replace(self.inputs, items=items, shape=(self.storage.slots, *shape)))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         pool, window = self.storage.pool(layer), self.spec.windows[layer]

@@ -53,6 +53,10 @@ class AttentionSpec:
         """Each shape that layers have, once."""
         return tuple(dict.fromkeys(map(self.shape, range(self.layers))))
 
+    def windows_of(self, shape: tuple[int, int]) -> frozenset[int | None]:
+        """Windows of the layers of a shape."""
+        return frozenset(self.windows[layer] for layer in range(self.layers) if self.shape(layer) == shape)
+
     @property
     def stored(self) -> int:
         """How many layers have keys and values of their own: the first ones."""

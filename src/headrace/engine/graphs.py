@@ -80,9 +80,7 @@ def obstacle(config: ModelConfig) -> str | None:
     """Why a model's steps are not recorded; None where they can be."""
     if config.rope_depends_on_length:
         return "rotations depend on the lengths of sequences"
-    if not config.head:
-        return "the model has no head over the vocabulary"
-    return "its layers differ in their heads" if len(config.attention.every_shape) > 1 else None
+    return None if config.head else "the model has no head over the vocabulary"
 
 
 class Recordings:
@@ -154,7 +152,7 @@ class Recordings:
         drawn = self.step.drawn[: key.drawn].long() if key.drawn else None
         keep = None if self.storage.x is None else partial(self.step.keep, self.storage.x)
         recur = None if self.recurrence is None else self.recurrence.layers(key.rows)
-        x = decoder.layers(decoder.embed(tokens, positions), turns, attend, drawn, watch=keep, recur=recur)
+        x = decoder.through(tokens, decoder.embed(tokens, positions), turns, attend, drawn, watch=keep, recur=recur)
         logits = decoder.logits(decoder.leave(x))
         values, best = ops.greatest(logits)
         return logits, torch.stack((best.int(), values.view(torch.int32)))
@@ -185,14 +183,17 @@ class CudaGraphs(Recordings):
         config, spec = decoder.config, decoder.config.attention
         self.sizes = [1 << power for power in range((rows - 1).bit_length() + 1)]
         length = min(config.max_model_len, storage.slots * CHUNK)
-        sizes = GraphSizes(
-            self.sizes[-1], prompt_rows, length, frozenset(spec.windows), spec.heads,
-            (storage.slots, *spec.shape(0)), storage.dtype, decoder.dtype, spec.scale, spec.score_cap,
-        )  # fmt: skip
+        kinds = [
+            GraphSizes(
+                self.sizes[-1], prompt_rows, length, spec.windows_of(shape), spec.heads, (storage.slots, *shape),
+                storage.dtype, decoder.dtype, spec.scale, spec.score_cap,
+            )
+            for shape in spec.every_shape
+        ]  # fmt: skip
         turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
         self.states, most = states, self.sizes[-1]
         recurrence = None if states is None else ReplayedRecurrence(states, most, most)
-        super().__init__(decoder, storage, eager, backend.graph_step(sizes, decoder.key_bias), turns, recurrence)
+        super().__init__(decoder, storage, eager, backend.graph_step(kinds, decoder.key_bias), turns, recurrence)
         self.otherwise: Callable[[StepRows], Logits] = self._launched
         """Computes what does not fit, as a draft that makes a long run (kernels.triton.tile_schedule). May be set."""
         self._first: Plan | None = None

@@ -100,8 +100,8 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
     why = f"{model.architecture} has layers that differ in their heads or share keys and values"
     if config.streaming is not None:
         raise ValueError(f"offload_schedule: {why}, and streamed decoding stages layers that are alike; leave it out")
-    if config.model.on_gpu:
-        raise ValueError(f"attention_backend 'triton': {why}, which run on the CPU; use 'auto'")
+    if config.model.on_gpu and config.ranks.count > 1:
+        raise ValueError(f"attention_backend 'triton' with several ranks: {why}; use one rank, or 'auto'")
 
 
 def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:

@@ -129,7 +129,7 @@ class PreparedStep(LayerStep, Protocol):
 
 class GraphSizes(NamedTuple):
     """What steps that replay graphs have at most: rows, all of which tokens are drawn from, and positions below
-    `length`; and what they have in common.
+    `length`; and what layers with heads of one shape have in common.
 
     prompt_rows: of steps with prompts in them, `rows` of which tokens are drawn from. windows: of the layers; heads:
     Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of rows; scale, cap: see Mask.
@@ -169,8 +169,8 @@ class GraphStep(Protocol):
         """For steps with prompts in them. It shares memory: the steps of both are computed one after another."""
 
     def fill(self, items: Mapping[int | None, Int32], positions: Int64, slots: Int32) -> int | None:
-        """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None, with nothing
-        changed: there is no room for it."""
+        """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None: there is no
+        room for it, and no step can be sent until one is filled."""
 
     def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
         """Goes on from the step that was sent last to one in which each of these rows, at `positions`, begins a chunk
@@ -220,8 +220,8 @@ class Backend(Protocol):
 class GraphBackend(Backend, Protocol):
     """A backend whose steps can be recorded, as its capabilities say."""
 
-    def graph_step(self, sizes: GraphSizes, bias: Tensor | None = None) -> GraphStep:
-        """bias: see Mask, on the device."""
+    def graph_step(self, kinds: Sequence[GraphSizes], bias: Tensor | None = None) -> GraphStep:
+        """kinds: of layers, by the shape of their heads. bias: see Mask, on the device."""
 
     def verify(self, spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> None:
         """Compares what only some models' attention has with plain torch on the device. Raises ValueError where it is

@@ -7,11 +7,11 @@ one order of sums for every number of rows, and what a row's experts make is add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -149,8 +149,12 @@ def gated_linear(
     return out if not isinstance(weights[0], Tensor) and weights[0].gated else ops.gated(out, gate)
 
 
-Mixture = Callable[[Tensor, Tensor], Tensor]
-"""What the experts of a layer make of x [T, H] by the router's logits fp32 [T, E]: [T, H]."""
+class Mixture(Protocol):
+    """All experts of a layer as one."""
+
+    def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None) -> Tensor:
+        """What they make of x [T, H] by the router's logits fp32 [T, E]: [T, H]. scales fp32 [E]: shares are multiplied
+        by their experts'."""
 
 
 def mixture(

@@ -317,7 +317,8 @@ def rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def rotated_heads(heads: Tensor, how: QKRotary) -> tuple[Tensor, Tensor, Tensor]:
-    """heads [T, Hq + 2 Hkv, D], as projected -> q [T, Hq, D], k and v [T, Hkv, D], maybe views of `heads`."""
+    """heads [T, Hq + 2 Hkv, D], as projected -> q [T, Hq, D], k and v [T, Hkv, D], maybe views of `heads`. v is what
+    there is behind queries and keys: nothing, [T, 0, D], where values are projected by the keys' weights."""
     if dispatch.on_gpu(heads) and not how.plain:
         from headrace.kernels.triton import rotary as gpu_rotary
 
@@ -327,5 +328,5 @@ def rotated_heads(heads: Tensor, how: QKRotary) -> tuple[Tensor, Tensor, Tensor]
         part = part if weight is None else rms_norm(part, weight, how.eps, how.offset)
         return part if how.cos_sin is None else rotary(part, how.cos_sin)
 
-    q, k, v = heads.split((how.heads, how.kv_heads, how.kv_heads), dim=1)
+    q, k, v = heads.tensor_split((how.heads, how.heads + how.kv_heads), dim=1)
     return turned(q, how.q_norm), turned(k, how.k_norm), v

@@ -205,22 +205,35 @@ class Decoder:
         recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
+        return self.leave(self.through(batch.token_ids, x, cos_sin, attend, rows, watch, recur))
+
+    def through(
+        self,
+        token_ids: Tensor,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        rows: Tensor | None = None,
+        watch: block.Watch | None = None,
+        recur: Recur | None = None,
+    ) -> Tensor:
+        """The residual stream [T, H] behind the last layer, of tokens [T] that enter the first as x [T, H]. The other
+        arguments are those of `forward`."""
         if isinstance(self.layers, MixedLayers):
-            return self.leave(self.layers(x, cos_sin, attend, rows, watch, inputs=self._inputs(batch, x)))
-        return self.leave(self.layers(x, cos_sin, attend, rows, watch, recur))
+            inputs = self._inputs(token_ids.to(self.device), x)
+            return self.layers(x, cos_sin, attend, rows, watch, inputs=inputs)
+        return self.layers(x, cos_sin, attend, rows, watch, recur)
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
         turns = self.rope.at(batch.positions, batch.rope_lengths).to(self.device) if self.rope else None
         return self.embed(batch.token_ids.to(self.device), batch.positions.to(self.device)), turns
 
-    def _inputs(self, batch: TokenBatch, x: Tensor) -> Tensor | None:
-        """What each layer adds of the batch's tokens, which enter as x [T, H]; None where layers add nothing."""
+    def _inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
+        """What each layer adds of tokens [T], which enter as x [T, H]; None where layers add nothing."""
         if self.config.layer_inputs is None:
             return None
-        return layer_inputs(
-            self.config, self.config.layer_inputs, self.weights, self.matrices, batch.token_ids.to(self.device), x
-        )
+        return layer_inputs(self.config, self.config.layer_inputs, self.weights, self.matrices, token_ids, x)
 
     def leave(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""

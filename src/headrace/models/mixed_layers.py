@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
+from headrace.kernels.records import QKRotary
 from headrace.models.layers import Layer, Matrices, OneByOne, Weights
 from headrace.models.shards import ALONE, Whole
 from headrace.models.spec import ExpertsSpec, LayerInputs, ModelConfig
@@ -39,7 +40,7 @@ class MixedLayer(Layer):
         self.projected = sum(config.projected_heads(index))
         self.source = config.attention.source(index)
         self.lends = index in config.attention.shared
-        self.plain = torch.ones(self.dim, dtype=self.weights["q_norm.weight"].dtype)
+        self.plain = torch.ones_like(self.weights["q_norm.weight"])
 
     def run(
         self, x: Tensor, cos_sin: Tensor | None, attend: Attend, made: Made, inputs: Tensor | None, rows: Tensor | None
@@ -59,37 +60,48 @@ class MixedLayer(Layer):
 
     def _attended(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, made: Made, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
-        queries = self.config.attention.heads
         heads = self._linear("qkv", x).view(len(x), self.projected, self.dim)
-        q = self._turned("q_norm", heads[:, :queries], cos_sin)
-        own = self._keys_and_values(heads[:, queries:], cos_sin) if self.source == self.index else made[self.source]
+        q, *own = self._parts(heads, self.config.attention.heads, cos_sin)
+        k, v = own if self.source == self.index else made[self.source]
         if self.lends:
-            made[self.index] = own
-        return attend(self.index, q, *own) if rows is None else attend(self.index, q, *own, rows)
+            made[self.index] = k, v
+        return attend(self.index, q, k, v) if rows is None else attend(self.index, q, k, v, rows)
 
-    def _keys_and_values(self, heads: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
-        """heads [T, Hkv or 2 Hkv, D], projected keys and values or keys that are both -> k, v [T, Hkv, D]."""
-        k, v = heads[:, : self.kv_heads], heads[:, -self.kv_heads :]
-        return self._turned("k_norm", k, cos_sin), ops.rms_norm(v, self.plain, self.config.norm_eps)
+    def _parts(self, heads: Tensor, queries: int, cos_sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """heads [T, `queries`, and Hkv or 2 Hkv or none, D], projected queries, keys and values, or keys that are both,
+        as far as the layer has them -> q, k, v, as `attend` gets them."""
+        config, (first, width), keys = self.config, self.rotation, self.kv_heads if self.source == self.index else 0
+        turn = cos_sin[:, first : first + width] if cos_sin is not None and width else None
+        q_norm = self.weights["q_norm.weight"]
+        norms = (q_norm, self.weights["k_norm.weight"] if keys else q_norm)
+        how = QKRotary(ops.rotated_heads, queries, keys, turn, *norms, config.norm_eps, config.norm_offset)
+        q, k, _ = how(heads)
+        v = heads[:, heads.shape[1] - keys :]
+        return q, k, ops.rms_norm(v, self.plain, config.norm_eps) if keys else v
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
         heads = self._linear("qkv", self._norm("attention_norm", x)).view(len(x), self.projected, self.dim)
-        return self._keys_and_values(heads[:, self.config.attention.heads :], cos_sin)
+        _, k, v = self._parts(heads[:, self.config.attention.heads :], 0, cos_sin)
+        return k, v
 
     def _fed(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H]: what its MLP makes of it, and its experts beside that."""
         dense = self.whole("hidden", self._dense(self._norm("mlp_norm", x)))
         if self.experts is None:
             return dense
-        met = self._sent(self._norm("experts_norm", x), self._routes(x, self.experts), self.experts)
+        met = self._met(x, self.experts)
         return self._norm("dense_out_norm", dense) + self._norm("experts_out_norm", self.whole("hidden", met))
 
-    def _routes(self, x: Tensor, spec: ExpertsSpec) -> experts.Routes:
+    def _met(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
+        """x [T, H] -> [T, this rank's share of H]: what each row's experts make of it, by the scales of experts too."""
         scaled = ops.rms_norm(x, self.weights["routing.scale"], self.config.norm_eps) * self.config.hidden_size**-0.5
-        routes = experts.route(ops.linear(scaled, self.matrices["router.weight"], wide=True), spec.chosen, True)
-        scales = self.weights["routing.per_expert_scale"].float()
-        return replace(routes, share=routes.share * scales[routes.expert.long()])
+        logits = ops.linear(scaled, self.matrices["router.weight"], wide=True)
+        scales, x = self.weights["routing.per_expert_scale"].float(), self._norm("experts_norm", x)
+        if self.mixture is not None:
+            return self.mixture(x, logits, scales)
+        routes = experts.route(logits, spec.chosen, True)
+        return self._sent(x, replace(routes, share=routes.share * scales[routes.expert.long()]), spec)
 
 
 class MixedLayers(OneByOne):

@@ -170,14 +170,15 @@ class TileWork:
         heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
         acc, m, z = self.states
         columns = options.columns or heads.padded
-        direct(attention_kernels.walk)[(programs, heads.columns * (heads.padded // columns))](
+        shared = 1 if way["SPLIT"] else heads.padded // columns
+        direct(attention_kernels.walk)[(programs, heads.columns * shared)](
             q, pool.k, pool.v, q if pool.k_scale is None else pool.k_scale, q if pool.v_scale is None else pool.v_scale,
             self.arena.items.there, tasks, count, mask.positions, self.arena.bases.there, q if bias is None else bias,
             q if sinks is None else sinks, acc, m, z, out,
             mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap), (cap or 0.0) * LOG2_E, q.stride(0),
             0 if bias is None else bias.shape[-1], mask.window or 0, **self._shape(mask), **way,
             KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, V=columns,
-            LANES=options.lanes, BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
+            K=options.keys, LANES=options.lanes, BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
             num_warps=options.warps, num_stages=options.stages,
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Attention over chunks on a GPU, in Triton: how one task walks its chunks, and how the spans of a row are merged.
 
-L: lanes of a task, D: head size, P: D rounded up to a power of two, V: columns of the values that a program takes, 64:
-keys of a chunk. A lane is one (row, query head). Scores are in units of log 2.
+L: lanes of a task, D: head size, P: D rounded up to a power of two, V: columns of the values that are summed up at a
+time, 64: keys of a chunk, K: keys that are taken together, a chunk's or, of large heads, half of them. A lane is one
+(row, query head). Scores are in units of log 2.
 
 A lane's bits depend on its own query and the keys it sees alone, whichever task it is in. Inside a span it keeps a
 running maximum, as online softmax does (arXiv 1805.02867): a chunk rescales what the lane holds, and its product is
@@ -43,11 +44,12 @@ def _finish(m, z, acc, sinks, head, taken, SINKS: tl.constexpr):
 
 @triton.jit
 def _load_chunk(
-    k, v, slot, kv_head, column, there, KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr
-):
-    """Keys [P, 64] of one KV head of a chunk, and these columns [V] of its values [64, V]. ALL: every value has been
-    written; otherwise those that are not `there` [64] become 0."""
-    d, j = tl.arange(0, P), tl.arange(0, 64)
+    k, v, slot, kv_head, j, column, there,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Keys number j [K] of one KV head of a chunk, [P, K], and these columns [V] of their values [K, V]. ALL: every
+    value has been written; otherwise those that are not `there` [K] become 0."""
+    d = tl.arange(0, P)
     chunk = (slot.to(tl.int64) * KV_HEADS + kv_head) * (64 * D)
     k_pairs = k + chunk + (d[:, None] * 64 + j[None, :])
     v_pairs = v + chunk + (j[:, None] * D + column[None, :])
@@ -62,7 +64,7 @@ def _load_chunk(
 
 @triton.jit
 def _capped_biased(scores, keys, head, bias, factor, cap, bias_len, BIAS: tl.constexpr, CAP: tl.constexpr):
-    """Scores [L, 64] with soft caps and bias, if there are any: then times the factor."""
+    """Scores [L, K] with soft caps and bias, if there are any: then times the factor."""
     unit = tl.full(scores.shape, 1.0, tl.float32)
     if CAP:
         # cap * tanh(x) = cap - 2 * cap / (1 + exp(2 x)); the factor holds what makes exp2 of it.
@@ -76,7 +78,7 @@ def _capped_biased(scores, keys, head, bias, factor, cap, bias_len, BIAS: tl.con
 
 @triton.jit
 def _softmax(m, z, scores, scale):
-    """m, z after a chunk; keep [L]: what its rescaling leaves of the sums before; p [L, 64]: probabilities."""
+    """m, z after a chunk; keep [L]: what its rescaling leaves of the sums before; p [L, K]: probabilities."""
     new = tl.maximum(m, tl.max(scores, 1) * scale)
     base = tl.where(new == float("-inf"), 0.0, new)
     keep = tl.exp2(m - base)
@@ -88,28 +90,30 @@ def _softmax(m, z, scores, scale):
 def _walk_chunks(
     rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, begin, end, kv_head, column, head, taken,
     position, last, bias, factor, cap, bias_len, window,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, MASKED: tl.constexpr,
-    SPANS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, SPAN: tl.constexpr,
+    MASKED: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of a span (m, z, acc), and the total of those before it, after items begin .. end-1.
+    """The state of a span (m, z, acc), and the total of those before it, after items begin .. end-1, K keys at a time.
 
     MASKED: some lane may not see all of a chunk. SPANS: they may lie in several spans. Of int8 k and v the scales
     multiply scores, and probabilities before they are rounded.
     """
     INT8: tl.constexpr = k.dtype.element_ty == tl.int8
-    j = tl.arange(0, 64)
+    PARTS: tl.constexpr = 64 // K
     # One item ahead: the chunk's address is known before its turn to be loaded.
     some = begin < end
     slot_next = tl.load(items + 4 * begin, mask=some, other=0)
     key_next = tl.load(items + 4 * begin + 1, mask=some, other=0)
-    for i in range(begin, end):
-        slot, keys = slot_next, key_next + j
-        following = items + 4 * tl.minimum(i + 1, end - 1)
-        chunk_k, chunk_v = _load_chunk(k, v, slot, kv_head, column, keys <= last, KV_HEADS, D, P, not MASKED)
+    for i in range(begin * PARTS, end * PARTS):
+        first = i % PARTS * K
+        slot, key, j = slot_next, key_next + first, first + tl.arange(0, K)
+        keys = key_next + j
+        following = items + 4 * tl.minimum((i + 1) // PARTS, end - 1)
+        chunk_k, chunk_v = _load_chunk(k, v, slot, kv_head, j, column, keys <= last, KV_HEADS, D, P, not MASKED)
         if SPANS:  # noqa: SIM102 (this one is decided when the kernel is compiled)
             # Before the product of the scores: a branch behind it would make the products wait for one another.
-            if key_next % SPAN == 0:
+            if key % SPAN == 0:
                 total_m, total_z, total = _merge(total_m, total_z, total, m, z, acc)
                 m = tl.full(m.shape, float("-inf"), tl.float32)
         slot_next, key_next = tl.load(following), tl.load(following + 1)
@@ -137,8 +141,8 @@ def _walk_chunks(
 def _walk_spans(
     rows, m, z, acc, k, v, k_scale, v_scale, items, first, count, key, kv_head, column, head, taken, position, last,
     bias, factor, cap, bias_len, window,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr,
-    BIAS: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, K: tl.constexpr, SPAN: tl.constexpr,
+    WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The merged state (m, z, acc) of all spans of `count` items, the first of which begins at this key. m, z, acc:
     empty."""
@@ -151,17 +155,17 @@ def _walk_spans(
         m, z, acc, total_m, total_z, total = _walk_chunks(
             rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first, first + low, kv_head,
             column, head, taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
+            KV_HEADS, D, P, K, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
     m, z, acc, total_m, total_z, total = _walk_chunks(
         rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + low, first + high, kv_head,
         column, head, taken, position, last, bias, factor, cap, bias_len, window,
-        KV_HEADS, D, P, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
+        KV_HEADS, D, P, K, SPAN, False, True, WINDOW, BIAS, CAP, PRECISION,
     )  # fmt: skip
     m, z, acc, total_m, total_z, total = _walk_chunks(
         rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, first + high, first + count,
         kv_head, column, head, taken, position, last, bias, factor, cap, bias_len, window,
-        KV_HEADS, D, P, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
+        KV_HEADS, D, P, K, SPAN, True, True, WINDOW, BIAS, CAP, PRECISION,
     )  # fmt: skip
     return _merge(total_m, total_z, total, m, z, acc)
 
@@ -171,13 +175,13 @@ def walk(
     q, k, v, k_scale, v_scale, items, tasks, count, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor,
     cap, q_stride, bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr,
+    P: tl.constexpr, V: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr,
     RESUME: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tasks of one KV head or of PART of its query heads: every num_programs(0)-th of count[0] if SPLIT, otherwise task
-    program_id(0), if there are so many. P // V programs, next to one another on axis 1, share the columns of the
-    values; if SPLIT, V is P. See TileSchedule for tasks, items and bases.
+    program_id(0), if there are so many. The columns of the values are shared by P // V programs, next to one another on
+    axis 1; if SPLIT, one program takes them in as many passes. See TileSchedule for tasks, items and bases.
 
     q [R, HEADS, D], rows q_stride apart; k [slots, KV_HEADS, D, 64], v [slots, KV_HEADS, 64, D], of int8 k_scale and
     v_scale fp32 [slots, KV_HEADS, 64]; positions int32 [R]; bias fp32 [HEADS, bias_len]; sinks fp32 [HEADS]. SPLIT:
@@ -189,14 +193,14 @@ def walk(
         for number in range(tl.program_id(0), tl.load(count), tl.num_programs(0)):
             _walk_task(
                 q, k, v, k_scale, v_scale, items, tasks + 4 * number, positions, bases, bias, sinks, acc_of, m_of,
-                z_of, out, factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, V, LANES,
+                z_of, out, factor, cap, q_stride, bias_len, window, HEADS, KV_HEADS, PART, PARTS, D, P, V, K, LANES,
                 SPAN, True, RESUME, WINDOW, BIAS, CAP, SINKS, PRECISION,
             )  # fmt: skip
     elif tl.program_id(0) < tl.load(count):
         _walk_task(
             q, k, v, k_scale, v_scale, items, tasks + 4 * tl.program_id(0), positions, bases, bias, sinks, acc_of,
             m_of, z_of, out, factor, cap, q_stride, bias_len, window,
-            HEADS, KV_HEADS, PART, PARTS, D, P, V, LANES, SPAN, False, False, WINDOW, BIAS, CAP, SINKS, PRECISION,
+            HEADS, KV_HEADS, PART, PARTS, D, P, V, K, LANES, SPAN, False, False, WINDOW, BIAS, CAP, SINKS, PRECISION,
         )  # fmt: skip
 
 
@@ -205,12 +209,12 @@ def _walk_task(
     q, k, v, k_scale, v_scale, items, task, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor, cap,
     q_stride, bias_len, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-    P: tl.constexpr, V: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr,
+    P: tl.constexpr, V: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr,
     RESUME: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    COLUMNS: tl.constexpr = P // V
-    program, column = tl.program_id(1) // COLUMNS, tl.program_id(1) % COLUMNS * V + tl.arange(0, V)
+    COLUMNS: tl.constexpr = 1 if SPLIT else P // V
+    program, columns = tl.program_id(1) // COLUMNS, tl.program_id(1) % COLUMNS * V + tl.arange(0, V)
     kv_head, part = program // PARTS, program % PARTS
     begin, end, first, count = tl.load(task), tl.load(task + 1), tl.load(task + 2), tl.load(task + 3)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -221,37 +225,43 @@ def _walk_task(
     head = kv_head * GROUP + (in_group if GROUP % PART == 0 else tl.minimum(in_group, GROUP - 1))
     position = tl.load(positions + row, mask=taken, other=-1)
     last = tl.max(position, 0)  # behind lies what nobody has written yet
-    fits = column < D
     rows = tl.load(
         q + row.to(tl.int64)[:, None] * q_stride + (head * D)[:, None] + d[None, :],
         mask=taken[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
     key = tl.load(items + 4 * first + 1, mask=count > 0, other=0)
     m, z = tl.full((LANES,), float("-inf"), tl.float32), tl.zeros((LANES,), tl.float32)
-    acc = tl.zeros((LANES, V), tl.float32)
     if SPLIT:
         kept = taken & (position >= key // SPAN * SPAN)  # rows before the span have no state there
         state = (tl.load(bases + row, mask=kept, other=0).to(tl.int64) + key // SPAN) * HEADS + head
         if RESUME:
             m = tl.load(m_of + state, mask=kept, other=float("-inf"))
             z = tl.load(z_of + state, mask=kept, other=0.0)
-            acc = tl.load(acc_of + state[:, None] * D + column[None, :], mask=kept[:, None] & fits[None, :], other=0.0)
-        m, z, acc, _, _, _ = _walk_chunks(
-            rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, column, head,
-            taken, position, last, bias, factor, cap, bias_len, window,
-            KV_HEADS, D, P, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
-        )  # fmt: skip
-        tl.store(m_of + state, m, mask=kept)
-        tl.store(z_of + state, z, mask=kept)
-        tl.store(acc_of + state[:, None] * D + column[None, :], acc, mask=kept[:, None] & fits[None, :])
+        # Every pass has the same m and z.
+        for turn in range(0, P // V):
+            column = turn * V + columns
+            there = kept[:, None] & (column < D)[None, :]
+            acc = tl.zeros((LANES, V), tl.float32)
+            if RESUME:
+                acc = tl.load(acc_of + state[:, None] * D + column[None, :], mask=there, other=0.0)
+            new_m, new_z, acc, _, _, _ = _walk_chunks(
+                rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, column, head,
+                taken, position, last, bias, factor, cap, bias_len, window,
+                KV_HEADS, D, P, K, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
+            )  # fmt: skip
+            if turn == P // V - 1:
+                tl.store(m_of + state, new_m, mask=kept)
+                tl.store(z_of + state, new_z, mask=kept)
+            tl.store(acc_of + state[:, None] * D + column[None, :], acc, mask=there)
     else:
+        acc = tl.zeros((LANES, V), tl.float32)
         m, z, acc = _walk_spans(
-            rows, m, z, acc, k, v, k_scale, v_scale, items, first, count, key, kv_head, column, head, taken, position,
-            last, bias, factor, cap, bias_len, window, KV_HEADS, D, P, SPAN, WINDOW, BIAS, CAP, PRECISION,
+            rows, m, z, acc, k, v, k_scale, v_scale, items, first, count, key, kv_head, columns, head, taken, position,
+            last, bias, factor, cap, bias_len, window, KV_HEADS, D, P, K, SPAN, WINDOW, BIAS, CAP, PRECISION,
         )  # fmt: skip
         result = _finish(m, z, acc, sinks, head, taken, SINKS)
-        place = (row.to(tl.int64) * HEADS + head)[:, None] * D + column[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=taken[:, None] & fits[None, :])
+        place = (row.to(tl.int64) * HEADS + head)[:, None] * D + columns[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=taken[:, None] & (columns < D)[None, :])
 
 
 @triton.jit

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.device import current
-from headrace.kernels.backend import GraphBackend, GraphSizes, PiecewiseBackend
+from headrace.kernels.backend import GraphBackend, GraphSizes, GraphStep, PiecewiseBackend
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.state import AttnState, Partial, RunningState, StateRows, merge_states
 from headrace.kernels.triton.limits import capabilities
 
 if TYPE_CHECKING:
     from headrace.kernels.triton.attention import TritonStep
-    from headrace.kernels.triton.graph_step import TritonGraphStep
 
 __all__ = [
     "append", "attend", "capabilities", "described", "empty_running", "finish", "graph_step", "layout", "merge_blocks",
@@ -74,10 +73,10 @@ def verify_recurrent(spec: RecurrentSpec, computed: torch.dtype) -> None:
     delta_check.verify(spec, computed)
 
 
-def graph_step(sizes: GraphSizes, bias: Tensor | None = None) -> TritonGraphStep:
-    from headrace.kernels.triton.graph_step import GraphMemory, TritonGraphStep
+def graph_step(kinds: Sequence[GraphSizes], bias: Tensor | None = None) -> GraphStep:
+    from headrace.kernels.triton import shaped_steps
 
-    return TritonGraphStep(GraphMemory.of(sizes, bias), sizes.rows)
+    return shaped_steps.step_of(kinds, bias)
 
 
 def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> RunningState:

@@ -7,7 +7,7 @@ expert's inner width. See kernels.experts for what is computed. Routes stay on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -123,9 +123,11 @@ class GpuMixture:
     ) -> None:
         self.ups, self.downs, self.gated, self.chosen, self.normalised = ups, downs, gated, chosen, normalised
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """x [T, H] by the router's logits fp32 [T, E] -> [T, H]."""
+    def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None) -> Tensor:
+        """See kernels.experts.Mixture."""
         routes = route(logits, self.chosen, self.normalised)
+        if scales is not None:
+            routes = replace(routes, share=routes.share * scales[routes.expert.long()])
         inner = self.gated(self.ups(x, routes, sent=True))
         return combine(self.downs(inner, routes, sent=False), routes)
 

@@ -6,6 +6,7 @@ R: rows of a step; T: rows of the recording, those behind the step's being paddi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,8 +55,9 @@ class GraphMemory:
     bias: Tensor | None
 
     @classmethod
-    def of(cls, sizes: GraphSizes, bias: Tensor | None) -> GraphMemory:
-        """Raises ValueError for a type or size that has no kernel."""
+    def of(cls, sizes: GraphSizes, bias: Tensor | None, lent: GraphMemory | None = None) -> GraphMemory:
+        """lent: of other layers of the same steps, whose states and outputs lie where these do, as far as there is
+        room. Raises ValueError for a type or size that has no kernel."""
         _, kv_heads, dim = sizes.shape
         check_stored(sizes.dtype, dim)
         heads, place = Heads(sizes.heads, kv_heads, dim), current().place
@@ -63,8 +65,14 @@ class GraphMemory:
         # Long runs are split while they have fewer tasks than keep the device busy.
         longer = min(sizes.prompt_rows, limits.busy * limits.flash_rows)
         count = min(heads.most_states, (sizes.rows + longer) * spans_of(sizes.length))
-        out = torch.zeros(max(sizes.rows, sizes.prompt_rows), sizes.heads, dim, dtype=sizes.computed, device=place)
-        return cls(sizes, heads, place, limits._replace(states=count), heads.states(count, place), out, bias)
+        rows = max(sizes.rows, sizes.prompt_rows)
+        limits = limits._replace(states=count)
+        if lent is None:
+            out = torch.zeros(rows, sizes.heads, dim, dtype=sizes.computed, device=place)
+            return cls(sizes, heads, place, limits, heads.states(count, place), out, bias)
+        out = _within(lent.out, (rows, sizes.heads, dim))
+        acc, m, z = (_within(*each) for each in zip(lent.states, heads.state_shapes(count), strict=True))
+        return cls(sizes, heads, place, limits, (acc, m, z), out, bias)
 
     def flash_lanes(self, window: int | None) -> int:
         """Of a flash task."""
@@ -76,6 +84,14 @@ class GraphMemory:
             return 0
         together = max(1, self.flash_lanes(window) // self.limits.group)
         return -(-rows // together) + min(self.sizes.rows, rows // (tile_schedule.SHORT + 1))
+
+
+def _within(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of this shape in that memory if it suffices, otherwise in new memory."""
+    size = math.prod(shape)
+    if size > memory.numel():
+        return torch.zeros(shape, dtype=memory.dtype, device=memory.device)
+    return memory.view(-1)[:size].view(shape)
 
 
 def spans_of(length: int) -> int:

@@ -41,6 +41,8 @@ class Heads(NamedTuple):
 
     def states(self, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """acc [count, Hq, D], m and z [count, Hq], fp32."""
-        shape = (count, self.heads)
-        acc = torch.empty((*shape, self.dim), device=device)
-        return acc, torch.empty(shape, device=device), torch.empty(shape, device=device)
+        acc, m, z = (torch.empty(shape, device=device) for shape in self.state_shapes(count))
+        return acc, m, z
+
+    def state_shapes(self, count: int) -> list[tuple[int, ...]]:
+        return [(count, self.heads, self.dim), (count, self.heads), (count, self.heads)]

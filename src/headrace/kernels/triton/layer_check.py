@@ -1,5 +1,5 @@
-"""Attention with sinks, soft caps or int8 keys and values beside plain torch, on the GPU itself, before an engine uses
-it: what no two sets of kernels can be compared in, as hopper_agreement does.
+"""Attention with sinks, soft caps, large heads or int8 keys and values beside plain torch, on the GPU itself, before an
+engine uses it: what no two sets of kernels can be compared in, as hopper_agreement does.
 
 Hq, Hkv: query and KV heads; D: head size.
 """
@@ -37,6 +37,8 @@ SINK = 5.0
 CAPPED = 6.0
 """Scores of 16-bit types are drawn with so many standard deviations in a cap: in those of unit size one left out would
 be less than roundings are. The bound of fp32 is narrow enough."""
+USUAL_HEAD = 256
+"""Larger heads are walked by parts of chunks and of the values' columns, on all GPUs."""
 
 
 class Variant(NamedTuple):
@@ -55,6 +57,7 @@ class Variant(NamedTuple):
         """What other models' attention does not have."""
         int8 = self.stored == torch.int8
         told = {"attention sinks": self.sinks, "soft caps": self.cap is not None, "int8 keys and values": int8}
+        told[f"heads of {self.heads.dim}"] = self.heads.dim > USUAL_HEAD
         return [name for name, there in told.items() if there]
 
 
@@ -64,9 +67,9 @@ def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> N
     place = current().place
     if place.type != "cuda":
         return
-    for kv_heads, dim in spec.every_shape:
-        heads = Heads(spec.heads, kv_heads, dim)
-        for window in sorted(set(spec.windows), key=lambda each: each or 0):
+    for shape in spec.every_shape:
+        heads = Heads(spec.heads, *shape)
+        for window in sorted(spec.windows_of(shape), key=lambda each: each or 0):
             variant = Variant(heads, computed, stored, window, spec.score_cap, spec.sinks, spec.scale)
             if variant.features:
                 check(variant, place)

@@ -9,9 +9,10 @@ from headrace.kernels.triton.tile_schedule import SPAN_CHUNKS
 
 capabilities = Capabilities(
     name="triton", kernels="the Triton kernels", spoken_of="it", devices=("cuda",), prepared_step=True, graphs=True,
-    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=256, int8=True, prepared_int8=True,
+    dtypes=(torch.bfloat16, torch.float16, torch.float32), largest_head=512, int8=True, prepared_int8=True,
     capped=True, pieces=True, block_chunks=SPAN_CHUNKS,
 )  # fmt: skip
+LARGEST_INT8_HEAD = 256
 
 
 def check(dtype: torch.dtype, dim: int) -> None:
@@ -26,3 +27,5 @@ def check(dtype: torch.dtype, dim: int) -> None:
 def check_stored(dtype: torch.dtype, dim: int) -> None:
     """The same of the type of pools, which may be int8."""
     check(torch.float32 if dtype == torch.int8 else dtype, dim)
+    if dtype == torch.int8 and dim > LARGEST_INT8_HEAD:
+        raise ValueError(f"the Triton kernels take int8 heads of up to {LARGEST_INT8_HEAD}, got {dim}")

@@ -20,7 +20,8 @@ ELEMENTS = 1024
 
 def rotate(heads: Tensor, rotary: QKRotary) -> tuple[Tensor, Tensor, Tensor]:
     """heads [T, Hq + 2 Hkv, D], as projected -> q [T, Hq, D], k and v [T, Hkv, D], views of new memory but for v, which
-    is one of `heads`. Raises ValueError for a type or size that has no kernel."""
+    is one of `heads`: what there is behind keys, maybe nothing. Raises ValueError for a type or size that has no
+    kernel."""
     own = rotary.heads + rotary.kv_heads
     out = _launch(heads, rotary, own, None)
     return out[:, : rotary.heads], out[:, rotary.heads :], heads[:, own:]

@@ -25,7 +25,8 @@ def rotate_heads(
     row = tl.program_id(0).to(tl.int64)
     head, d = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER), tl.arange(0, P)
     fits = d < D
-    there = (head < Q + 2 * KV)[:, None] & fits[None, :]
+    own: tl.constexpr = Q if STORE else Q + KV
+    there = (head < (Q + 2 * KV if STORE else own))[:, None] & fits[None, :]
     # The order of the norm's sum follows from how the loads lie: row_heads must not change that.
     from_row = heads + row * row_heads * D + head[:, None] * D
     plain = tl.load(from_row + d[None, :], mask=there, other=0.0)
@@ -46,7 +47,6 @@ def rotate_heads(
         # No compiler decides which product is rounded.
         x = tl.fma(x, cos[None, :], y * tl.where(low, -sin, sin)[None, :])
     made = x.to(plain.dtype)
-    own: tl.constexpr = Q if STORE else Q + KV
     tl.store(out + (row * own + head[:, None]) * D + d[None, :], made, mask=there & (head < own)[:, None])
     if STORE:
         slot, at = tl.load(slots + row).to(tl.int64), tl.load(offsets + row)
