@@ -226,5 +226,16 @@ class Footprint:
         return f"{gib(self.free)} are free, {self.weights / GIB:.1f} of them for the weights"
 
 
+def tokens_in(config: EngineConfig, model: ModelConfig, free: int, bytes_per_token: int) -> int:
+    """Tokens of a rank's pool in `free` bytes, whole chunks, and no more than all sequences can have. Raises ValueError
+    where that is none."""
+    longest = config.model.max_len or model.max_model_len
+    affordable = free // bytes_per_token // CHUNK * CHUNK
+    tokens = min(affordable, config.scheduler.max_sequences * chunks_for(longest) * CHUNK)
+    if tokens < CHUNK:
+        raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
+    return tokens
+
+
 def gib(size: int) -> str:
     return f"{max(0, size) / GIB:,.1f} GiB"

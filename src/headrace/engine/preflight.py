@@ -116,8 +116,6 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"KV outside the pool (kv_offload settings) and {several} exclude each other: leave out one")
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
-    if config.cache.tokens is None:
-        raise ValueError(f"kv_cache_tokens: {several} need it, since all have pools of one size; give what fits each")
     coded = config.model.quantization != "none" or model.stored is not None or model.experts is not None
     if config.ranks.tensor > 1 and coded:
         raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from headrace import cores
 from headrace.config import EngineConfig
 from headrace.device import current
-from headrace.engine import preflight, tiers, torchrun
+from headrace.engine import preflight, ranked_pools, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
@@ -96,12 +96,14 @@ def rank_threads(config: EngineConfig) -> RankThreads:
 
 
 def make(config: EngineConfig, group: Group) -> Rank:
-    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds, unless KV is streamed; and
-    recurrent_states, where the model has some."""
+    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds, unless KV is streamed or it
+    is measured (ranked_pools); and recurrent_states, where the model has some."""
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
     connect(config, group)
-    rank = _make(config, group, load_share(config, group))
+    decoder = load_share(config, group)
+    config = ranked_pools.sized(config, group, _facts(config), decoder, _backend(config, decoder))
+    rank = _make(config, group, decoder)
     if config.tiers is not None:
         rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
     if isinstance(rank.storage, StagedStore):
@@ -277,7 +279,7 @@ def open_ranks(
     """Starts the other ranks and loads this one's share while they load theirs.
 
     maker, start: see launch.open_group; a maker's rank must come from `make`, which takes part in the profile.
-    config.kv_cache_tokens must be set unless KV is streamed. tell: see loader.load. Raises ValueError for settings or a
+    config.kv_cache_tokens must be set where `make` needs it. tell: see loader.load. Raises ValueError for settings or a
     tuned table that do not fit, RankLost.
     """
     tell(LoadPhase("starting the ranks"))
@@ -287,6 +289,8 @@ def open_ranks(
         by = unless_failed(group.workers, lambda: connect(config, group))
         decoder = load_share(config, group, tell)
         tell(LoadPhase("memory for the KV cache"))
+        given = config, group, _facts(config), decoder, _backend(config, decoder)
+        config = unless_failed(group.workers, lambda: ranked_pools.sized(*given))
         rank = _make(config, group, decoder)
         tell(LoadPhase("measuring the ranks"))
         machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank, config.ranks.tensor))
