@@ -1,5 +1,5 @@
-"""Pools of ranks on GPUs whose size is not given: each finds what its device has, and all take what the one with least
-has, since pools have one size."""
+"""What ranks on GPUs have for keys and values, found when the weights of all lie there. Pools whose size is not given
+become as large as the rank with least memory allows, since pools have one size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 GROUP = 509
 """In place of a group's number in the tags."""
 LOADED, FREE, ROOM = range(3)
-"""What is told. Before the second, no rank has begun its step; before the third, all have ended theirs."""
+"""What is told. All have loaded their weights behind the first, and none has taken more before the second."""
 
 
 def measured(config: EngineConfig) -> bool:
@@ -40,9 +40,7 @@ def sized(config: EngineConfig, group: Group, model: ModelConfig, decoder: Decod
     """
     if not measured(config):
         return config
-    _told(group, 0, LOADED)
-    free = current().free_memory() // gpu_memory.sharing(config)
-    _told(group, 0, FREE)
+    free = free_memory(config, group)
     room = gpu_memory.bytes_for_cache(decoder, backend, *gpu_memory.largest_rows(config, model), free)
     rooms = _told(group, room, ROOM)
     least = min(rooms)
@@ -56,6 +54,15 @@ def sized(config: EngineConfig, group: Group, model: ModelConfig, decoder: Decod
     if group.rank == 0:
         log.info("%s: each of %d ranks has a pool of %d tokens", told, len(rooms), tokens)
     return config.replace(kv_cache_tokens=tokens)
+
+
+def free_memory(config: EngineConfig, group: Group) -> int:
+    """Bytes of its device that a rank has, beside the weights of all ranks that share it. Every rank calls it. Raises
+    RankLost."""
+    _told(group, 0, LOADED)
+    free = current().free_memory() // gpu_memory.sharing(config)
+    _told(group, 0, FREE)
+    return free
 
 
 def bytes_per_token(config: EngineConfig, model: ModelConfig, decoder: Decoder) -> int:

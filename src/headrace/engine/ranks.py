@@ -102,8 +102,7 @@ def make(config: EngineConfig, group: Group) -> Rank:
     set_threads(config)
     connect(config, group)
     decoder = load_share(config, group)
-    config = ranked_pools.sized(config, group, _facts(config), decoder, _backend(config, decoder))
-    rank = _make(config, group, decoder)
+    rank = _make(*_with_room(config, group, decoder))
     if config.tiers is not None:
         rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
     if isinstance(rank.storage, StagedStore):
@@ -149,20 +148,31 @@ def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
     return ExpertFile(asked.folder, model, asked.kept)
 
 
-def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
+def _with_room(config: EngineConfig, group: Group, decoder: Decoder) -> tuple[EngineConfig, Group, Decoder, int]:
+    """What `_make` takes: the settings with the size of a pool, and bytes that a rank has of its GPU where KV is
+    streamed. Raises as ranked_pools.sized."""
+    if config.model.on_gpu and config.streaming is not None:
+        return config, group, decoder, ranked_pools.free_memory(config, group)
+    return ranked_pools.sized(config, group, _facts(config), decoder, _backend(config, decoder)), group, decoder, 0
+
+
+def _make(config: EngineConfig, group: Group, decoder: Decoder, free: int) -> Rank:
     backend = _backend(config, decoder)
-    storage = open_storage(config, decoder)
+    storage = open_storage(config, decoder, free)
     verify(backend_of(backend), decoder.config.attention, decoder.dtype, storage.dtype)
     threads = None if config.model.on_gpu else rank_threads(config)
     return Rank(decoder, storage, backend, group.context, threads, open_states(config, decoder))
 
 
-def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedStore:
-    """A rank's pool, or its store outside, with which the decoder's weights may leave too."""
+def open_storage(config: EngineConfig, decoder: Decoder, free: int = 0) -> KVStorage | StagedStore:
+    """A rank's pool, or its store outside, with which the decoder's weights may leave too. free: bytes of a GPU, nine
+    tenths of which staging and workspace may take."""
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
     sized = stream_sizes(config, _facts(config), decoder.dtype, kv_dtype)
     if sized is not None:
-        return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder))
+        passing = workspace.bytes_per_chunk(decoder.config.attention, kv_dtype) if config.ranks.context > 1 else 0
+        free = free * 9 // 10 - sized.staged * passing
+        return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder), free)
     assert config.cache.tokens is not None, "the driver sizes the cache"
     model, dtype = decoder.config, decoder.dtype
     keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
@@ -289,9 +299,7 @@ def open_ranks(
         by = unless_failed(group.workers, lambda: connect(config, group))
         decoder = load_share(config, group, tell)
         tell(LoadPhase("memory for the KV cache"))
-        given = config, group, _facts(config), decoder, _backend(config, decoder)
-        config = unless_failed(group.workers, lambda: ranked_pools.sized(*given))
-        rank = _make(config, group, decoder)
+        rank = _make(*unless_failed(group.workers, lambda: _with_room(config, group, decoder)))
         tell(LoadPhase("measuring the ranks"))
         machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank, config.ranks.tensor))
         group.workers.wait_ready()

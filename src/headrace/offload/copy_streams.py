@@ -166,7 +166,12 @@ class CudaStream(ThreadStream):
         ticket.handed.set()
         self._under_way.put(ticket)
 
+    def _run(self) -> None:
+        self.device.enter()
+        super()._run()
+
     def _finish(self) -> None:
+        self.device.enter()
         while (ticket := self._under_way.get()) is not None:
             ticket.finish(self.link)
             del ticket
