@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +25,37 @@ from tests.support.gpu_ranks import interpreted_on
 from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import Trace, run, same
 
-SHAPE = CheckpointShape(hidden=64, layers=3, heads=2, kv_heads=2, head_dim=16, mlp=64, vocab=64, context=256)
+SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=256)
+TWO_HEADS = replace(SHAPE, hidden=64, layers=1, heads=2, kv_heads=2, mlp=64)
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-SHORT = [[5, 7, 9], [11] * 5]
-LONG = [[5] * 65]
 STREAMED: dict[str, Any] = {
     "offload_schedule": "row", "kv_offloading_size": 0.001, "kv_offload_activations": "off", "max_model_len": 128,
 }  # fmt: skip
 
 
 Engine = Callable[..., LLM]
-Truth = Callable[[Engine, list[list[int]]], list[Trace]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(SHAPE, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """engine(shape, settings)."""
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
     monkeypatch.setattr(backend, "verify", lambda *given: None)
     monkeypatch.setattr(Runner, "record", lambda self: None)
     given: dict[str, Any] = {"attention_backend": "triton", "dtype": "float32", "max_batch_tokens": 128}
+
+    def made(shape: CheckpointShape, **settings: Any) -> LLM:
+        return LLM(str(write_checkpoint(shape, tmp_path)), **given | settings)
+
     with interpreted_on(FakeDevice(), monkeypatch):
-        yield lambda **settings: LLM(str(folder), **given | settings)
+        yield made
 
 
-@pytest.fixture(scope="module")
-def truth() -> Truth:
-    """Each prompt alone and cold, on one rank."""
-    found: dict[str, list[Trace]] = {}
-
-    def of(engine: Engine, prompts: list[list[int]]) -> list[Trace]:
-        if repr(prompts) not in found:
-            llm = engine(kv_cache_tokens=128, enable_prefix_caching=False, max_sequences=1)
-            runner: Any = llm.engine.loaded.executor
-            runner.decoding = runner.mixed = runner.eager
-            found[repr(prompts)] = [run(llm, [prompt], TWO)[0] for prompt in prompts]
-        return found[repr(prompts)]
-
-    return of
+def truth(llm: LLM, prompts: list[list[int]]) -> list[Trace]:
+    """Each prompt alone and cold."""
+    runner: Any = llm.engine.loaded.executor
+    runner.decoding = runner.mixed = runner.eager
+    return [run(llm, [prompt], TWO)[0] for prompt in prompts]
 
 
 def stores(llm: LLM) -> list[StagedStore]:
@@ -74,44 +64,27 @@ def stores(llm: LLM) -> list[StagedStore]:
     return [rank.storage for rank in (ranks.rank, *ranks.group.workers.made)]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"context_parallel_size": 2, "prefill_strategy": "ring-kv"},
-        pytest.param({"tensor_parallel_size": 2, "offload_schedule": "column"}, marks=pytest.mark.matrix),
-    ],
-    ids=["context", "tensor"],
-)
-def test_streamed_ranks_give_the_same_bits(settings: dict[str, Any], engine: Engine, truth: Truth) -> None:
+def test_context_ranks_give_one_ranks_bits(engine: Engine) -> None:
     """Two prompts together, each of which goes on with a chunk that is outside by then."""
-    expected = truth(engine, SHORT)
+    prompts = [[5, 7, 9], [11] * 5]
+    expected = truth(engine(SHAPE, kv_cache_tokens=128), prompts)
     with ranks_as_threads():
-        llm = engine(**STREAMED | settings)
-        same(run(llm, SHORT, TWO), expected)
-        assert all(store.totals.loaded and store.totals.bytes_out for store in stores(llm)[:1])
+        llm = engine(SHAPE, context_parallel_size=2, prefill_strategy="ring-kv", **STREAMED)
+        same(run(llm, prompts, TWO), expected)
+        assert all(store.totals.loaded and store.totals.bytes_out for store in stores(llm))
         llm.close()
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"context_parallel_size": 2, "prefill_strategy": "single"},
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2, "offload_x_resident": True},
-    ],
-    ids=["context", "tensor", "resident"],
-)
-def test_chunks_that_come_as_activations_give_the_same_bits(
-    settings: dict[str, Any], engine: Engine, truth: Truth
-) -> None:
-    """The chunk that a prompt filled is projected when its second token is decoded."""
-    expected = truth(engine, LONG)
+def test_what_tensor_ranks_project_has_one_ranks_bits(engine: Engine) -> None:
+    """The chunk that a prompt fills comes as activations when its second token is decoded."""
+    prompts = [[5] * 64]
+    expected = truth(engine(TWO_HEADS, kv_cache_tokens=128), prompts)
     with ranks_as_threads():
-        llm = engine(**STREAMED | {"kv_offload_activations": "on"} | settings)
+        llm = engine(TWO_HEADS, tensor_parallel_size=2, **STREAMED | {"kv_offload_activations": "on"})
         for store in stores(llm):
             assert store.x is not None
             store.x.share = 1.0
-        same(run(llm, LONG, TWO), expected)
-        assert sum(store.totals.projected for store in stores(llm)) == 3 * settings.get("tensor_parallel_size", 1)
+        same(run(llm, prompts, TWO), expected)
+        assert [store.totals.projected for store in stores(llm)] == [1, 1]
         llm.close()
