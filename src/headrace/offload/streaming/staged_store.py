@@ -19,7 +19,7 @@ import numpy as np
 from headrace import memory
 from headrace.arrival import Arrival
 from headrace.config import AttentionSpec
-from headrace.device import Device
+from headrace.device import Device, Event
 from headrace.kernels.block import Watch
 from headrace.kernels.records import Pool
 from headrace.kv.chunk_copies import copy_chunks_alone
@@ -214,6 +214,7 @@ class LayerPass(Arrival):
         self.tickets: list[Ticket] = []
         self.waits: list[Stopwatch] = []
         self.projecting: list[Stopwatch] = []
+        self.projected_at: Event | None = None
         self.after: LayerPass | None = None
         self.leaving: Ticket | None = None
 
@@ -223,8 +224,23 @@ class LayerPass(Arrival):
         x = self.store.load_x(self) if len(self.projected) else None
         kv = self.store.load(self, after) if len(self.loaded) else None
         self.tickets = [ticket for ticket in (x, kv) if ticket is not None]
-        if kv is not None and not len(self.projected) and self.store.device is None:
+        if kv is not None and not len(self.projected):
+            kv.handed.then(lambda: self._handed_over(kv))
             kv.then(lambda: self.end(kv.error))
+
+    def _handed_over(self, kv: Ticket) -> None:
+        self.error = kv.error
+
+    @property
+    def handed(self) -> Arrival:
+        """What is projected is handed over by the thread that does it."""
+        return self if len(self.projected) else self.tickets[-1].handed
+
+    def follow(self) -> None:
+        if not len(self.projected):
+            self.tickets[-1].follow()
+        elif self.projected_at is not None and self.store.device is not None:
+            self.store.device.current_stream().wait_event(self.projected_at)
 
     def pool(self) -> Pool:
         """The buffer, once what the pass before wrote in it has left."""
@@ -248,20 +264,24 @@ class LayerPass(Arrival):
 
     def wait(self) -> None:
         """The thread that computes projects here what comes as X, once that has come. On a device its stream waits."""
-        if not self.done and (len(self.projected) or self.store.device is not None):
+        if len(self.projected) and not self.done:
             self.end(self._take())
-        with self._waiting():
-            super().wait()
+        if len(self.projected) or self.store.device is None:
+            with self._waiting():
+                super().wait()
+        else:
+            self._await(self.tickets)
 
     def _take(self) -> BaseException | None:
         """K and V of all of its chunks; what went wrong, for all who wait."""
         try:
-            if len(self.projected):
-                self._await(self.tickets[: -1 if len(self.loaded) else None])
-                self._project()
+            self._await(self.tickets[: -1 if len(self.loaded) else None])
+            self._project()
             self._await(self.tickets)
         except BaseException as error:
             return error
+        if (device := self.store.device) is not None:
+            self.projected_at = device.current_stream().record_event()
         return None
 
     def _project(self) -> None:
