@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any
 
@@ -64,6 +65,20 @@ def alone() -> list[Trace]:
 
 def test_processes_that_share_a_device(alone: list[Trace]) -> None:
     same(answers(context_parallel_size=2, prefill_strategy="ring-kv", rank_transport="host"), alone)
+
+
+def test_ranks_that_share_a_device_size_their_pools(alone: list[Trace], caplog: pytest.LogCaptureFixture) -> None:
+    """Both measure what they have at the same time, and nothing is short of memory then."""
+    caplog.set_level(logging.INFO)
+    same(answers(context_parallel_size=2, kv_cache_tokens=None, max_sequences=4, rank_transport="host"), alone)
+    assert "has the least memory for keys and values" in caplog.text
+
+
+@pytest.mark.parametrize("size", ["context_parallel_size", "tensor_parallel_size"])
+def test_ranks_that_stream_keys_and_activations(size: str, alone: list[Trace]) -> None:
+    """Over a pinned store of each rank: copy streams, the side stream and, of X, the stream that computes."""
+    outside = {"offload_schedule": "row", "kv_offloading_size": 0.1, "kv_offload_activations": "on"}
+    same(answers(**{size: 2}, **outside, kv_cache_tokens=None, rank_transport="host"), alone)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank")
