@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
@@ -20,12 +21,14 @@ from headrace.engine import preflight
 from headrace.engine.runner import Runner
 from headrace.kernels.triton import backend
 from headrace.offload.streaming.staged_store import StagedStore
+from headrace.offload.weights.in_turn import LayersInTurn
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_ranks import interpreted_on
 from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import Trace, run, same
 
 SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=256)
+THREE_LAYERS = replace(SHAPE, layers=3)
 TWO_HEADS = replace(SHAPE, hidden=64, layers=1, heads=2, kv_heads=2, mlp=64)
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 STREAMED: dict[str, Any] = {
@@ -87,4 +90,23 @@ def test_what_tensor_ranks_project_has_one_ranks_bits(engine: Engine) -> None:
             store.x.share = 1.0
         same(run(llm, prompts, TWO), expected)
         assert [store.totals.projected for store in stores(llm)] == [1, 1]
+        llm.close()
+
+
+@pytest.mark.matrix
+def test_weights_outside_give_one_ranks_bits(engine: Engine) -> None:
+    """They pass through two buffers on the device, from which the profile takes its matrices too."""
+    prompts = [[5, 7, 9]]
+    expected = truth(engine(THREE_LAYERS, kv_cache_tokens=128), prompts)
+    with ranks_as_threads():
+        llm = engine(THREE_LAYERS, context_parallel_size=2, **STREAMED | {"weight_offload": True})
+        same(run(llm, prompts, TWO), expected)
+        decoder = llm.engine.loaded.decoder
+        layers: Any = decoder.layers
+        rooms = {room.data_ptr() for buffer in layers.source.buffers for room in buffer.room.values()}
+        assert len(rooms) == 2 * len(layers.source.outside[0].matrices)
+        matrices = [x for name, x in decoder.matrices.items() if name.startswith("layers.0.")]
+        assert matrices and {x.data_ptr() for x in matrices if isinstance(x, torch.Tensor)} <= rooms
+        part: Any = decoder.first(2).layers
+        assert isinstance(part, LayersInTurn) and part.source is layers.source and len(part.layers) == 2
         llm.close()

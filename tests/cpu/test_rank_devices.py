@@ -146,12 +146,11 @@ def test_nccl_is_refused_where_a_device_is_shared(made: list[list[int]]) -> None
     ("settings", "told"),
     [
         ({"kv_offloading_size": 0.1}, "KV outside the pool"),
-        ({"offload_schedule": "column", "weight_offload": True, "kv_offloading_size": 1}, "weight_offload and several"),
         ({"distributed_backend": "ray"}, "use mp, or torchrun"),
         ({"context_parallel_size": 1, "tensor_parallel_size": 2, "quantization": "int8"}, "use context_parallel_size"),
         ({"attention_backend": "cpu", "rank_transport": "nccl"}, "is for ranks on GPUs"),
     ],
-    ids=["tiers", "weights", "ray", "codes", "no-gpu"],
+    ids=["tiers", "ray", "codes", "no-gpu"],
 )
 def test_what_ranks_on_gpus_do_not_do(settings: dict[str, Any], told: str) -> None:
     given = {"attention_backend": "triton", "context_parallel_size": 2, "kv_cache_tokens": 4096, **settings}

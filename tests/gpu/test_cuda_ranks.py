@@ -74,11 +74,19 @@ def test_ranks_that_share_a_device_size_their_pools(alone: list[Trace], caplog: 
     assert "has the least memory for keys and values" in caplog.text
 
 
-@pytest.mark.parametrize("size", ["context_parallel_size", "tensor_parallel_size"])
-def test_ranks_that_stream_keys_and_activations(size: str, alone: list[Trace]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"context_parallel_size": 2, "kv_offload_activations": "on"},
+        {"tensor_parallel_size": 2, "offload_x_resident": True},
+        {"context_parallel_size": 2, "weight_offload": True},
+    ],
+    ids=["context, X", "tensor, X on the device", "weights outside"],
+)
+def test_ranks_that_stream(settings: dict[str, Any], alone: list[Trace]) -> None:
     """Over a pinned store of each rank: copy streams, the side stream and, of X, the stream that computes."""
-    outside = {"offload_schedule": "row", "kv_offloading_size": 0.1, "kv_offload_activations": "on"}
-    same(answers(**{size: 2}, **outside, kv_cache_tokens=None, rank_transport="host"), alone)
+    outside = {"offload_schedule": "auto", "kv_offloading_size": 0.1, "kv_cache_tokens": None}
+    same(answers(**outside, **settings, rank_transport="host"), alone)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank")

@@ -112,8 +112,6 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     if not config.model.on_gpu or config.ranks.count == 1:
         return
     several = "several ranks on GPUs"
-    if config.streaming is not None and config.streaming.weights:
-        raise ValueError(f"weight_offload and {several} exclude each other: leave it out, or take more tensor ranks")
     if config.tiers is not None:
         raise ValueError(f"KV outside the pool (kv_offload settings) and {several} exclude each other: leave out one")
     if config.ranks.launcher == "ray":

@@ -119,6 +119,7 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
     return load_decoder(
         folder, config.model.dtype, measured(tell, WEIGHTS), config.model.quantization, tensor,
         device=device_of(config), packed=measured(tell, "packing"), outside=expert_file(config, facts), facts=facts,
+        leave=streaming.leaving(config),
     )  # fmt: skip
 
 

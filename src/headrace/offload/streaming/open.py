@@ -176,10 +176,14 @@ def open_staged(
         x = StagedX(decoder, backend_of(backend), store, sized.staged, BUFFERS, asked.x_resident, device=device)
     staged = StagedStore(spec, store, sized.staged, streams, x, device)
     if x is not None:
-        measure_staged(staged, x)
+        measure_staged(staged, x, projects=device is None or not asked.weights)
     if asked.weights:
-        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None)
-        decoder.layers = LayersInTurn(layers, staged.totals)
+        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None, fast, device is not None)
+        decoder.layers = LayersInTurn(layers, staged.totals, device, staged.once_done)
+        if device is not None:  # the profile of the ranks multiplies by those of layer 0
+            layers.start()
+            first = layers.layer(0).run.layers[0].matrices
+            decoder.matrices.update({f"layers.0.{name}": weight for name, weight in first.items()})
         if x is not None:
             x.weight_bytes = layers.bytes_per_layer
     return staged
@@ -245,9 +249,11 @@ def _check_rank(
     kv = bytes_per_chunk(spec, kv_dtype, decoder.dtype, 0) // spec.layers
     x = CHUNK * hidden * decoder.dtype.itemsize // turns
     taken = BUFFERS * sized.staged * (kv + (0 if asked.x_resident else x))
+    weights = bytes_of_buffers(layers_of(decoder), experts=True) if asked.weights else 0
     resident = sized.store * x * spec.layers if asked.x_resident else 0
-    if taken + resident > free:
-        told = f", {resident / 2**30:.1f} GiB of activations" if resident else ""
+    if taken + resident + weights > free:
+        told = f", activations {resident / 2**30:.1f}" if resident else ""
+        told += f", two layers of weights {weights / 2**30:.1f}" if weights else ""
         raise ValueError(
             f"{free / 2**30:.1f} GiB of the GPU may be taken by a rank: staging takes {taken / 2**30:.1f} GiB"
             f"{told}; lower offload_staging_mb{', or leave out offload_x_resident' if resident else ''}"

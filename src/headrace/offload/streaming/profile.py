@@ -37,9 +37,12 @@ def measure(decoder: Decoder, transfers: Transfers) -> None:
     transfers.throughput.projected(count, watch.seconds())
 
 
-def measure_staged(staged: StagedStore, x: StagedX) -> None:
-    """As `measure`, on one rank of several, before its weights leave. What tensor ranks exchange is not timed."""
+def measure_staged(staged: StagedStore, x: StagedX, projects: bool) -> None:
+    """As `measure`, on one rank of several, before its weights leave. What tensor ranks exchange is not timed. Not
+    projects: the weights have left, and how long it takes is known after the first step that does it."""
     x.throughput.carried(_copied(staged.buffers[0].k, x.store.pools[0].k, staged.streams.into))
+    if not projects:
+        return
     positions = torch.arange(PROJECTED * CHUNK)
     rows = torch.zeros(len(positions), x.store.hidden, dtype=x.store.rows, device=x.place)
     decoder = x.decoder.unsent()

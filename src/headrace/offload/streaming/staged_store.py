@@ -145,12 +145,12 @@ class StagedStore:
     def computed(self) -> None:
         """See parallel.outside.OutsideKV."""
         self._step.stop()
-        self._once_done(partial(self._note_step, self._step))
+        self.once_done(partial(self._note_step, self._step))
 
     def _note_step(self, watch: Stopwatch) -> None:
         self.totals.seconds += watch.seconds()
 
-    def _once_done(self, call: Callable[[], None]) -> None:
+    def once_done(self, call: Callable[[], None]) -> None:
         """Has it called when the device has done what it was given, at once where there is none."""
         if self.device is None:
             call()
@@ -165,7 +165,7 @@ class StagedStore:
         """Takes the figures of a pass that has been computed."""
         self.totals.projected += len(each.projected)
         self._pass.stop()
-        self._once_done(partial(self._note, each, self._pass))
+        self.once_done(partial(self._note, each, self._pass))
         self._pass = Stopwatch(self.device)
 
     def _note(self, each: LayerPass, watch: Stopwatch) -> None:
