@@ -170,7 +170,8 @@ def test_whole_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [torch.randint(64, (70,), generator=torch.Generator().manual_seed(2)).tolist()]
 
     def answers(**settings: Any) -> list[Trace]:
-        llm = LLM(str(folder), attention_backend="triton", dtype="float32", max_sequences=1, **settings)
+        given: dict[str, Any] = {"dtype": "float32", "max_sequences": 1, "max_batch_tokens": 80}
+        llm = LLM(str(folder), attention_backend="triton", **given, **settings)
         found = run(llm, prompts, params) + run(llm, prompts, params)
         counts = llm.engine.stats().ranks.prefills
         assert set(counts) == ({"ring-kv"} if settings.get("context_parallel_size") else set())
