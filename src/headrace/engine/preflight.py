@@ -112,8 +112,8 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     if not config.model.on_gpu or config.ranks.count == 1:
         return
     several = "several ranks on GPUs"
-    if config.tiers is not None or config.streaming is not None:
-        raise ValueError(f"KV outside the pool (kv_offload settings) and {several} exclude each other: leave out one")
+    if config.streaming is not None:
+        raise ValueError(f"KV outside the pool (offload_schedule) and {several} exclude each other: leave out one")
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
     if config.cache.tokens is None:
