@@ -145,12 +145,11 @@ def test_nccl_is_refused_where_a_device_is_shared(made: list[list[int]]) -> None
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"kv_offloading_size": 0.1}, "KV outside the pool"),
         ({"distributed_backend": "ray"}, "use mp, or torchrun"),
         ({"context_parallel_size": 1, "tensor_parallel_size": 2, "quantization": "int8"}, "use context_parallel_size"),
         ({"attention_backend": "cpu", "rank_transport": "nccl"}, "is for ranks on GPUs"),
     ],
-    ids=["tiers", "ray", "codes", "no-gpu"],
+    ids=["ray", "codes", "no-gpu"],
 )
 def test_what_ranks_on_gpus_do_not_do(settings: dict[str, Any], told: str) -> None:
     given = {"attention_backend": "triton", "context_parallel_size": 2, "kv_cache_tokens": 4096, **settings}

@@ -112,8 +112,6 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     if not config.model.on_gpu or config.ranks.count == 1:
         return
     several = "several ranks on GPUs"
-    if config.tiers is not None:
-        raise ValueError(f"KV outside the pool (kv_offload settings) and {several} exclude each other: leave out one")
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
     coded = config.model.quantization != "none" or model.stored is not None or model.experts is not None
