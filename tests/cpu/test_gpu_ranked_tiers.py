@@ -24,6 +24,7 @@ from headrace.arrival import Arrival
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.config import EngineConfig
 from headrace.engine import preflight, tiers
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels.triton import backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
@@ -221,7 +222,10 @@ def test_whole_engines(
     with engine(ranks, tier, tmp_path, monkeypatch) as llm:
         assert llm.engine.offload is not None
         llm.engine.offload.choose = forced(*MIXES[mix])
+        timed: list[int] = []
+        monkeypatch.setattr(StoredPrefixes, "observe", lambda self, slices, seconds: timed.append(slices[0].length))
         truth = watched(llm, [PROMPT], TWO)
+        assert timed == [65], "a step of decoding is not over when it was launched"
         flush(llm)
         spoilt(llm)
         same(watched(llm, [PROMPT], TWO), truth)

@@ -18,6 +18,8 @@ from headrace.device import Stream
 from headrace.engine.folders import model_folder
 from headrace.engine.preflight import check_fit
 from headrace.models.plain_config import plain_config
+from headrace.offload.chunk_codec import _Outward
+from headrace.offload.copy_streams import CudaStream
 from headrace.parallel import devices, torchrun_environment
 from headrace.parallel.nccl_transport import NcclTransport
 from headrace.parallel.staged_transport import StagedTransport
@@ -85,6 +87,25 @@ def test_threads_of_links_use_the_device_of_the_rank(kind: str) -> None:
     came.wait()
     assert torch.equal(there, torch.arange(3.0)) and len(used) >= 2 and all(used)
     one.close(), two.close()
+
+
+def test_threads_of_tiers_use_the_device_of_the_rank() -> None:
+    """That which hands copies over, that which waits for their end, and any that stores."""
+    entered: set[str] = set()
+
+    class Claimed(FakeDevice):
+        def enter(self) -> None:
+            entered.add(threading.current_thread().name)
+
+    made = Claimed()
+    stream = CudaStream("restore", made)
+    stream.submit(lambda: None, 0, "kv").synchronize()
+    stream.close()
+    outward = _Outward(made)
+    storing = threading.Thread(target=outward.filled, args=(64, lambda data: True, False), name="storing")
+    storing.start()
+    storing.join()
+    assert entered == {"headrace-restore", "headrace-restore-end", "storing"}
 
 
 def group_of(rank: int, context: int, tensor: int, others: str = "1", on: str = FakeDevice.name) -> Any:
