@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from headrace.arrival import Arrival
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.config import EngineConfig
 from headrace.engine import preflight, tiers
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kernels.triton import backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
@@ -32,6 +34,7 @@ from headrace.offload.restore import timing
 from headrace.offload.tiers.base import BlobKind
 from headrace.parallel.coming import Coming
 from headrace.parallel.rank import Rank
+from headrace.parallel.transport import RankLost
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
 from tests.support.loopback_ranks import Conversation, LoopbackRanks
@@ -198,6 +201,7 @@ def test_what_comes_back_is_what_was_there(
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 CONTEXT: dict[str, Any] = {"context_parallel_size": 2, "kv_cache_tokens": 64, "prefill_strategy": "ring-kv"}
 KEEPER = {**CONTEXT, "kv_cache_tokens": 128, "prefill_strategy": "single"}
+PROMPT = tokens(65, 3)
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2, "kv_cache_tokens": 128}
 
 
@@ -215,27 +219,73 @@ def test_whole_engines(
 ) -> None:
     """A prompt of a chunk and a token; then again, with the chunk back from its rank's tier. In the first case no rank
     has room for both chunks: two ranks decode."""
+    with engine(ranks, tier, tmp_path, monkeypatch) as llm:
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(*MIXES[mix])
+        timed: list[int] = []
+        monkeypatch.setattr(StoredPrefixes, "observe", lambda self, slices, seconds: timed.append(slices[0].length))
+        truth = watched(llm, [PROMPT], TWO)
+        assert timed == [65], "a step of decoding is not over when it was launched"
+        flush(llm)
+        spoilt(llm)
+        same(watched(llm, [PROMPT], TWO), truth)
+        told = counters(llm)
+        assert told.failures == 0 and told.loaded_tokens + told.projected_tokens == 64
+        assert bool(told.projected_tokens) == (mix == "project")
+        llm.close()
+
+
+@pytest.mark.matrix
+def test_a_damaged_chunk_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(CONTEXT, "disk", tmp_path, monkeypatch) as llm:
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(*MIXES["load"])
+        truth = watched(llm, [PROMPT], TWO)
+        flush(llm)
+        for path in (tmp_path / "kv" / "blobs").rglob("*"):
+            if path.is_file():
+                content = bytearray(path.read_bytes())
+                content[-100] ^= 4
+                path.write_bytes(content)
+        spoilt(llm)
+        same(watched(llm, [PROMPT], TWO), truth)
+        assert counters(llm).failures == 1 and not counters(llm).loaded_tokens
+        llm.close()
+
+
+@pytest.mark.matrix
+def test_a_rank_that_is_lost_while_chunks_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked hears of it, and rank 0 gives up its pinned memory: another engine may be made."""
+    with engine(CONTEXT, "host", tmp_path, monkeypatch) as llm:
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(*MIXES["load"])
+        watched(llm, [PROMPT], TWO)
+        flush(llm)
+        group: Any = llm.engine.loaded.ranks
+        [rank] = group.group.workers.made
+        monkeypatch.setattr(rank, "run", lambda step: 1 / 0)
+        with pytest.raises(RankLost, match="rank 1 failed: ZeroDivisionError"):
+            llm.generate([PROMPT], TWO)
+        llm.close()
+        peers = llm.engine.offload.tiers.peers
+        assert not peers.agents[0].opened.tiers.find([bytes(33)])[0] and counters(llm).restores == 1
+        with pytest.raises(ValueError, match="closed"):
+            peers.agents[0].opened.bringing.submit(lambda: None, 0, "kv")
+
+
+@contextmanager
+def engine(ranks: dict[str, Any], tier: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
     for measured in ("call_seconds", "brief_seconds"):  # not how fast an interpreter restores
         monkeypatch.setattr(timing, measured, lambda work, most_s=0.05: 1e-3)
     monkeypatch.setattr(backend, "verify", lambda *given: None)
     width = 64 if ranks is TENSOR else 16
     shape = replace(SHAPE, layers=1, hidden=width, heads=2, kv_heads=2, mlp=width, context=256)
-    folder, prompt = str(write_checkpoint(shape, tmp_path / "model")), tokens(65, 3)
-    places = {"host": {"kv_offloading_size": 0.01}, "disk": {"kv_offload_path": str(tmp_path / "kv")}}
+    model = str(write_checkpoint(shape, folder / "model"))
+    places = {"host": {"kv_offloading_size": 0.01}, "disk": {"kv_offload_path": str(folder / "kv")}}
     with ranks_as_threads():
-        llm = LLM(folder, attention_backend="triton", dtype="float32", max_sequences=1, kv_offload_activations="on",
+        yield LLM(model, attention_backend="triton", dtype="float32", max_sequences=1, kv_offload_activations="on",
                   **places[tier], **ranks)  # fmt: skip
-        assert llm.engine.offload is not None
-        llm.engine.offload.choose = forced(*MIXES[mix])
-        truth = watched(llm, [prompt], TWO)
-        flush(llm)
-        spoilt(llm)
-        same(watched(llm, [prompt], TWO), truth)
-        told = counters(llm)
-        assert told.failures == 0 and told.loaded_tokens + told.projected_tokens == 64
-        assert bool(told.projected_tokens) == (mix == "project")
-        llm.close()
 
 
 def spoilt(llm: LLM) -> None:
