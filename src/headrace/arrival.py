@@ -24,6 +24,14 @@ class Arrival:
     def done(self) -> bool:
         return self._ended.is_set()
 
+    @property
+    def handed(self) -> Arrival:
+        """Ends when `follow` may be called: with this one, or before, when a stream of a device was given all of it."""
+        return self
+
+    def follow(self) -> None:
+        """Has the caller's current stream wait for it, where a device brings it. `handed` must have ended."""
+
     def end(self, error: BaseException | None = None) -> None:
         """It has come, or never will."""
         with self._lock:

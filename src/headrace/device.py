@@ -164,6 +164,7 @@ class Cuda(Device):
         return x.is_cuda
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self.enter()  # any thread may ask
         size = math.prod(shape) * dtype.itemsize
         if size < memory.HUGE:
             return torch.zeros(*shape, dtype=dtype, pin_memory=True)

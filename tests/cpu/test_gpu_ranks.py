@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -22,7 +24,8 @@ from headrace import LLM, SamplingParams, device
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
-from headrace.engine import preflight
+from headrace.engine import gpu_memory, preflight
+from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kernels.triton import backend
 from headrace.kv.storage import KVStorage
@@ -123,16 +126,52 @@ def test_attention_is_checked_on_the_device(
         LLM(str(folder), attention_backend="triton", dtype="float32", max_sequences=1, **settings)
 
 
+class Uneven(FakeDevice):
+    """Two ranks share it. Rank 1 has room for 70 tokens, rank 0 for 200, of 128 bytes in the pool and 768 in the
+    workspace, beside the GiB that is left free. A step takes nothing."""
+
+    def free_memory(self) -> int:
+        first = threading.current_thread().name == "headrace-form"
+        return 2 * (GIB + (200 if first else self.tokens) * (128 + 3 * 2 * 128))
+
+    tokens = 70
+
+
+@pytest.mark.parametrize("tokens", [70, 63])
+def test_pools_are_what_the_rank_with_least_has_room_for(
+    tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
+    monkeypatch.setattr(Uneven, "tokens", tokens)
+    monkeypatch.setattr(backend, "verify", lambda *given: None)
+    monkeypatch.setattr(gpu_memory, "largest_step", lambda *given: None)
+    caplog.set_level(logging.INFO)
+    folder = write_checkpoint(replace(SHAPE, layers=1, context=256), tmp_path)
+    given = {"attention_backend": "triton", "dtype": "float32", "context_parallel_size": 2, "max_batch_tokens": 65}
+    with device.use(Uneven()), ranks_as_threads():
+        if tokens < 64:
+            with pytest.raises(ValueError, match=r"rank 1 has the least memory for keys and values, 0.0 GiB of a fake"):
+                LLM(str(folder), **given)
+            return
+        llm = LLM(str(folder), **given)
+        assert (llm.capacity.kv_cache_tokens, llm.capacity.max_model_len) == (128, 128)
+        assert llm.capacity.length_limit == "kv_cache_tokens"
+        assert "rank 1 has the least" in caplog.text and "each of 2 ranks has a pool of 64 tokens" in caplog.text
+        llm.close()
+
+
 @pytest.mark.matrix
 def test_whole_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that no rank has room for: computed by ring pass-KV and decoded by both; then again, cached."""
+    """A prompt that no rank has room for: computed by ring pass-KV and decoded by both; then again, cached. Pools size
+    themselves."""
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
     folder = write_checkpoint(replace(SHAPE, layers=1, context=256), tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     prompts = [torch.randint(64, (70,), generator=torch.Generator().manual_seed(2)).tolist()]
 
     def answers(**settings: Any) -> list[Trace]:
-        llm = LLM(str(folder), attention_backend="triton", dtype="float32", max_sequences=1, **settings)
+        given: dict[str, Any] = {"dtype": "float32", "max_sequences": 1, "max_batch_tokens": 80}
+        llm = LLM(str(folder), attention_backend="triton", **given, **settings)
         found = run(llm, prompts, params) + run(llm, prompts, params)
         counts = llm.engine.stats().ranks.prefills
         assert set(counts) == ({"ring-kv"} if settings.get("context_parallel_size") else set())
@@ -140,5 +179,5 @@ def test_whole_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     truth = answers(kv_cache_tokens=128)
-    with ranks_as_threads():
-        same(answers(kv_cache_tokens=64, context_parallel_size=2, prefill_strategy="ring-kv"), truth)
+    with device.use(Uneven()), ranks_as_threads():
+        same(answers(context_parallel_size=2, prefill_strategy="ring-kv"), truth)

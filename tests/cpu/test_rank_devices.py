@@ -18,6 +18,8 @@ from headrace.device import Stream
 from headrace.engine.folders import model_folder
 from headrace.engine.preflight import check_fit
 from headrace.models.plain_config import plain_config
+from headrace.offload.chunk_codec import _Outward
+from headrace.offload.copy_streams import CudaStream
 from headrace.parallel import devices, torchrun_environment
 from headrace.parallel.nccl_transport import NcclTransport
 from headrace.parallel.staged_transport import StagedTransport
@@ -87,11 +89,31 @@ def test_threads_of_links_use_the_device_of_the_rank(kind: str) -> None:
     one.close(), two.close()
 
 
-def group_of(rank: int, context: int, tensor: int, others: str = "1") -> Any:
-    """A group of which the others have said whether they have devices to themselves."""
+def test_threads_of_tiers_use_the_device_of_the_rank() -> None:
+    """That which hands copies over, that which waits for their end, and any that stores."""
+    entered: set[str] = set()
+
+    class Claimed(FakeDevice):
+        def enter(self) -> None:
+            entered.add(threading.current_thread().name)
+
+    made = Claimed()
+    stream = CudaStream("restore", made)
+    stream.submit(lambda: None, 0, "kv").synchronize()
+    stream.close()
+    outward = _Outward(made)
+    storing = threading.Thread(target=outward.filled, args=(64, lambda data: True, False), name="storing")
+    storing.start()
+    storing.join()
+    assert entered == {"headrace-restore", "headrace-restore-end", "storing"}
+
+
+def group_of(rank: int, context: int, tensor: int, others: str = "1", on: str = FakeDevice.name) -> Any:
+    """A group of which the others have said whether they have devices to themselves, and what these are."""
     kept = {f"headrace/alone/{each}": others for each in range(context * tensor) if each != rank}
+    kept |= {f"headrace/computes/{each}": f"{on}, Triton {devices._triton()}" for each in range(context * tensor)}
     mesh = SimpleNamespace(size=lambda axis: (context, tensor)[axis])
-    store = SimpleNamespace(set=kept.__setitem__, get=kept.__getitem__)
+    store = SimpleNamespace(set=kept.__setitem__, get=lambda name: kept[name].encode())
     return SimpleNamespace(
         rank=rank, size=context * tensor, mesh=mesh, store=store, communicators=[],
         context=host_links(context)[rank // tensor], tensor=host_links(tensor)[rank % tensor],
@@ -142,16 +164,20 @@ def test_nccl_is_refused_where_a_device_is_shared(made: list[list[int]]) -> None
         devices.connect(group_of(0, 2, 1, "0"), "nccl", True, "127.0.0.1")
 
 
+def test_gpus_of_several_kinds_are_refused() -> None:
+    """Each computes bits of its own."""
+    with device.use(SeveralDevices()), pytest.raises(ValueError, match=r"rank 1 computes on an H9, .*use GPUs of one"):
+        devices.connect(group_of(0, 2, 1, on="an H9"), "host", True, "127.0.0.1")
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"kv_cache_tokens": None}, "kv_cache_tokens"),
-        ({"kv_offloading_size": 0.1}, "KV outside the pool"),
         ({"distributed_backend": "ray"}, "use mp, or torchrun"),
         ({"context_parallel_size": 1, "tensor_parallel_size": 2, "quantization": "int8"}, "use context_parallel_size"),
         ({"attention_backend": "cpu", "rank_transport": "nccl"}, "is for ranks on GPUs"),
     ],
-    ids=["no-size", "tiers", "ray", "codes", "no-gpu"],
+    ids=["ray", "codes", "no-gpu"],
 )
 def test_what_ranks_on_gpus_do_not_do(settings: dict[str, Any], told: str) -> None:
     given = {"attention_backend": "triton", "context_parallel_size": 2, "kv_cache_tokens": 4096, **settings}

@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.bench import shapes
+from headrace.kernels.backend import Attend
+from headrace.models.layers import OneByOne
 from headrace.offload.streaming.staged_store import BUFFERS
+from headrace.offload.streaming_totals import StreamingTotals
+from headrace.offload.weights.in_turn import LayersInTurn
 from headrace.parallel.transport import RankLost
 from headrace.parallel.workspace import DEPTH
 from headrace.types import CHUNK, Request
@@ -61,6 +67,27 @@ def test_every_kind_of_ranks(context: int, tensor: int, prompts: list[list[int]]
     same(run(llm, prompts, PARAMS), truth)
     kv = {rank.decoder.config.attention.kv_heads for rank in llm.ranks}  # type: ignore[attr-defined]
     assert kv == {4 // tensor}
+    close(llm)
+
+
+class Echo(Attend):
+    """Attention that gives the queries back."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        return q.clone()
+
+
+def test_the_first_layers_in_turn() -> None:
+    """As a profile of ranks on GPUs computes them, twice: layer 0 follows the last of them."""
+    llm = streamed_ranks(2, **WEIGHTS)
+    decoder = llm.ranks[0].decoder  # type: ignore[attr-defined]
+    x = torch.randn(3, decoder.config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    turns = decoder.rope.at(torch.arange(3), None)
+    expected = OneByOne(decoder.layers.layers[:3])(x.clone(), turns, Echo())
+    some = LayersInTurn(decoder.layers.source, StreamingTotals(), count=3)
+    for _ in range(2):
+        assert torch.equal(some(x.clone(), turns, Echo()), expected)
+    assert some.totals.bytes_in == 2 * 3 * decoder.layers.source.bytes_per_layer
     close(llm)
 
 

@@ -40,7 +40,7 @@ class Rank:
         codecs = [ChunkCodec(self.storage, spec, bytes(32), torch.bfloat16, layout) for _ in range(2)]
         tiers = Tiers([HostTier(1 << 22)], 1 << 20, 1.0)
         self.projected: list[tuple[int, list[int], list[int]]] = []
-        project: Any = lambda layer, x, chunks, slots, prompt_len: self.projected.append((layer, chunks, slots))  # noqa: E731
+        project: Any = lambda chunks, slots, prompt_len: lambda layer: self.projected.append((layer, chunks, slots))  # noqa: E731
         opened = Opened(tiers, codecs[0], codecs[1], ThreadStream("restore"), ThreadStream("look"), project)
         self.agent, self.told = TierAgent(lambda identity: opened, fence=fence), queue.SimpleQueue[words.Answer]()
         self.agent.open(bytes(32))

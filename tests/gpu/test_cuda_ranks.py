@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from headrace.device import current
 from headrace.models.decoder import load_decoder
 from tests.support.gpu_ranks import computed, ranks_of
 from tests.support.loopback_ranks import Late
+from tests.support.offloading import MIXES, counters, flush, forced, watched
 from tests.support.traces import Trace, run, same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -64,6 +66,56 @@ def alone() -> list[Trace]:
 
 def test_processes_that_share_a_device(alone: list[Trace]) -> None:
     same(answers(context_parallel_size=2, prefill_strategy="ring-kv", rank_transport="host"), alone)
+
+
+def test_ranks_that_share_a_device_size_their_pools(alone: list[Trace], caplog: pytest.LogCaptureFixture) -> None:
+    """Both measure what they have at the same time, and nothing is short of memory then."""
+    caplog.set_level(logging.INFO)
+    same(answers(context_parallel_size=2, kv_cache_tokens=None, max_sequences=4, rank_transport="host"), alone)
+    assert "has the least memory for keys and values" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"context_parallel_size": 2, "kv_offload_activations": "on"},
+        {"tensor_parallel_size": 2, "offload_x_resident": True},
+        {"context_parallel_size": 2, "weight_offload": True},
+    ],
+    ids=["context, X", "tensor, X on the device", "weights outside"],
+)
+def test_ranks_that_stream(settings: dict[str, Any], alone: list[Trace]) -> None:
+    """Over a pinned store of each rank: copy streams, the side stream and, of X, the stream that computes."""
+    outside = {"offload_schedule": "auto", "kv_offloading_size": 0.1, "kv_cache_tokens": None}
+    same(answers(**outside, **settings, rank_transport="host"), alone)
+
+
+RESTORED: dict[str, dict[str, Any]] = {
+    "ring-kv, loaded": {"context_parallel_size": 2, "prefill_strategy": "ring-kv", "mix": "load"},
+    "single, from X": {"context_parallel_size": 2, "prefill_strategy": "single", "mix": "all three"},
+    "tensor ranks, from X": {"tensor_parallel_size": 2, "mix": "project"},
+}
+
+
+@pytest.mark.parametrize("case", RESTORED)
+def test_restored_by_processes_that_share_a_device(case: str, alone: list[Trace]) -> None:
+    """What each rank stored in its own pinned memory comes back with the bits of one rank."""
+    settings = dict(RESTORED[case])
+    mix = MIXES[settings.pop("mix")]
+    llm = LLM("tiny", attention_backend="triton", kv_cache_tokens=4096, kv_offloading_size=0.05,
+              kv_offload_activations="on", rank_transport="host", **settings)  # fmt: skip
+    try:
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(*mix)
+        g = torch.Generator().manual_seed(1)
+        prompts = [torch.randint(200, (count,), generator=g).tolist() for count in (900, 200)]
+        for again in (False, True):
+            same(watched(llm, prompts, PARAMS), alone[:2])
+            told = counters(llm)
+            assert (told.loaded_tokens + told.projected_tokens > 500) == again and not told.failures
+            flush(llm)
+    finally:
+        llm.close()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,13 +29,19 @@ def interpreted_on(made: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """Threads may launch kernels on the device: the interpreter takes one launch at a time."""
     from triton.runtime import interpreter
 
-    launch, lock = interpreter.GridExecutor.__call__, threading.RLock()
+    lock = threading.RLock()
 
-    def alone(self: Any, *args: Any, **more: Any) -> Any:
-        with lock:
-            return launch(self, *args, **more)
+    def alone(of: Any, name: str) -> None:
+        call = getattr(of, name)
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", alone)
+        def locked(self: Any, *args: Any, **more: Any) -> Any:
+            with lock:
+                return call(self, *args, **more)
+
+        monkeypatch.setattr(of, name, locked)
+
+    alone(interpreter.GridExecutor, "__call__")
+    alone(interpreter.InterpretedFunction, "rewrite")  # Python parses for one thread at a time
     with device.use(made):
         yield
 
@@ -66,9 +72,16 @@ def cached(loopback: LoopbackRanks) -> list[Conversation]:
     return talks
 
 
-def computed(loopback: LoopbackRanks, strategy: str, new: int) -> list[Tensor]:
-    """States of so many new tokens of both, computed together, and of one more of each that are decoded together."""
+Prepare = Callable[[LoopbackRanks, list[Conversation]], None]
+
+
+def computed(
+    loopback: LoopbackRanks, strategy: str, new: int, prepare: Prepare = lambda loopback, talks: None
+) -> list[Tensor]:
+    """States of so many new tokens of both, computed together, and of one more of each that are decoded together.
+    prepare: does something to the ranks whose sequences are cached."""
     size, parts, talks = loopback.size, [], cached(loopback)
+    prepare(loopback, talks)
     for number, talk in enumerate(talks):
         start = len(talk.tokens)
         end, inside = start + new, start + new // CHUNK * CHUNK

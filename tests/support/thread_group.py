@@ -46,10 +46,10 @@ class ThreadStore:
             self._values[key] = value
             self._changed.notify_all()
 
-    def get(self, key: str) -> str:
+    def get(self, key: str) -> bytes:
         with self._changed:
             assert self._changed.wait_for(lambda: key in self._values, ENDS_S)
-            return self._values[key]
+            return self._values[key].encode()
 
 
 @dataclass

@@ -58,6 +58,11 @@ TOO_MUCH = [
         ),
         "kv_offloading_size 12 GiB is too much: 10.0 GiB are free, 0.3 of them for the weights: at most 9.7 GiB fit",
     ),
+    (
+        dict(kv_offloading_size=5, context_parallel_size=2, attention_backend="triton"),
+        "kv_offloading_size 5 GiB on each of 2 ranks is too much: it is pinned, and 10.0 GiB are free: at most 4.8 GiB "
+        "a rank fit",
+    ),
 ]
 FITS: list[dict[str, Any]] = [
     dict(),
@@ -66,6 +71,7 @@ FITS: list[dict[str, Any]] = [
     dict(kv_offloading_size=4),
     dict(kv_offloading_size=12, offload_schedule="row", kv_cache_tokens=4096),
     dict(kv_cache_tokens=10_000_000, attention_backend="triton"),
+    dict(kv_offloading_size=4.7, context_parallel_size=2, attention_backend="triton"),
     dict(kv_cache_tokens=10_000_000, context_parallel_size=2, distributed_backend="ray"),
 ]
 

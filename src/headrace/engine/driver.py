@@ -164,9 +164,23 @@ class Driver(Executor):
         for part, found in zip(slices, places, strict=True):
             rows += [hidden[(*_place(found, at), at)] for at in range(part.end - wanted_of(part), part.end)]
         if not rows:
-            return Computed(torch.empty(0, 0), [])
+            return Computed(torch.empty(0, 0), [], timed=self.rank.device is None)
         with torch.inference_mode():
-            return wanted_rows(slices).computed(torch.stack(rows), self.rank.decoder.logits)
+            computed = wanted_rows(slices).computed(torch.stack(rows), self.rank.decoder.logits)
+        return computed._replace(timed=self._waited(slices))
+
+    def _waited(self, slices: Sequence[Slice]) -> bool:
+        """Whether the step is over, so that its time counts. On a device it has only been launched: a prompt of which a
+        token is drawn, which waits for it anyway, is waited for here."""
+        device = self.rank.device
+        if device is None:
+            return True
+        if len(slices) > 1 or slices[0].length == 1:
+            return False
+        over = device.event(blocking=True)
+        over.record(device.current_stream())
+        over.synchronize()
+        return True
 
     def _run(self, groups: list[StepGroup], moves: Sequence[StateMove] = ()) -> Hidden:
         step = messages.RankStep(self.steps, groups, list(moves))

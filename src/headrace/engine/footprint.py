@@ -101,8 +101,11 @@ class Footprint:
         """Raises ValueError, with what is needed, what is free and what fits, where it is more than there is."""
         ray = self.config.ranks.launcher == "ray" and self.config.ranks.count > 1
         pinned = self.config.streaming is not None and self.config.streaming.weights
-        if (self.config.model.on_gpu and not pinned) or ray:
-            return  # a GPU's memory, which the engine looks at, or ranks on hosts of which nothing is known
+        if ray:
+            return  # ranks on hosts of which nothing is known
+        if self.config.model.on_gpu and not pinned:  # the rest is a GPU's memory, which the engine looks at
+            self._check_pinned_tier()
+            return
         if self.loading > self.free:
             raise ValueError(
                 f"the weights of {self.config.model.folder} need {gib(self.loading)}, but {gib(self.free)} are free: "
@@ -199,6 +202,17 @@ class Footprint:
                 f"{'a rank fit' if here > 1 else 'fit'}"
             )
 
+    def _check_pinned_tier(self) -> None:
+        """Of ranks on GPUs: the system can move nothing else into its place."""
+        size = sum(own.size for own in self.config.tiers.each if own.kind == "host") if self.config.tiers else 0
+        here = ranks_here(self.config)
+        room = self.free // here - PROCESS_BYTES
+        if size * GIB > room:
+            raise ValueError(
+                f"kv_offloading_size {size:g} GiB{self._each()} is too much: it is pinned, and {gib(self.free)} are "
+                f"free: at most {gib(room)} {'a rank fit' if here > 1 else 'fit'}"
+            )
+
     def _check_streamed(self) -> None:
         """Where KV is streamed from host memory, all of it lies there, each rank's own."""
         streaming = self.config.streaming
@@ -224,6 +238,17 @@ class Footprint:
 
     def _what_is_free(self) -> str:
         return f"{gib(self.free)} are free, {self.weights / GIB:.1f} of them for the weights"
+
+
+def tokens_in(config: EngineConfig, model: ModelConfig, free: int, bytes_per_token: int) -> int:
+    """Tokens of a rank's pool in `free` bytes, whole chunks, and no more than all sequences can have. Raises ValueError
+    where that is none."""
+    longest = config.model.max_len or model.max_model_len
+    affordable = free // bytes_per_token // CHUNK * CHUNK
+    tokens = min(affordable, config.scheduler.max_sequences * chunks_for(longest) * CHUNK)
+    if tokens < CHUNK:
+        raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
+    return tokens
 
 
 def gib(size: int) -> str:

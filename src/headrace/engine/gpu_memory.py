@@ -13,12 +13,13 @@ from headrace.attention.recurrence import alone
 from headrace.config import EngineConfig
 from headrace.device import current
 from headrace.engine.draft_facts import DraftFacts
-from headrace.engine.footprint import Footprint, gib, ranks_here
+from headrace.engine.footprint import Footprint, gib, ranks_here, tokens_in
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
+from headrace.models.packing import HEAD
 from headrace.models.sizes import compute_type, weight_bytes
 from headrace.types import CHUNK, chunks_for
 
@@ -31,10 +32,15 @@ TWICE = 2
 """A step may be launched as well as replayed; recordings have memory of their own, which all of them share."""
 
 
+def sharing(config: EngineConfig) -> int:
+    """Ranks on a device, of that which has most."""
+    return -(-ranks_here(config) // current().count)
+
+
 def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet, and
     recurrent states. Raises ValueError where these do not fit."""
-    asked, ranks = config.model, -(-ranks_here(config) // current().count)  # on this device
+    asked, ranks = config.model, sharing(config)
     weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
     draft = DraftFacts.of(config)
     left = current().free_memory() // ranks - weights - (0 if draft is None else draft.weight_bytes)
@@ -63,12 +69,29 @@ def check_pool(config: EngineConfig, model: ModelConfig, tokens: int, bytes_per_
         )
 
 
-def bytes_for_cache(decoder: Decoder, backend: str, rows: int, drawn: int, models: int = 1) -> int:
+def pool_tokens(config: EngineConfig, model: ModelConfig, decoder: Decoder, backend: str, per_token: int) -> int:
+    """Tokens of the pool, whole chunks, now that the weights are loaded. per_token: bytes. Raises ValueError as
+    bytes_for_cache and tokens_in."""
+    models = 1 + (config.speculation.model is not None)
+    free = bytes_for_cache(decoder, backend, *largest_rows(config, model), models)
+    return tokens_in(config, model, free, per_token)
+
+
+def largest_rows(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
+    """Rows of the largest step, and from how many of them tokens are drawn, those of drafts among them."""
+    rows = min(config.scheduler.max_batch_tokens, model.max_model_len)
+    drafted = config.speculation.tokens if config.speculation.on else 0
+    return rows, min(rows, config.scheduler.max_sequences * (1 + drafted))
+
+
+def bytes_for_cache(
+    decoder: Decoder, backend: str, rows: int, drawn: int, models: int = 1, free: int | None = None
+) -> int:
     """Bytes that the KV cache may have, beside a step of `rows` rows from `drawn` of which tokens are drawn. models:
-    that compute steps, this one among them; all are loaded. Raises ValueError where there is no memory for the step
-    alone."""
+    that compute steps, this one among them; all are loaded. free: what there is, of a device that ranks share. Raises
+    ValueError where there is no memory for the step alone."""
     device = current()
-    free = device.free_memory()
+    free = device.free_memory() if free is None else free
     try:
         step = device.peak_memory(lambda: largest_step(decoder, backend, rows, drawn))
     except torch.OutOfMemoryError:
@@ -92,5 +115,5 @@ def largest_step(decoder: Decoder, backend: str, rows: int, drawn: int) -> None:
     lengths = torch.full_like(positions, rows) if decoder.config.rope_depends_on_length else None
     recur = alone(decoder.config.recurrent, decoder.dtype, rows, decoder.device)
     hidden = decoder.forward(TokenBatch(torch.zeros_like(positions), positions, lengths), attend, recur=recur)
-    if decoder.config.head:
+    if HEAD in decoder.matrices:  # of tensor ranks the first one's alone
         decoder.logits(hidden[-drawn:])

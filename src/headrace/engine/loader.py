@@ -13,12 +13,12 @@ import torch
 
 from headrace.config import EngineConfig, Quantization
 from headrace.device import current
-from headrace.engine import gpu_memory, ranks, tiers, torchrun
+from headrace.engine import gpu_memory, ranked_pools, ranks, tiers, torchrun
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.draft_facts import draft_kv_bytes
 from headrace.engine.executor import Executor
-from headrace.engine.footprint import Footprint, keeps_activations
+from headrace.engine.footprint import Footprint, keeps_activations, tokens_in
 from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
@@ -45,7 +45,7 @@ from headrace.offload.weights.read_rate import read_rate
 from headrace.parallel import devices
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
-from headrace.types import CHUNK, Pooling, chunks_for
+from headrace.types import CHUNK, Pooling
 
 if TYPE_CHECKING:
     from headrace.engine.sessions import Sessions
@@ -169,7 +169,8 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     tell(LoadPhase("memory for the KV cache"))
     states = _state_storage(sized)
     if config.model.on_gpu and config.cache.tokens is None:
-        sized = _fitted(sized, decoder)
+        backend, size = sized.capacity.backend, sized.pool_bytes + draft_kv_bytes(config)
+        sized = _fitted(sized, gpu_memory.pool_tokens(config, sized.model, decoder, backend, size))
     capacity, cache = sized.capacity, sized.cache(tell)
     slots, device = sized.per_rank // CHUNK, ranks.device_of(config)
     storage = KVStorage(decoder.config.attention, slots, sized.kv_dtype, sized.hidden, sized.dtype, device)
@@ -191,15 +192,12 @@ def _one_rank(sized: Sized, tell: OnPhase) -> Loaded:
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, offload=offload, draft=draft)
 
 
-def _fitted(sized: Sized, decoder: Decoder) -> Sized:
-    """The pool as large as the memory of the GPU allows, now that the weights lie there."""
-    config, capacity = sized.config, sized.capacity
-    rows = min(config.scheduler.max_batch_tokens, sized.model.max_model_len)
-    drawn, models = min(rows, _decoding_rows(config, capacity)), 1 + (config.speculation.model is not None)
-    free = gpu_memory.bytes_for_cache(decoder, capacity.backend, rows, drawn, models)
-    tokens, longest = _tokens_in(config, sized.model, free, sized.pool_bytes + draft_kv_bytes(config))
+def _fitted(sized: Sized, tokens: int) -> Sized:
+    """With pools of so many tokens on each rank, as the memory of GPUs allows beside the weights that lie there now."""
+    config, ranks = sized.config, sized.config.ranks.context
+    longest = min(config.model.max_len or sized.model.max_model_len, tokens * ranks)
     limit = _length_limit(config, sized.model.max_model_len, longest, None)
-    capacity = replace(capacity, kv_cache_tokens=tokens, max_model_len=longest, length_limit=limit)
+    capacity = replace(sized.capacity, kv_cache_tokens=tokens * ranks, max_model_len=longest, length_limit=limit)
     return replace(sized, capacity=capacity, per_rank=tokens)
 
 
@@ -226,13 +224,15 @@ def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
 
 
 def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
-    config, cache = sized.config, sized.cache(tell)
-    each = config if sized.streamed is not None else config.replace(kv_cache_tokens=sized.per_rank)
+    config = sized.config
+    measured = sized.streamed is not None or ranked_pools.measured(config)
+    each = config if measured else config.replace(kv_cache_tokens=sized.per_rank)
     each = each if sized.states is None else each.replace(recurrent_states=sized.states)
     group, decoder = ranks.open_ranks(each, tell)
-    capacity = replace(sized.capacity, ranks=group.told)
-    driver = group.driver(cache, config)
     try:
+        sized = _fitted(sized, group.rank.storage.slots * CHUNK) if ranked_pools.measured(config) else sized
+        cache, capacity = sized.cache(tell), replace(sized.capacity, ranks=group.told)
+        driver = group.driver(cache, config)
         if config.tiers is not None:
             tell(LoadPhase("opening the tiers"))
         offload = group.open_tiers(cache, config, capacity) if config.tiers is not None else None
@@ -363,17 +363,8 @@ def _sizes(config: EngineConfig, model: ModelConfig, bytes_per_token: int) -> tu
         if config.model.on_gpu:  # of a host's memory preflight has told already
             gpu_memory.check_pool(config, model, config.cache.tokens, bytes_per_token)
         return tokens, min(wanted, tokens * parts)
-    return _tokens_in(config, model, _free_memory(config, model), bytes_per_token)
-
-
-def _tokens_in(config: EngineConfig, model: ModelConfig, free: int, bytes_per_token: int) -> tuple[int, int]:
-    """The same, of `free` bytes for each rank."""
-    wanted = config.model.max_len or model.max_model_len
-    affordable = free // bytes_per_token // CHUNK * CHUNK
-    tokens = min(affordable, config.scheduler.max_sequences * chunks_for(wanted) * CHUNK)
-    if tokens < CHUNK:
-        raise ValueError(f"no memory for a KV cache: {bytes_per_token} bytes a token; set kv_cache_tokens")
-    return tokens, min(wanted, tokens * config.ranks.context)
+    tokens = tokens_in(config, model, _free_memory(config, model), bytes_per_token)
+    return tokens, min(wanted, tokens * parts)
 
 
 def _free_memory(config: EngineConfig, model: ModelConfig) -> int:

@@ -113,12 +113,8 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     several = "several ranks on GPUs"
     if model.recurrent is not None:
         raise ValueError(f"{several}: {model.architecture} has recurrent layers, which one GPU computes; use one rank")
-    if config.tiers is not None or config.streaming is not None:
-        raise ValueError(f"KV outside the pool (kv_offload settings) and {several} exclude each other: leave out one")
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
-    if config.cache.tokens is None:
-        raise ValueError(f"kv_cache_tokens: {several} need it, since all have pools of one size; give what fits each")
     coded = config.model.quantization != "none" or model.stored is not None or model.experts is not None
     if config.ranks.tensor > 1 and coded:
         raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from headrace import cores
 from headrace.config import EngineConfig
 from headrace.device import current
-from headrace.engine import preflight, tiers, torchrun
+from headrace.engine import preflight, ranked_pools, tiers, torchrun
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
@@ -96,12 +96,13 @@ def rank_threads(config: EngineConfig) -> RankThreads:
 
 
 def make(config: EngineConfig, group: Group) -> Rank:
-    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds, unless KV is streamed; and
-    recurrent_states, where the model has some."""
+    """This rank's share: config.kv_cache_tokens must be set, and is what each rank holds, unless KV is streamed or it
+    is measured (ranked_pools); and recurrent_states, where the model has some."""
     torchrun.leave_signals_to_rank_0()
     set_threads(config)
     connect(config, group)
-    rank = _make(config, group, load_share(config, group))
+    decoder = load_share(config, group)
+    rank = _make(*_with_room(config, group, decoder))
     if config.tiers is not None:
         rank.tiers = AgentThread(tiers.agent_of(config, rank, _backend(config, rank.decoder))).obey
     if isinstance(rank.storage, StagedStore):
@@ -118,6 +119,7 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
     return load_decoder(
         folder, config.model.dtype, measured(tell, WEIGHTS), config.model.quantization, tensor,
         device=device_of(config), packed=measured(tell, "packing"), outside=expert_file(config, facts), facts=facts,
+        leave=streaming.leaving(config),
     )  # fmt: skip
 
 
@@ -147,20 +149,31 @@ def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
     return ExpertFile(asked.folder, model, asked.kept)
 
 
-def _make(config: EngineConfig, group: Group, decoder: Decoder) -> Rank:
+def _with_room(config: EngineConfig, group: Group, decoder: Decoder) -> tuple[EngineConfig, Group, Decoder, int]:
+    """What `_make` takes: the settings with the size of a pool, and bytes that a rank has of its GPU where KV is
+    streamed. Raises as ranked_pools.sized."""
+    if config.model.on_gpu and config.streaming is not None:
+        return config, group, decoder, ranked_pools.free_memory(config, group)
+    return ranked_pools.sized(config, group, _facts(config), decoder, _backend(config, decoder)), group, decoder, 0
+
+
+def _make(config: EngineConfig, group: Group, decoder: Decoder, free: int) -> Rank:
     backend = _backend(config, decoder)
-    storage = open_storage(config, decoder)
+    storage = open_storage(config, decoder, free)
     verify(backend_of(backend), decoder.config.attention, decoder.dtype, storage.dtype)
     threads = None if config.model.on_gpu else rank_threads(config)
     return Rank(decoder, storage, backend, group.context, threads, open_states(config, decoder))
 
 
-def open_storage(config: EngineConfig, decoder: Decoder) -> KVStorage | StagedStore:
-    """A rank's pool, or its store outside, with which the decoder's weights may leave too."""
+def open_storage(config: EngineConfig, decoder: Decoder, free: int = 0) -> KVStorage | StagedStore:
+    """A rank's pool, or its store outside, with which the decoder's weights may leave too. free: bytes of a GPU, nine
+    tenths of which staging and workspace may take."""
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else decoder.dtype
     sized = stream_sizes(config, _facts(config), decoder.dtype, kv_dtype)
     if sized is not None:
-        return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder))
+        passing = workspace.bytes_per_chunk(decoder.config.attention, kv_dtype) if config.ranks.context > 1 else 0
+        free = free * 9 // 10 - sized.staged * passing
+        return streaming.open_staged(config, decoder, sized, kv_dtype, _backend(config, decoder), free)
     assert config.cache.tokens is not None, "the driver sizes the cache"
     model, dtype = decoder.config, decoder.dtype
     keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
@@ -277,7 +290,7 @@ def open_ranks(
     """Starts the other ranks and loads this one's share while they load theirs.
 
     maker, start: see launch.open_group; a maker's rank must come from `make`, which takes part in the profile.
-    config.kv_cache_tokens must be set unless KV is streamed. tell: see loader.load. Raises ValueError for settings or a
+    config.kv_cache_tokens must be set where `make` needs it. tell: see loader.load. Raises ValueError for settings or a
     tuned table that do not fit, RankLost.
     """
     tell(LoadPhase("starting the ranks"))
@@ -287,7 +300,7 @@ def open_ranks(
         by = unless_failed(group.workers, lambda: connect(config, group))
         decoder = load_share(config, group, tell)
         tell(LoadPhase("memory for the KV cache"))
-        rank = _make(config, group, decoder)
+        rank = _make(*unless_failed(group.workers, lambda: _with_room(config, group, decoder)))
         tell(LoadPhase("measuring the ranks"))
         machine: Machine = unless_failed(group.workers, lambda: measure.take_part(rank, config.ranks.tensor))
         group.workers.wait_ready()

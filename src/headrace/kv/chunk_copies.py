@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.device import current
 from headrace.kernels.records import Pool
 
 Slots = NDArray[np.int32]
@@ -22,10 +23,17 @@ def copy_chunks(source: Pool, source_at: Slots, target: Pool, target_at: Slots) 
 
 
 def copy_chunks_alone(source: Pool, source_at: Slots, target: Pool, target_at: Slots) -> None:
-    """copy_chunks by this thread alone, beside the computation's threads: a large Tensor.copy_ starts a team."""
+    """copy_chunks by this thread alone, beside the computation's threads: a large Tensor.copy_ starts a team. A copy
+    from or to a device is given to the current stream."""
+    device = current()
+    on_host = not device.holds(source.k) and not device.holds(target.k)
     for here, there, count in _stretches(source_at, target_at):
         for x, y in zip(source.tensors, target.tensors, strict=True):
-            np.copyto(_bytes(y[there : there + count]), _bytes(x[here : here + count]))
+            into, taken = y[there : there + count], x[here : here + count]
+            if on_host:
+                np.copyto(_bytes(into), _bytes(taken))
+            else:
+                into.copy_(taken, non_blocking=True)
 
 
 def _bytes(x: torch.Tensor) -> NDArray[np.uint8]:

@@ -144,7 +144,7 @@ class Decoder:
         elif isinstance(layers, MixedLayers):
             part.layers = MixedLayers(layers.mixed[:count])
         else:
-            part.layers = OneByOne(layers.layers[:count])
+            part.layers = layers.first(count)
         part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part

@@ -255,6 +255,10 @@ class OneByOne:
             x, part = layer(x, part, cos_sin, attend, rows if layer is self.layers[-1] else None, watch, recur)
         return x if part is None else x + part
 
+    def first(self, count: int) -> OneByOne:
+        """The first layers alone."""
+        return OneByOne(self.layers[:count])
+
     def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """The keys and values [n, Hkv, D] that the layer makes of x [n, H], as `attend` gets them."""
         return self.layers[layer].project(x, cos_sin)

@@ -53,4 +53,4 @@ class XTurns:
         place = turns * most
         for rank in range(self.ranks):
             place[turns == rank] += torch.arange(int(counts[rank]))
-        return given.view(self.ranks * most, *x.shape[1:])[place]
+        return given.view(self.ranks * most, *x.shape[1:]).index_select(0, place.to(x.device, non_blocking=True))

@@ -180,6 +180,7 @@ class _Outward:
     def filled(self, size: int, fill: Callable[[Tensor], bool], over: bool) -> Tensor | None:
         """See ChunkCodec._filled. over: put together in the device's memory, and copied by one copy."""
         device, written = self.device, self.device.event()
+        device.enter()  # any thread may store
         written.record(self.compute)
         with device.on(self.stream):
             self.stream.wait_event(written)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.arrival import Arrival
 from headrace.device import Device, Event, current
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.ticket import Ticket
@@ -94,23 +95,35 @@ class CudaTicket(Ticket):
     after it sees them, and the host goes on. Behind an emulated link, of which a stream knows nothing, the host waits.
     """
 
-    __slots__ = ("began", "device", "emulated", "handed", "keeps", "over", "ready")
+    __slots__ = ("_handed", "began", "device", "emulated", "keeps", "over", "ready")
 
     def __init__(self, size: int, stream: str, device: Device, emulated: bool) -> None:
         super().__init__(size, stream)
-        self.device, self.emulated, self.handed = device, emulated, threading.Event()
+        self.device, self.emulated, self._handed = device, emulated, Arrival()
         self.keeps: object = None  # memory that is copied from, which nobody else may be given before the end
         self.ready, self.began = device.event(), device.event(timing=True)
         self.over = device.event(timing=True, blocking=True)
         self.ready.record(device.current_stream())
 
+    @property
+    def handed(self) -> Arrival:
+        return self if self.emulated else self._handed
+
+    def follow(self) -> None:
+        self.device.current_stream().wait_event(self.over)
+
     def wait(self) -> None:
         if self.emulated:
             self.synchronize()
-        self._until(self.handed)
+        self._until(self._handed)
         if self.error is not None:
             raise self.error
         self.device.current_stream().wait_event(self.over)
+
+    def hand_over(self, error: BaseException | None = None) -> None:
+        """The stream was given all of it; or what was raised instead."""
+        self.error = error
+        self._handed.end(error)
 
     def finish(self, link: EmulatedLink) -> None:
         """Waits for its end on the device, and ends it."""
@@ -153,7 +166,7 @@ class CudaStream(ThreadStream):
 
     def _carry(self, ticket: Ticket, run: Callable[[], object]) -> None:
         assert isinstance(ticket, CudaTicket)
-        ticket.keeps = run
+        ticket.keeps, error = run, None
         try:
             with torch.inference_mode(), self.device.on(self.stream):
                 self.stream.wait_event(ticket.ready)
@@ -162,11 +175,16 @@ class CudaStream(ThreadStream):
                 ticket.over.record(self.stream)
         except BaseException as raised:  # as above
             self.stream.synchronize()  # what was handed over before the error
-            ticket.error = raised
-        ticket.handed.set()
+            error = raised
+        ticket.hand_over(error)
         self._under_way.put(ticket)
 
+    def _run(self) -> None:
+        self.device.enter()
+        super()._run()
+
     def _finish(self) -> None:
+        self.device.enter()
         while (ticket := self._under_way.get()) is not None:
             ticket.finish(self.link)
             del ticket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 from headrace.arrival import Arrival
@@ -34,11 +33,12 @@ class Ticket(Arrival):
 
     def synchronize(self) -> None:
         """Until it has come, in the host's time; raises what went wrong."""
-        self._until(self._ended)
+        self._until(self)
         super().wait()
 
-    def _until(self, event: threading.Event) -> None:
-        if not event.is_set():
+    def _until(self, moment: Arrival) -> None:
+        """Until this ticket, or a part of its way, has ended."""
+        if not moment.done:
             began = time.perf_counter()
-            event.wait()
+            moment._ended.wait()
             self.waited_s += time.perf_counter() - began

@@ -7,12 +7,15 @@ told here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from headrace.arrival import Arrival
 from headrace.config import AttentionSpec
+from headrace.device import Device
 from headrace.kernels.backend import Attend
 
 
@@ -60,26 +63,39 @@ class WaitingAttend(Attend):
         return self.attend(layer, q, k, v, rows)
 
 
+class SideStream:
+    """A stream of a device on which a rank copies what has come, and sends it on, beside the one that computes."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.stream = device, device.stream()
+
+
 class CachedPiece(Arrival):
     """Cached chunks of this rank on their way into a workspace, from which they go on to others: see `then`.
 
-    parts: what must have come before. copy(): takes them from the pool.
+    parts: what must have come before. copy(): takes them from the pool. side: of a pool on a device, where the host
+    waits for nothing but that the parts were handed over to streams: the copy follows them there, and the memory's last
+    use before this was made; what is sent on follows the copy.
     """
 
-    __slots__ = ("_copy", "_left", "_parts")
+    __slots__ = ("_copy", "_left", "_over", "_parts", "_ready", "_side")
 
-    def __init__(self, parts: Sequence[Arrival], copy: Callable[[], None]) -> None:
+    def __init__(self, parts: Sequence[Arrival], copy: Callable[[], None], side: SideStream | None = None) -> None:
         super().__init__()
-        self._copy, self._parts, self._left = copy, parts, len(parts)
+        self._copy, self._parts, self._left, self._side = copy, parts, len(parts), side
+        if side is not None:
+            self._ready, self._over = side.device.current_stream().record_event(), side.device.event()
         for part in parts:
-            part.then(self._one)
+            part.handed.then(self._one)
 
     def then(self, call: Callable[[], None]) -> None:
-        """As Arrival.then, but never for what cannot come, of which `wait` tells."""
+        """As Arrival.then, but never for what cannot come, of which `wait` tells. On a device the side stream is the
+        current one of the call."""
 
         def if_here() -> None:
             if self.error is None:
-                call()
+                with self._beside():
+                    call()
 
         super().then(if_here)
 
@@ -88,16 +104,27 @@ class CachedPiece(Arrival):
         """Raises as `wait` does."""
         here = super().done
         if here:
-            self.wait()
-        return here
+            self._raise()
+        return here and (self._side is None or self._over.query())
 
     def wait(self) -> None:
         """Raises why the chunks do not come, or what a call given to `then` raised: RankLost."""
         for part in self._parts:
             part.wait()
-        super().wait()
+        self._ended.wait()
+        self._raise()
+        if self._side is not None:
+            self._side.device.current_stream().wait_event(self._over)
 
     drain = wait
+
+    def _raise(self) -> None:
+        error = next((each.error for each in (*self._parts, self) if each.error is not None), None)
+        if error is not None:
+            raise error
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._side is None else self._side.device.on(self._side.stream)
 
     def _one(self) -> None:
         with self._lock:
@@ -107,7 +134,19 @@ class CachedPiece(Arrival):
         error = next((part.error for part in self._parts if part.error is not None), None)
         try:
             if error is None:
-                self._copy()
+                self._take()
         except BaseException as raised:  # whoever waits for the chunks gets it
             error = raised
         self.end(error)
+
+    def _take(self) -> None:
+        if self._side is None:
+            self._copy()
+            return
+        stream = self._side.stream
+        with torch.inference_mode(), self._beside():
+            stream.wait_event(self._ready)
+            for part in self._parts:
+                part.follow()
+            self._copy()
+            self._over.record(stream)

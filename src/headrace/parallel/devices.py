@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
@@ -44,9 +45,10 @@ def connect(group: Group, asked: RankTransport, alone: bool, interface: str) -> 
     """Puts links for tensors of the device in the place of the group's: by NCCL where all ranks have devices to
     themselves, otherwise through the host. Returns what they are. Every rank calls it with the same `asked`.
 
-    Raises ValueError for NCCL where ranks share a device, or torch has none.
+    Raises ValueError for NCCL where ranks share a device, or torch has none, and for ranks whose bits would differ.
     """
     device, every = current(), _all_alone(group, alone)
+    _check_alike(group, device)
     missing = "ranks share a device" if not every else None if dist.is_nccl_available() else "this torch has no NCCL"
     if asked == "nccl" and missing is not None:
         raise ValueError(f"rank_transport nccl: {missing}; use 'host' or 'auto'")
@@ -64,6 +66,27 @@ def _all_alone(group: Group, alone: bool) -> bool:
     names = [f"headrace/alone/{rank}" for rank in range(group.size)]
     group.store.set(names[group.rank], str(int(alone)))
     return all(int(group.store.get(name)) for name in names)
+
+
+def _check_alike(group: Group, device: Device) -> None:
+    """Raises ValueError on every rank if some compute on another GPU, or by another Triton: bits would depend on who
+    computes, and stored chunks are named by those of rank 0 (offload.identity)."""
+    names = [f"headrace/computes/{rank}" for rank in range(group.size)]
+    group.store.set(names[group.rank], f"{device.name}, Triton {_triton()}")
+    first, *others = (group.store.get(name).decode() for name in names)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(
+                f"rank {rank} computes on {other}, rank 0 on {first}: bits would differ; use GPUs of one kind, and one "
+                f"version of Triton"
+            )
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
 
 
 class _Nccl:

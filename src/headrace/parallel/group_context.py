@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace.arrival import Arrival
 from headrace.kv.storage import LayerPools
-from headrace.parallel.coming import Coming
+from headrace.parallel.coming import Coming, SideStream
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup
 from headrace.parallel.transport import Tag, Transfer, Transport
@@ -29,7 +29,7 @@ class TokenCounters:
 @dataclass(slots=True)
 class GroupContext:
     """A rank, at one group. number counts the groups of all steps alike on every rank. cuts: whether of the last layer
-    with attention the wanted rows alone are computed, since it is the model's last."""
+    with attention the wanted rows alone are computed, since it is the model's last. side: of a rank on a device."""
 
     group: StepGroup
     number: int
@@ -41,6 +41,7 @@ class GroupContext:
     counters: TokenCounters
     coming: Coming
     cuts: bool = True
+    side: SideStream | None = None
 
     def wait_for_own(self, layer: int) -> None:
         """Until this layer of the group's chunks that this rank owns can be read from its pool."""

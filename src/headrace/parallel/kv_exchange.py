@@ -125,7 +125,9 @@ class KVExchange(Attend):
             if not parts:
                 copy_chunks(pool, slots, buffer.pool, at)
                 continue
-            cached = CachedPiece(parts, partial(copy_chunks_alone, pool, slots, buffer.pool, at))
+            side = self.context.side
+            copy = copy_chunks_alone if side is None else copy_chunks
+            cached = CachedPiece(parts, partial(copy, pool, slots, buffer.pool, at), side)
             self.own[layer][piece.index] = cached
             arrivals.append(Arriving([cached], piece.begin, piece.end))
         return arrivals

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace import host
 from headrace.kernels import dispatch, ops
 from headrace.parallel.merging import Kept, Kernels
-from headrace.parallel.probe import Probe, by_clock, by_events, device_of, least, meet, passed_on, settle
+from headrace.parallel.probe import Probe, by_clock, by_events, least, meet, passed_on, settle
 from headrace.parallel.rank import Rank
 from headrace.parallel.workspace import LayerBuffer
 from headrace.planner.machine import ComputeRates, Machine, count_of
@@ -50,7 +50,7 @@ def take_part(rank: Rank, tensor: int = 1) -> Machine:
         rates = _rates(rank, crowding)
         link_bytes_s, latency_s = _link(rank)
         one = _one_engine(rank)
-    device, capabilities = device_of(rank), rank.kernels.backend.capabilities
+    device, capabilities = rank.device, rank.kernels.backend.capabilities
     isa = str(dispatch.reasons().get("attend", "reference")) if device is None else capabilities.name
     name = host.processor_name() if device is None else device.name
     shares = device is None and _shares_host(rank)  # copies of a device's tensors take nothing from its computation
@@ -78,7 +78,7 @@ def _one_engine(rank: Rank) -> ComputeRates | None:
 def _rates(rank: Rank, crowding: float = 1.0) -> ComputeRates:
     """What this rank attains now. With more threads than cores each has its turns on a core: what it attains in them,
     over `crowding`. The linear layers' rate stands for that of the memory, until prefills are measured."""
-    device, clock = device_of(rank), time.perf_counter if crowding == 1.0 else time.thread_time
+    device, clock = rank.device, time.perf_counter if crowding == 1.0 else time.thread_time
     seconds = partial(least, timed=by_clock(clock) if device is None else by_events(device))
     matrices = [w for name, w in rank.decoder.matrices.items() if name.startswith("layers.0.")]
     size = sum(w.shape[0] * w.shape[1] for w in matrices) * rank.decoder.dtype.itemsize

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.device import Device, current
+from headrace.device import Device
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.kv.table_state import NONE, Segment
 from headrace.models.decoder import Decoder
@@ -191,15 +191,9 @@ def least(work: Callable[[], object], timed: Timed, repeats: int = 4) -> float:
     return max(min(timed(work) for _ in range(repeats)), 1e-9)
 
 
-def device_of(rank: Rank) -> Device | None:
-    """That which the rank computes on; None for the CPU."""
-    device = current()
-    return device if device.holds(rank.decoder.weights["embed.weight"]) else None
-
-
 def settle(rank: Rank) -> None:
     """Until what the rank was given is computed, and sent."""
-    device = device_of(rank)
+    device = rank.device
     if device is not None:
         device.current_stream().synchronize()
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from headrace.attention.execute import KeepActivations
+from headrace.device import Device, current
 from headrace.kernels.backend import Attend, backend_of
 from headrace.kernels.block import Watch
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import group_layout
-from headrace.parallel.coming import Coming, NothingComes
+from headrace.parallel.coming import Coming, NothingComes, SideStream
 from headrace.parallel.group_context import GroupContext, TokenCounters
 from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import RankStep, StepGroup
@@ -36,12 +37,18 @@ PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 """A receive of hidden states under way: group, (part, position) of each row, the rows, the receive."""
 
 
+def device_of(decoder: Decoder) -> Device | None:
+    """That which it computes on; None for the CPU."""
+    device = current()
+    return device if device.holds(decoder.weights["embed.weight"]) else None
+
+
 class Rank:
     """A model, its pool or store of `storage.slots` chunks, and a place among the ranks of `transport`.
 
-    threads: how many it computes with; None: as many as the caller has set. fence: whoever sends it steps says so there
-    (`sent`). tiers: may be set, with `coming`, to what takes a command for the rank's tiers and whom to answer. states:
-    memory for those of recurrent layers, if the model has some.
+    threads: how many it computes with; None: as many as the caller has set. device: None for the CPU. fence: whoever
+    sends it steps says so there (`sent`). tiers: may be set, with `coming`, to what takes a command for the rank's
+    tiers and whom to answer. states: memory for those of recurrent layers, if the model has some.
     """
 
     def __init__(
@@ -62,7 +69,9 @@ class Rank:
         self.coming: Coming = NothingComes()
         self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
         self.groups = 0
-        self.fence = StepFence()
+        self.device = device_of(decoder)
+        self.side = None if self.device is None else SideStream(self.device)
+        self.fence = StepFence(self.device)
 
     @property
     def pool(self) -> KVStorage:
@@ -145,7 +154,7 @@ class Rank:
         group = place.group
         context = GroupContext(
             group, number, self.transport, place.storage, self.kernels, self.workspace, self.storage.slots,
-            self.counters, place.coming, cuts=self.decoder.config.ends_in_attention,
+            self.counters, place.coming, cuts=self.decoder.config.ends_in_attention, side=self.side,
         )  # fmt: skip
         recur = None if self.states is None else self.states.at(group, number)
         runs = group_layout.runs(group, self.transport.rank)

@@ -5,6 +5,8 @@ C: chunks; Hk: KV heads, D: head size, in the layout of the pools (kv.storage). 
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from headrace.config import AttentionSpec
@@ -15,6 +17,12 @@ from headrace.parallel.transport import Transfer
 CPU = torch.device("cpu")
 DEPTH = 3
 """Layers that have a buffer each: one is received ahead, one is computed, one is still being sent."""
+
+
+def bytes_per_chunk(spec: AttentionSpec, dtype: torch.dtype) -> int:
+    """What a workspace takes for a chunk of a group, all of its buffers together."""
+    parts = [part for heads, dim in spec.every_shape for part in Pool.parts(1, heads, dim, dtype)]
+    return DEPTH * sum(math.prod(shape) * kind.itemsize for shape, kind in parts)
 
 
 class LayerBuffer:
@@ -46,6 +54,7 @@ class Workspace:
             self.drain()
             self.chunks = chunks
             shapes = self.spec.every_shape
+            self.buffers = {}  # first, so that the old ones and the new never take memory at a time
             self.buffers = {
                 each: [LayerBuffer(each, chunks, self.dtype, self.device) for _ in range(DEPTH)] for each in shapes
             }

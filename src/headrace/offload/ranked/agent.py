@@ -232,9 +232,15 @@ class TierAgent:
         restore = self._restores.pop(command.bring)
         transfer = restore.transfer
 
+        def tell() -> None:
+            say(words.BringEnded(command.number, transfer.waited_s, transfer.projections))
+
         def ended() -> None:
             self._forget(restore)
-            say(words.BringEnded(command.number, transfer.waited_s, transfer.projections))
+            if transfer.codec.device is None:
+                tell()
+            else:  # the device has only been told to project: neither steps nor pings wait for its times
+                self.opened.looking.submit(tell, 0, "times")
 
         if transfer.projects:
             transfer.layers[-1][0].then(ended)

@@ -133,6 +133,11 @@ class AllTiers:
             return
         self.peers.closed = True
         asked: dict[int, words.Command] = {rank: words.CloseTiers(0, timeout_s) for rank in range(self.peers.ranks)}
-        told = self.peers.call_all(asked, words.TiersTold, timeout_s + 1.0)
+        try:
+            told = self.peers.call_all(asked, words.TiersTold, timeout_s + 1.0)
+        except RuntimeError:  # RankLost: what is here ends all the same, its memory is the next engine's
+            for agent in self.peers.agents.values():
+                agent.obey(words.CloseTiers(0, 0.0), lambda answer: None)
+            raise
         if len(told) < len(asked):
             log.warning("the tiers of %d ranks did not close within %.0f s", len(asked) - len(told), timeout_s)

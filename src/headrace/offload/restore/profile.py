@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from headrace.kernels.backend import Backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.models.slots import expert_prefix
+from headrace.models.x_turns import XTurns
 from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
 from headrace.offload.restore import timing
@@ -107,13 +109,16 @@ class _Projection:
     """K and V of some tokens of the first layer, projected and put into the pool, as restores do it."""
 
     def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend) -> None:
-        self.storage, self.project = storage, Projector(decoder.unsent(), storage, backend).put
+        self.projector = Projector(decoder.unsent(), storage, backend, XTurns())
         self.most = max(1, min(storage.slots, decoder.config.max_model_len // CHUNK))
+        self.of = lru_cache(self._of)
 
     def __call__(self, tokens: int) -> None:
+        self.of(tokens)(0)
+
+    def _of(self, tokens: int) -> Callable[[int], None]:
         chunks = [chunk % self.most for chunk in range(-(-tokens // CHUNK))]
-        assert self.storage.x is not None, "the pool keeps activations"
-        self.project(0, self.storage.x[0][chunks], chunks, chunks, 0)
+        return self.projector(chunks, chunks, 0)
 
 
 class _Move:

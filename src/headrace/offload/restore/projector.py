@@ -5,7 +5,7 @@ H: hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,28 +13,44 @@ from torch import Tensor
 from headrace.kernels.backend import Backend
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder
+from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
 
 
 class Projector:
-    """Puts K and V into a pool whose chunks have activations."""
+    """Puts K and V into a pool whose chunks have activations. turns: whose these are; by default the decoder's."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend) -> None:
+    def __init__(self, decoder: Decoder, storage: KVStorage, backend: Backend, turns: XTurns | None = None) -> None:
         self.decoder, self.storage, self.backend = decoder, storage, backend
+        self.turns = decoder.turns if turns is None else turns
 
-    def __call__(self, layer: int, x: Tensor, chunks: Sequence[int], slots: Sequence[int], prompt_len: int) -> None:
-        """Chunks of a sequence, by number, which lie in these slots. x [n, 64, H]: activations of those that are this
-        rank's (models.x_turns); tensor ranks call this alike. Raises RankLost."""
-        self.put(layer, self.decoder.turns.gathered(x, chunks), chunks, slots, prompt_len)
+    def __call__(self, chunks: Sequence[int], slots: Sequence[int], prompt_len: int) -> Callable[[int], None]:
+        """What projects a layer, given its number, of chunks of a sequence, by number, which lie in these slots. It
+        takes the activations of those that are this rank's from there (models.x_turns). Tensor ranks call it alike.
+        Raises RankLost."""
+        return _Projected(self, chunks, slots, prompt_len)
 
-    def put(self, layer: int, x: Tensor, chunks: Sequence[int], slots: Sequence[int], prompt_len: int) -> None:
-        """As __call__, with the activations of all of them."""
+
+class _Projected:
+    """What all layers have in common is made once: to carry it to a device for each would have the host wait."""
+
+    def __init__(self, by: Projector, chunks: Sequence[int], slots: Sequence[int], prompt_len: int) -> None:
+        self.by, self.chunks, decoder = by, chunks, by.decoder
         positions = positions_of(chunks)
-        lengths = (positions + 1).clamp(min=prompt_len) if self.decoder.config.rope_depends_on_length else None
-        k, v = self.decoder.project(layer, x.flatten(0, 1), positions, lengths)
+        lengths = (positions + 1).clamp(min=prompt_len) if decoder.config.rope_depends_on_length else None
+        self.cos_sin = decoder.rope.at(positions, lengths).to(decoder.device) if decoder.rope else None
+        mine = [slot for chunk, slot in zip(chunks, slots, strict=True) if by.turns.mine(chunk)]
         where = torch.tensor(slots, dtype=torch.int32).repeat_interleave(CHUNK)
         offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(len(slots))
-        self.backend.append(self.storage.pool(layer), k, v, where, offsets)
+        places = (torch.tensor(mine, dtype=torch.int64), where, offsets)
+        self.mine, self.slots, self.offsets = (each.to(decoder.device) for each in places)
+
+    def __call__(self, layer: int) -> None:
+        storage = self.by.storage
+        assert storage.x is not None, "the pool keeps activations"
+        x = self.by.turns.gathered(storage.x[layer].index_select(0, self.mine), self.chunks)
+        k, v = self.by.decoder.layers.project(layer, x.flatten(0, 1), self.cos_sin)
+        self.by.backend.append(storage.pool(layer), k, v, self.slots, self.offsets)
 
 
 def positions_of(chunks: Sequence[int]) -> Tensor:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.arrival import Arrival
+from headrace.device import Event
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
@@ -74,6 +75,7 @@ class RestoreTransfer:
     cpu_s: float = 0.0
     transfers: list[LayerTransfer] = field(default_factory=list)
     _projected: list[_Projected] = field(default_factory=list)
+    _project: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         self.good = len(self.chunks)
@@ -267,10 +269,11 @@ class RestoreTransfer:
         must project alike, and another may have lost others."""
         if self.project is None:
             return
+        if self._project is None:
+            self._project = self.project(list(self.projected), list(self.projected.values()), self.prompt_len)
         busy, device = not self.done, self.codec.device
         watch = Stopwatch(device)
-        x = self.codec.activations(layer)[[w.slot for w in self.chunks if w.kind == "x"]]
-        self.project(layer, x, list(self.projected), list(self.projected.values()), self.prompt_len)
+        self._project(layer)
         watch.stop()
         if device is not None or busy == (not self.done):
             self._projected.append(_Projected(len(self.projected) * CHUNK, watch, busy and device is None))
@@ -293,15 +296,22 @@ class Projection(Arrival):
     """One layer's K and V of the chunks of a restore that come as activations: projected by the one thread that waits
     for it, which has the cores. x: None where another tensor rank brings all of them."""
 
-    __slots__ = ("_layer", "_transfer", "_x")
+    __slots__ = ("_layer", "_over", "_transfer", "_x")
 
     def __init__(self, transfer: RestoreTransfer, layer: int, x: Ticket | None) -> None:
         super().__init__()
         self._transfer, self._layer, self._x = transfer, layer, x
+        self._over: Event | None = None
 
     def wait(self) -> None:
         if not self.done:
             if self._x is not None:
                 self._x.wait()
             self._transfer.project_layer(self._layer)
+            if (device := self._transfer.codec.device) is not None:
+                self._over = device.current_stream().record_event()
             self.end()
+
+    def follow(self) -> None:
+        if (device := self._transfer.codec.device) is not None and self._over is not None:
+            device.current_stream().wait_event(self._over)

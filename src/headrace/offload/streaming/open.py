@@ -107,7 +107,7 @@ def sizes(
                 f"{limit}: each rank stages a layer of {longest} tokens; raise it, or lower max_model_len {wanted}"
             )
     bound = bound if longest < wanted else "max_model_len"
-    if config.model.on_gpu and staged < chunks:
+    if config.model.on_gpu and config.ranks.count == 1 and staged < chunks:
         each = -(-chunks * (buffers * (kv // spec.layers) + BUFFERS * staged_x) // 2**20)
         raise ValueError(
             f"{limit}: on a GPU each staging buffer takes a layer of all {chunks} chunks that lie outside; raise "
@@ -156,27 +156,34 @@ def leaving(config: EngineConfig) -> Leave | None:
 
 
 def open_staged(
-    config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype, backend: str
+    config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype, backend: str, free: int
 ) -> StagedStore:
-    """What open_streamer is for one rank, for one of several: the decoder goes on computing."""
+    """What open_streamer is for one rank, for one of several: the decoder goes on computing. free: bytes that it may
+    take of a GPU."""
     asked, dtype, turns = asked_of(config), decoder.dtype, decoder.turns.ranks
-    spec = decoder.config.attention
+    spec, device = decoder.config.attention, current() if config.model.on_gpu else None
     hidden = hidden_kept(asked, decoder.config, kv_dtype, dtype, config.ranks.count)
-    outside = _outside(asked, decoder, sized.store, kv_dtype, hidden)
-    store = OutsideStore(
-        spec, sized.store, kv_dtype, dtype, hidden, outside, memory.zeros if asked.x_resident else None, turns
-    )
+    outside, fast = _outside(asked, decoder, sized.store, kv_dtype, hidden), memory.zeros
+    if device is not None:
+        _check_rank(config, decoder, sized, kv_dtype, hidden, free)
+        fast, outside = partial(_on, device), outside if asked.path else device.pinned
+    store = OutsideStore(spec, sized.store, kv_dtype, dtype, hidden, outside, fast if asked.x_resident else None, turns)
     if config.cache.prefault:
         store.prefault()
-    streams = open_copy_streams(None, EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
+    streams = open_copy_streams(device, EmulatedLink(asked.link.bytes_s, asked.link.latency_s))
     x = None
     if hidden:
-        x = StagedX(decoder, backend_of(backend), store, sized.staged, BUFFERS, asked.x_resident)
-        measure_staged(x, streams)
-    staged = StagedStore(spec, store, sized.staged, streams, x)
+        x = StagedX(decoder, backend_of(backend), store, sized.staged, BUFFERS, asked.x_resident, device=device)
+    staged = StagedStore(spec, store, sized.staged, streams, x, device)
+    if x is not None:
+        measure_staged(staged, x, projects=device is None or not asked.weights)
     if asked.weights:
-        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None)
-        decoder.layers = LayersInTurn(layers, staged.totals)
+        layers = StreamedLayers(decoder, streams.into, outside if asked.path else None, fast, device is not None)
+        decoder.layers = LayersInTurn(layers, staged.totals, device, staged.once_done)
+        if device is not None:  # the profile of the ranks multiplies by those of layer 0
+            layers.start()
+            first = layers.layer(0).run.layers[0].matrices
+            decoder.matrices.update({f"layers.0.{name}": weight for name, weight in first.items()})
         if x is not None:
             x.weight_bytes = layers.bytes_per_layer
     return staged
@@ -231,6 +238,25 @@ def _check_device(device: Device, asked: KVStreaming, decoder: Decoder, sized: S
             f"{free / 2**30:.1f} GiB of the GPU may be taken: staging takes {staging / 2**30:.1f} GiB, "
             f"two layers of weights {weights / 2**30:.1f}; lower {asked.room[0]} and offload_staging_mb{told}, or "
             "take a smaller model"
+        )
+
+
+def _check_rank(
+    config: EngineConfig, decoder: Decoder, sized: StreamSizes, kv_dtype: torch.dtype, hidden: int, free: int
+) -> None:
+    """As _check_device, of one of several ranks, which may take `free` bytes in all."""
+    asked, spec, turns = asked_of(config), decoder.config.attention, decoder.turns.ranks
+    kv = bytes_per_chunk(spec, kv_dtype, decoder.dtype, 0) // spec.layers
+    x = CHUNK * hidden * decoder.dtype.itemsize // turns
+    taken = BUFFERS * sized.staged * (kv + (0 if asked.x_resident else x))
+    weights = bytes_of_buffers(layers_of(decoder), experts=True) if asked.weights else 0
+    resident = sized.store * x * spec.layers if asked.x_resident else 0
+    if taken + resident + weights > free:
+        told = f", activations {resident / 2**30:.1f}" if resident else ""
+        told += f", two layers of weights {weights / 2**30:.1f}" if weights else ""
+        raise ValueError(
+            f"{free / 2**30:.1f} GiB of the GPU may be taken by a rank: staging takes {taken / 2**30:.1f} GiB"
+            f"{told}; lower offload_staging_mb{', or leave out offload_x_resident' if resident else ''}"
         )
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from headrace.models.decoder import Decoder
-from headrace.offload.copy_streams import CopyStream, CopyStreams, copy_alone
+from headrace.offload.copy_streams import CopyStream, copy_alone
+from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.streaming.projection import project
+from headrace.offload.streaming.staged_store import StagedStore
 from headrace.offload.streaming.staged_x import StagedX
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.ticket import Ticket
@@ -36,18 +37,20 @@ def measure(decoder: Decoder, transfers: Transfers) -> None:
     transfers.throughput.projected(count, watch.seconds())
 
 
-def measure_staged(x: StagedX, streams: CopyStreams) -> None:
-    """As `measure`, on one rank of several, before its weights leave. What tensor ranks exchange is not timed."""
-    pool = x.store.pools[0].k
-    x.throughput.carried(_copied(pool, torch.zeros_like(pool.view(-1)[:COPY_ELEMENTS]), streams.into))
+def measure_staged(staged: StagedStore, x: StagedX, projects: bool) -> None:
+    """As `measure`, on one rank of several, before its weights leave. What tensor ranks exchange is not timed. Not
+    projects: the weights have left, and how long it takes is known after the first step that does it."""
+    x.throughput.carried(_copied(staged.buffers[0].k, x.store.pools[0].k, staged.streams.into))
+    if not projects:
+        return
     positions = torch.arange(PROJECTED * CHUNK)
-    rows = torch.zeros(len(positions), x.store.hidden, dtype=x.store.rows)
+    rows = torch.zeros(len(positions), x.store.hidden, dtype=x.store.rows, device=x.place)
     decoder = x.decoder.unsent()
     for _ in range(2):
-        began = time.perf_counter()
+        watch = Stopwatch(staged.device)
         decoder.project(0, rows, positions, positions + 1)
-        seconds = time.perf_counter() - began
-    x.throughput.projected(PROJECTED, seconds)
+        watch.stop()
+    x.throughput.projected(PROJECTED, watch.seconds())
 
 
 def _copied(into: Tensor, source: Tensor, stream: CopyStream) -> Ticket:

@@ -1,7 +1,8 @@
 """KV of one rank of several, outside its fast memory: two staging buffers, each for a layer of a group, take turns.
 
 A pass is one layer of one group. While one is computed, the chunks of the next are on their way in; what it wrote goes
-out by the other copy stream, and its buffer is taken again when that is done. With the interfaces of parallel.outside:
+out by the other copy stream, and its buffer is taken again when that is done. On a device streams wait for each other,
+and the host goes on: what a pass took is known when the next step begins. With the interfaces of parallel.outside:
 
     buffer 0 | pass 0: load, compute, write out |           | pass 2: load, compute, write out | ..
     buffer 1             | pass 1: load,          compute, write out |   | pass 3: load,         | ..
@@ -9,8 +10,8 @@ out by the other copy stream, and its buffer is taken again when that is done. W
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -18,12 +19,15 @@ import numpy as np
 from headrace import memory
 from headrace.arrival import Arrival
 from headrace.config import AttentionSpec
+from headrace.device import Device, Event
 from headrace.kernels.block import Watch
 from headrace.kernels.records import Pool
 from headrace.kv.chunk_copies import copy_chunks_alone
 from headrace.kv.own_chunks import NONE, OwnChunks, Slots
+from headrace.kv.storage import zeros_on
 from headrace.offload.copy_streams import CopyStreams
-from headrace.offload.streaming.staged_x import Projected, StagedX
+from headrace.offload.stopwatch import Stopwatch
+from headrace.offload.streaming.staged_x import PreparedRows, Projected, StagedX
 from headrace.offload.streaming.store import OutsideStore
 from headrace.offload.streaming_totals import StreamingTotals
 from headrace.offload.ticket import Ticket
@@ -35,7 +39,8 @@ BUFFERS = 2
 class StagedStore:
     """A store of `slots` chunks, of which up to `capacity` are staged for a group. One step at a time.
 
-    x: of a store that keeps X, from which some of the chunks are projected.
+    x: of a store that keeps X, from which some of the chunks are projected. device: whose memory the buffers lie in;
+    None: the host's.
     """
 
     def __init__(
@@ -45,17 +50,17 @@ class StagedStore:
         capacity: int,
         streams: CopyStreams,
         x: StagedX | None = None,
+        device: Device | None = None,
     ) -> None:
         self.spec, self.store, self.capacity, self.streams, self.x = spec, store, capacity, streams, x
-        self.slots, self.dtype = store.slots, store.dtype
-        self.buffers = [
-            Pool.make(capacity, spec.kv_heads, spec.head_dim, store.dtype, memory.zeros) for _ in range(BUFFERS)
-        ]
+        self.slots, self.dtype, self.device = store.slots, store.dtype, device
+        fast = memory.zeros if device is None else zeros_on(device.place)
+        self.buffers = [Pool.make(capacity, spec.kv_heads, spec.head_dim, store.dtype, fast) for _ in range(BUFFERS)]
         self.totals = StreamingTotals()
-        self.pass_began = 0.0
+        self._step = self._pass = Stopwatch(device)
         self._passes: list[LayerPass] = []
         self._begun = 0
-        self._staged_s = 0.0
+        self._later: list[Callable[[], None]] = []
         self._written: dict[int, Ticket] = {}
         self._under_way: list[Ticket] = []
 
@@ -63,9 +68,8 @@ class StagedStore:
         """See parallel.outside.OutsideKV."""
         self.settle()
         self.totals.steps += 1
-        self._staged_s = time.perf_counter()
+        self._step = self._pass = Stopwatch(self.device)
         self._passes, self._begun = [], 0
-        self.pass_began = time.perf_counter()
         projected = self.x.choose(groups) if self.x is not None else [{} for _ in groups]
         staged = [self._add(own, some) for own, some in zip(groups, projected, strict=True)]
         for _ in range(BUFFERS):
@@ -80,7 +84,8 @@ class StagedStore:
                 f"raise offload_staging_mb"
             )
         first, layers = len(self._passes), range(self.spec.layers if len(own.slots) else 0)
-        passes = [LayerPass(self, own, layer, (first + layer) % BUFFERS, projected) for layer in layers]
+        rows: dict[int | None, list[PreparedRows]] = {}
+        passes = [LayerPass(self, own, layer, (first + layer) % BUFFERS, projected, rows) for layer in layers]
         self._passes += passes
         return StagedChunks(self, own, passes)
 
@@ -139,7 +144,18 @@ class StagedStore:
 
     def computed(self) -> None:
         """See parallel.outside.OutsideKV."""
-        self.totals.seconds += time.perf_counter() - self._staged_s
+        self._step.stop()
+        self.once_done(partial(self._note_step, self._step))
+
+    def _note_step(self, watch: Stopwatch) -> None:
+        self.totals.seconds += watch.seconds()
+
+    def once_done(self, call: Callable[[], None]) -> None:
+        """Has it called when the device has done what it was given, at once where there is none."""
+        if self.device is None:
+            call()
+        else:
+            self._later.append(call)
 
     def told(self) -> StreamStats:
         """What has been streamed so far. On any thread."""
@@ -147,22 +163,29 @@ class StagedStore:
 
     def note(self, each: LayerPass) -> None:
         """Takes the figures of a pass that has been computed."""
-        now = time.perf_counter()
-        self.totals.waited_s += each.waited_s
         self.totals.projected += len(each.projected)
+        self._pass.stop()
+        self.once_done(partial(self._note, each, self._pass))
+        self._pass = Stopwatch(self.device)
+
+    def _note(self, each: LayerPass, watch: Stopwatch) -> None:
+        waited, projecting = (sum(some.seconds() for some in times) for times in (each.waits, each.projecting))
+        self.totals.waited_s += waited
         if self.x is not None:
             for ticket in each.tickets:
                 self.x.throughput.carried(ticket)
-            seconds = now - self.pass_began - each.waited_s - each.projecting_s
-            self.x.throughput.computed(self.x.work(each.own), seconds)
-        self.pass_began = now
+            self.x.throughput.projected(len(each.projected), projecting)
+            self.x.throughput.computed(self.x.work(each.own), watch.seconds() - waited - projecting)
 
     def settle(self) -> None:
         """Until nothing is on its way. Raises what a copy raised, from then on: the store may lack what was written."""
         for ticket in self._under_way:
-            ticket.wait()
+            ticket.synchronize()
+        for call in self._later:
+            call()
         self._under_way.clear()
         self._written.clear()
+        self._later.clear()
 
     def close(self) -> None:
         """Ends the copy streams after what is on its way. May be called again."""
@@ -172,15 +195,26 @@ class StagedStore:
 class LayerPass(Arrival):
     """One layer of one group in a buffer: its cached chunks on their way there, from when it is begun."""
 
-    def __init__(self, store: StagedStore, own: OwnChunks, layer: int, buffer: int, projected: Projected) -> None:
+    def __init__(
+        self,
+        store: StagedStore,
+        own: OwnChunks,
+        layer: int,
+        buffer: int,
+        projected: Projected,
+        rows: dict[int | None, list[PreparedRows]],
+    ) -> None:
+        """rows: of what is projected, by window; made by the first layer that needs them."""
         super().__init__()
-        self.store, self.own, self.layer, self.buffer = store, own, layer, buffer
-        window = store.spec.windows[layer]
+        self.store, self.own, self.layer, self.buffer, self.rows = store, own, layer, buffer, rows
+        self.window = window = store.spec.windows[layer]
         self.cached: Slots = own.cached[window]
         self.projected: Slots = projected.get(window, NONE)
         self.loaded: Slots = np.setdiff1d(self.cached, self.projected)
         self.tickets: list[Ticket] = []
-        self.waited_s = self.projecting_s = 0.0
+        self.waits: list[Stopwatch] = []
+        self.projecting: list[Stopwatch] = []
+        self.projected_at: Event | None = None
         self.after: LayerPass | None = None
         self.leaving: Ticket | None = None
 
@@ -191,7 +225,22 @@ class LayerPass(Arrival):
         kv = self.store.load(self, after) if len(self.loaded) else None
         self.tickets = [ticket for ticket in (x, kv) if ticket is not None]
         if kv is not None and not len(self.projected):
+            kv.handed.then(lambda: self._handed_over(kv))
             kv.then(lambda: self.end(kv.error))
+
+    def _handed_over(self, kv: Ticket) -> None:
+        self.error = kv.error
+
+    @property
+    def handed(self) -> Arrival:
+        """What is projected is handed over by the thread that does it."""
+        return self if len(self.projected) else self.tickets[-1].handed
+
+    def follow(self) -> None:
+        if not len(self.projected):
+            self.tickets[-1].follow()
+        elif self.projected_at is not None and self.store.device is not None:
+            self.store.device.current_stream().wait_event(self.projected_at)
 
     def pool(self) -> Pool:
         """The buffer, once what the pass before wrote in it has left."""
@@ -214,26 +263,47 @@ class LayerPass(Arrival):
         return bool(len(self.cached)) and not (self.done and self.error is None)
 
     def wait(self) -> None:
-        """The thread that computes projects here what comes as X, once that has come."""
-        began, projecting_s = time.perf_counter(), self.projecting_s
+        """The thread that computes projects here what comes as X, once that has come. On a device its stream waits."""
         if len(self.projected) and not self.done:
-            self.end(self._project())
-        super().wait()
-        self.waited_s += time.perf_counter() - began - (self.projecting_s - projecting_s)
+            self.end(self._take())
+        if len(self.projected) or self.store.device is None:
+            with self._waiting():
+                super().wait()
+        else:
+            self._await(self.tickets)
 
-    def _project(self) -> BaseException | None:
+    def _take(self) -> BaseException | None:
         """K and V of all of its chunks; what went wrong, for all who wait."""
-        x = self.store.x
-        assert x is not None, "chunks are projected where X is kept"
         try:
-            for ticket in self.tickets[: -1 if len(self.loaded) else None]:
-                ticket.wait()
-            self.projecting_s = x.project(self.layer, self.buffer, self.pool(), self.own, self.projected)
-            for ticket in self.tickets:
-                ticket.wait()
+            self._await(self.tickets[: -1 if len(self.loaded) else None])
+            self._project()
+            self._await(self.tickets)
         except BaseException as error:
             return error
+        if (device := self.store.device) is not None:
+            self.projected_at = device.current_stream().record_event()
         return None
+
+    def _project(self) -> None:
+        x, pool, watch = self.store.x, self.pool(), Stopwatch(self.store.device)
+        assert x is not None, "chunks are projected where X is kept"
+        if self.window not in self.rows:
+            self.rows[self.window] = x.prepare(self.own, self.projected)
+        x.project(self.layer, self.buffer, pool, self.rows[self.window])
+        watch.stop()
+        self.projecting.append(watch)
+
+    def _await(self, tickets: Sequence[Ticket]) -> None:
+        with self._waiting():
+            for ticket in tickets:
+                ticket.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        watch = Stopwatch(self.store.device)
+        yield
+        watch.stop()
+        self.waits.append(watch)
 
 
 class StagedChunks:

@@ -7,27 +7,31 @@ some. Tensor ranks keep the chunks of a context rank in turn (models.x_turns), h
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace import memory
+from headrace.device import Device
 from headrace.kernels.backend import Backend
 from headrace.kernels.block import Watch
 from headrace.kernels.records import Pool
 from headrace.kv.own_chunks import OwnChunks, Slots
+from headrace.kv.storage import zeros_on
 from headrace.models.decoder import Decoder
-from headrace.offload.streaming.staging import gather
+from headrace.offload.streaming.staging import gather, gather_rows
 from headrace.offload.streaming.store import OutsideStore
 from headrace.offload.streaming.throughput import OperationWork, Throughput
 from headrace.types import CHUNK
 
-AT_ONCE = 4
-"""Chunks of each tensor rank that are projected at a time: what is between the products stays in the cache."""
+AT_ONCE, ON_DEVICE = 4, 64
+"""Chunks of each tensor rank that are projected at a time: what is between the products stays in the cache, and does
+not in a device's."""
 
 Projected = dict[int | None, Slots]
 """Window -> places in OwnChunks.slots of the cached chunks that are projected; the others are loaded."""
@@ -35,9 +39,21 @@ Send = Callable[[Callable[[], None], int], None]
 """(what moves so many bytes out, how many)"""
 
 
+class PreparedRows(NamedTuple):
+    """Chunks that are projected together, as all layers need them, on the device. slots: in the store, of all; mine:
+    where this rank keeps X of its own, int64. cos_sin: rotations of their rows. places, offsets int32 [n * 64]: where
+    their keys and values go."""
+
+    slots: list[int]
+    mine: Tensor
+    cos_sin: Tensor | None
+    places: Tensor
+    offsets: Tensor
+
+
 class StagedX:
     """store: keeps X, in fast memory if it is `resident`. capacity: chunks of a staging buffer. weight_bytes: of a
-    layer's matrices, where these are streamed over the same link.
+    layer's matrices, where these are streamed over the same link. device: which computes; None: the host.
 
     share: which part of the chunks that have X is projected; None: as link and arithmetic are found to be.
     """
@@ -51,13 +67,16 @@ class StagedX:
         buffers: int,
         resident: bool = False,
         weight_bytes: int = 0,
+        device: Device | None = None,
     ) -> None:
         self.decoder, self.backend, self.store = decoder, backend, store
-        self.resident, self.weight_bytes = resident, weight_bytes
+        self.resident, self.weight_bytes, self.device = resident, weight_bytes, device
+        self.place = torch.device("cpu") if device is None else device.place
         self.turns = decoder.turns
         self.most = -(-capacity // self.turns.ranks)
         shape = (self.most, CHUNK, store.hidden)
-        self.buffers = [memory.zeros(shape, store.rows) for _ in range(0 if resident else buffers)]
+        fast = memory.zeros if device is None else zeros_on(device.place)
+        self.buffers = [fast(shape, store.rows) for _ in range(0 if resident else buffers)]
         self.share: float | None = None
         self.throughput = Throughput(store.chunk_bytes, store.x_bytes // self.turns.ranks, resident)
         self._whole = np.zeros(store.slots, dtype=bool)
@@ -129,7 +148,9 @@ class StagedX:
         slots = own.slots[places[here]]
         mine = slots % self.turns.ranks == self.turns.rank
         rows, into = torch.from_numpy(here[mine]), self._at(slots[mine]).astype(np.int64) * CHUNK + offsets[here[mine]]
-        put = partial(self._put, torch.from_numpy(into))
+        rows = rows.to(self.place)
+        leaves = self.device is not None and not self.resident
+        put = partial(self._put_outside, into) if leaves else partial(self._put, torch.from_numpy(into).to(self.place))
 
         def watch(layer: int, x: Tensor) -> None:
             if self.resident:
@@ -143,6 +164,10 @@ class StagedX:
     def _put(self, into: Tensor, layer: int, x: Tensor) -> None:
         self.store.x[layer].view(-1, self.store.hidden)[into] = x
 
+    def _put_outside(self, into: NDArray[np.int64], layer: int, x: Tensor) -> None:
+        """Out of a device; rows that lie behind each other there go in one copy."""
+        gather_rows(self.store.x[layer].view(-1, self.store.hidden), x, into)
+
     # -- in
 
     def load(self, buffer: int, layer: int, slots: Slots) -> None:
@@ -153,24 +178,33 @@ class StagedX:
         """What `load` moves."""
         return 0 if self.resident else len(self.mine(slots)) * self.store.x_bytes
 
-    def project(self, layer: int, buffer: int, pool: Pool, own: OwnChunks, places: Slots) -> float:
-        """K and V of the chunks at these places, whose X has come, into the pool; the seconds it took. All tensor ranks
-        call it alike. Raises RankLost."""
-        began, taken = time.perf_counter(), 0
-        for first in range(0, len(places), AT_ONCE * self.turns.ranks):
-            some = places[first : first + AT_ONCE * self.turns.ranks]
-            slots = own.slots[some]
-            mine = self._at(self.mine(slots))
-            x = self.store.x[layer][mine] if self.resident else self.buffers[buffer][taken : taken + len(mine)]
-            taken += len(mine)
-            whole = self.turns.gathered(x, slots.tolist())
-            positions = (torch.from_numpy(own.numbers[some]).long()[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)
-            k, v = self.decoder.project(layer, whole.flatten(0, 1), positions, self._lengths(own, some, positions))
-            offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(len(some))
-            self.backend.append(pool, k, v, torch.from_numpy(some).repeat_interleave(CHUNK), offsets)
-        seconds = time.perf_counter() - began
-        self.throughput.projected(len(places), seconds)
-        return seconds
+    def prepare(self, own: OwnChunks, places: Slots) -> list[PreparedRows]:
+        """What `project` takes of the chunks at these places."""
+        some = (AT_ONCE if self.device is None else ON_DEVICE) * self.turns.ranks
+        return [self._prepared(own, places[first : first + some]) for first in range(0, len(places), some)]
+
+    def _prepared(self, own: OwnChunks, places: Slots) -> PreparedRows:
+        slots = own.slots[places]
+        positions = (torch.from_numpy(own.numbers[places]).long()[:, None] * CHUNK + torch.arange(CHUNK)).view(-1)
+        rope, lengths = self.decoder.rope, self._lengths(own, places, positions)
+        return PreparedRows(
+            slots.tolist(),
+            torch.from_numpy(self._at(self.mine(slots))).long().to(self.place),
+            rope.at(positions, lengths).to(self.place) if rope else None,
+            torch.from_numpy(places).repeat_interleave(CHUNK).to(self.place),
+            torch.arange(CHUNK, dtype=torch.int32).repeat(len(places)).to(self.place),
+        )
+
+    def project(self, layer: int, buffer: int, pool: Pool, rows: Sequence[PreparedRows]) -> None:
+        """K and V of these chunks, whose X has come, into the pool. All tensor ranks call it alike. Raises RankLost."""
+        taken = 0
+        for each in rows:
+            count = len(each.mine)
+            x = self.store.x[layer][each.mine] if self.resident else self.buffers[buffer][taken : taken + count]
+            taken += count
+            whole = self.turns.gathered(x, each.slots)
+            k, v = self.decoder.layers.project(layer, whole.flatten(0, 1), each.cos_sin)
+            self.backend.append(pool, k, v, each.places, each.offsets)
 
     def _lengths(self, own: OwnChunks, places: Slots, positions: Tensor) -> Tensor | None:
         """TokenBatch.rope_lengths of the projected rows: as when they were computed first."""

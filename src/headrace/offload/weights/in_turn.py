@@ -5,24 +5,44 @@ T: rows, n: rows whose states are wanted, H: hidden size, Hq, Hkv: query and KV 
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
+from headrace.device import Device
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Watch
 from headrace.kernels.gated_delta import Recur
 from headrace.models.layers import OneByOne
+from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.streaming_totals import StreamingTotals
 from headrace.offload.weights.streamed import StreamedLayers, WeightPart
 
 
 class LayersInTurn(OneByOne):
-    """The layers of a decoder over `source`, counted in `totals`; layer 0 follows the last one, for the next pass."""
+    """The layers of a decoder over `source`, counted in `totals`; layer 0 follows the last one, for the next pass.
 
-    def __init__(self, source: StreamedLayers, totals: StreamingTotals) -> None:
-        super().__init__(source.outside)
-        self.source, self.totals = source, totals
+    device: whose memory the buffers lie in, which has done what it was given when once_done(call) calls. count: only
+    so many layers.
+    """
+
+    def __init__(
+        self,
+        source: StreamedLayers,
+        totals: StreamingTotals,
+        device: Device | None = None,
+        once_done: Callable[[Callable[[], None]], None] = lambda call: call(),
+        count: int | None = None,
+    ) -> None:
+        super().__init__(source.outside[:count])
+        self.source, self.totals, self.device, self.once_done = source, totals, device, once_done
+
+    def first(self, count: int) -> OneByOne:
+        """A device multiplies by nothing outside: there they come through the buffers, which is not counted."""
+        if self.device is None:
+            return super().first(count)
+        return LayersInTurn(self.source, StreamingTotals(), self.device, lambda call: None, count)
 
     def __call__(
         self,
@@ -51,9 +71,13 @@ class LayersInTurn(OneByOne):
 
     def wait(self, layer: int, *parts: WeightPart) -> None:
         """Until these parts of the layer's weights are there."""
-        began = time.perf_counter()
+        watch = Stopwatch(self.device)
         self.source.wait(layer, *parts)
-        self.totals.waited_s += time.perf_counter() - began
+        watch.stop()
+        self.once_done(partial(self._waited, watch))
+
+    def _waited(self, watch: Stopwatch) -> None:
+        self.totals.waited_s += watch.seconds()
 
     def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """As OneByOne, while the layer is computed: its weights are loaded then."""

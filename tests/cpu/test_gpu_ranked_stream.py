@@ -1,0 +1,112 @@
+"""Several ranks that stream KV, on a fake device (tests.support.fake_device): each prompt's bits alone and cold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is built for Linux only")
+if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
+    pytest.skip("there is a GPU: tests/gpu has ranks on it", allow_module_level=True)
+
+from headrace import LLM, SamplingParams
+from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine import preflight
+from headrace.engine.runner import Runner
+from headrace.kernels.triton import backend
+from headrace.offload.streaming.staged_store import StagedStore
+from headrace.offload.weights.in_turn import LayersInTurn
+from tests.support.fake_device import FakeDevice
+from tests.support.gpu_ranks import interpreted_on
+from tests.support.thread_group import ranks_as_threads
+from tests.support.traces import Trace, run, same
+
+SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=256)
+THREE_LAYERS = replace(SHAPE, layers=3)
+TWO_HEADS = replace(SHAPE, hidden=64, layers=1, heads=2, kv_heads=2, mlp=64)
+TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+STREAMED: dict[str, Any] = {
+    "offload_schedule": "row", "kv_offloading_size": 0.001, "kv_offload_activations": "off", "max_model_len": 128,
+}  # fmt: skip
+
+
+Engine = Callable[..., LLM]
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """engine(shape, settings)."""
+    monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
+    monkeypatch.setattr(backend, "verify", lambda *given: None)
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    given: dict[str, Any] = {"attention_backend": "triton", "dtype": "float32", "max_batch_tokens": 128}
+
+    def made(shape: CheckpointShape, **settings: Any) -> LLM:
+        return LLM(str(write_checkpoint(shape, tmp_path)), **given | settings)
+
+    with interpreted_on(FakeDevice(), monkeypatch):
+        yield made
+
+
+def truth(llm: LLM, prompts: list[list[int]]) -> list[Trace]:
+    """Each prompt alone and cold."""
+    runner: Any = llm.engine.loaded.executor
+    runner.decoding = runner.mixed = runner.eager
+    return [run(llm, [prompt], TWO)[0] for prompt in prompts]
+
+
+def stores(llm: LLM) -> list[StagedStore]:
+    ranks = llm.engine.loaded.ranks
+    assert ranks is not None
+    return [rank.storage for rank in (ranks.rank, *ranks.group.workers.made)]  # type: ignore[union-attr]
+
+
+def test_context_ranks_give_one_ranks_bits(engine: Engine) -> None:
+    """Two prompts together, each of which goes on with a chunk that is outside by then."""
+    prompts = [[5, 7, 9], [11] * 5]
+    expected = truth(engine(SHAPE, kv_cache_tokens=128), prompts)
+    with ranks_as_threads():
+        llm = engine(SHAPE, context_parallel_size=2, prefill_strategy="ring-kv", **STREAMED)
+        same(run(llm, prompts, TWO), expected)
+        assert all(store.totals.loaded and store.totals.bytes_out for store in stores(llm))
+        llm.close()
+
+
+@pytest.mark.matrix
+def test_what_tensor_ranks_project_has_one_ranks_bits(engine: Engine) -> None:
+    """The chunk that a prompt fills comes as activations when its second token is decoded."""
+    prompts = [[5] * 64]
+    expected = truth(engine(TWO_HEADS, kv_cache_tokens=128), prompts)
+    with ranks_as_threads():
+        llm = engine(TWO_HEADS, tensor_parallel_size=2, **STREAMED | {"kv_offload_activations": "on"})
+        for store in stores(llm):
+            assert store.x is not None
+            store.x.share = 1.0
+        same(run(llm, prompts, TWO), expected)
+        assert [store.totals.projected for store in stores(llm)] == [1, 1]
+        llm.close()
+
+
+@pytest.mark.matrix
+def test_weights_outside_give_one_ranks_bits(engine: Engine) -> None:
+    """They pass through two buffers on the device, from which the profile takes its matrices too."""
+    prompts = [[5, 7, 9]]
+    expected = truth(engine(THREE_LAYERS, kv_cache_tokens=128), prompts)
+    with ranks_as_threads():
+        llm = engine(THREE_LAYERS, context_parallel_size=2, **STREAMED | {"weight_offload": True})
+        same(run(llm, prompts, TWO), expected)
+        decoder = llm.engine.loaded.decoder
+        layers: Any = decoder.layers
+        rooms = {room.data_ptr() for buffer in layers.source.buffers for room in buffer.room.values()}
+        assert len(rooms) == 2 * len(layers.source.outside[0].matrices)
+        matrices = [x for name, x in decoder.matrices.items() if name.startswith("layers.0.")]
+        assert matrices and {x.data_ptr() for x in matrices if isinstance(x, torch.Tensor)} <= rooms
+        part: Any = decoder.first(2).layers
+        assert isinstance(part, LayersInTurn) and part.source is layers.source and len(part.layers) == 2
+        llm.close()
