@@ -118,12 +118,6 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
     if config.cache.tokens is None:
         raise ValueError(f"kv_cache_tokens: {several} need it, since all have pools of one size; give what fits each")
-    coded = config.model.quantization != "none" or model.stored is not None or model.experts is not None
-    if config.ranks.tensor > 1 and coded:
-        raise ValueError(
-            "tensor_parallel_size: on GPUs products of weights in codes, and of experts, add up in an order that "
-            "depends on a rank's share; use context_parallel_size, or a model without them and quantization none"
-        )
 
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -149,8 +149,12 @@ def gated_linear(
     return out if not isinstance(weights[0], Tensor) and weights[0].gated else ops.gated(out, gate)
 
 
-Mixture = Callable[[Tensor, Tensor], Tensor]
-"""What the experts of a layer make of x [T, H] by the router's logits fp32 [T, E]: [T, H]."""
+class Mixture(Protocol):
+    """The experts of a layer, in a GPU's memory."""
+
+    def __call__(self, x: Tensor, logits: Tensor, gather: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """What they make of x [T, H] by the router's logits fp32 [T, E]: [T, H]. A tensor rank has a part of every
+        expert's inner width I, and of H: gather makes [M, I] of the parts of all ranks."""
 
 
 def mixture(

@@ -90,7 +90,8 @@ class Decoder:
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
-        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave)
+        outputs = {} if share is None else share.outputs
+        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave, outputs)
         packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave)
         self.matrices |= packing.all_of(stored or {}, packed)
         self.outside = outside

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.records import QKRotary
+from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import ExpertsSpec, ModelConfig
@@ -183,7 +185,7 @@ class Layer:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
         logits = ops.linear(x, self.matrices["router.weight"], self.weights.get("router.bias"), wide=True)
         if self.mixture is not None:
-            met = self.mixture(x, logits)
+            met = self.mixture(x, logits, partial(self.whole, "expert_inner"))
         else:
             met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
         return met + self._met_by_all(x, spec) if spec.shared else met
@@ -201,7 +203,9 @@ class Layer:
     def _mixture(self, spec: ExpertsSpec | None) -> experts.Mixture | None:
         """All experts of the layer as one, on a GPU."""
         router = self.matrices.get("router.weight")
-        if spec is None or not isinstance(router, Tensor) or not dispatch.on_gpu(router):
+        if spec is None or router is None:
+            return None
+        if not (dispatch.on_gpu(router) if isinstance(router, Tensor) else isinstance(router, GpuWeight)):
             return None
         parts = (*self._of_experts("up", spec), *self._of_experts("down", spec))
         return experts.mixture(*parts, self.config.activation, spec.chosen, spec.normalised)

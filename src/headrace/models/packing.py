@@ -6,13 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.config import Quantization
-from headrace.kernels import ops
+from headrace.kernels import dispatch, ops
 from headrace.kernels.formats import Coded
 from headrace.kernels.triton import weights as gpu_weights
 from headrace.models.layers import Matrices, Weights
@@ -55,16 +56,17 @@ def pack_all(
     packed: OnProgress | None,
     device: torch.device,
     leave: Leave | None = None,
+    outputs: Mapping[str, int] = MappingProxyType({}),
 ) -> Matrices:
     """All weights that rows are multiplied by, on the device. What is packed leaves `weights`: memory never holds all
-    twice."""
+    twice. outputs: of whole matrices by name, where weights are a tensor rank's share."""
     names = multiplied(weights)
     matrices: Matrices = {}
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
         gates = gated and name.endswith(".up.weight")
-        matrices[name] = _packed(name, weight.to(device), _rounding(name, quantization), gates)
+        matrices[name] = _packed(name, weight.to(device), _rounding(name, quantization), gates, outputs.get(name))
         if matrices[name] is not weight:
             del weights[name]
         if leave is not None:
@@ -99,10 +101,11 @@ class StoredPacking:
         matrices: Matrices = {}
         widened: dict[str, int] = {}
         done, total = 0, sum(self._size(matrix) for matrix in stored.values())
+        on_cpu = self.device.type == "cpu" and not dispatch.on_gpu(torch.empty(0))
         # What lies in the file is not packed again: where experts are codes, their formats may differ in a layer.
         apart = self.outside is not None and any(each.coded for name, each in stored.items() if expert_of(name))
         for name, matrix in stored.items():
-            if self.device.type == "cpu":
+            if on_cpu:
                 matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
             else:
                 matrices[name] = self._on_gpu(name, matrix, widened)
@@ -132,7 +135,7 @@ class StoredPacking:
         parts = matrix.read()
         reason = gpu_weights.obstacle(parts, expert_of(name) is not None)
         if reason is None:
-            weight = gpu_weights.pack_parts(parts, self.dtype, self.device)
+            weight = gpu_weights.pack_parts(parts, self.dtype, self.device, matrix.outputs)
         else:
             widened[reason] = widened.get(reason, 0) + self._size(matrix)
             weight = matrix.numbers(self.dtype).to(self.device)
@@ -156,8 +159,10 @@ def _gated_beside_others(matrices: Matrices) -> list[str]:
     return [name for each in mixed for name, gated in each.items() if gated]
 
 
-def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
+def _packed(
+    name: str, weight: Tensor, quantization: Quantization, gated: bool, outputs: int | None = None
+) -> ops.Weight:
     try:
-        return ops.pack(weight, quantization, gated)
+        return ops.pack(weight, quantization, gated, outputs)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

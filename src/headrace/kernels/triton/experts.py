@@ -16,6 +16,7 @@ from headrace.kernels.triton import rounded, weight_kernels
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
 
+Gather = Callable[[Tensor], Tensor]
 COUNTED = 4096
 """Pairs at most that are arranged by one launch, each of which is compared with all; more are sorted."""
 BLOCK = 64
@@ -123,10 +124,11 @@ class GpuMixture:
     ) -> None:
         self.ups, self.downs, self.gated, self.chosen, self.normalised = ups, downs, gated, chosen, normalised
 
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        """x [T, H] by the router's logits fp32 [T, E] -> [T, H]."""
+    def __call__(self, x: Tensor, logits: Tensor, gather: Gather | None = None) -> Tensor:
+        """x [T, H] by the router's logits fp32 [T, E] -> [T, H]. gather: see kernels.experts.Mixture."""
         routes = route(logits, self.chosen, self.normalised)
         inner = self.gated(self.ups(x, routes, sent=True))
+        inner = inner if gather is None else gather(inner)
         return combine(self.downs(inner, routes, sent=False), routes)
 
 
