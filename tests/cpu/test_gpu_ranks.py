@@ -97,12 +97,12 @@ SMALL: dict[str, Any] = dict(
 
 
 def mixture(folder: Path) -> Path:
-    sizes = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    sizes = dict(moe_intermediate_size=64, num_experts=3, num_experts_per_tok=2)
     return make_checkpoint("qwen3_moe", folder, vocab_size=64, **SMALL, **sizes)
 
 
 def biased_mixture(folder: Path) -> Path:
-    return make_checkpoint("gpt_oss", folder, **SMALL | dict(head_dim=64, num_local_experts=4))
+    return make_checkpoint("gpt_oss", folder, **SMALL | dict(head_dim=64, num_local_experts=3))
 
 
 def gguf(folder: Path) -> Path:
@@ -112,7 +112,7 @@ def gguf(folder: Path) -> Path:
 
 
 def gguf_experts(folder: Path) -> Path:
-    sizes = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    sizes = dict(moe_intermediate_size=64, num_experts=3, num_experts_per_tok=2)
     return write_gguf(theirs("qwen3_moe", **SMALL, **sizes), folder / "m.gguf", lambda name: Kind.MXFP4)
 
 
@@ -122,11 +122,8 @@ def gguf_experts(folder: Path) -> Path:
         (mixture, "int8"),
         (gguf, "none"),
         pytest.param(numbers, "none", marks=pytest.mark.matrix),
-        pytest.param(numbers, "int8", marks=pytest.mark.matrix),
-        pytest.param(numbers, "fp8_rowwise", marks=pytest.mark.matrix),
-        pytest.param(mixture, "none", marks=pytest.mark.matrix),
         pytest.param(mixture, "w8a8", marks=pytest.mark.matrix),
-        pytest.param(biased_mixture, "int4", marks=pytest.mark.matrix),
+        pytest.param(biased_mixture, "none", marks=pytest.mark.matrix),
         pytest.param(gguf_experts, "none", marks=pytest.mark.matrix),
     ],
 )
