@@ -175,7 +175,7 @@ def test_attention_is_checked_on_the_device(
 
 @pytest.mark.matrix
 def test_whole_engines_of_tensor_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture of experts in int8, as the settings ask for it."""
+    """A mixture of experts in int8, as the settings ask for it; ranks have theirs in files."""
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
     monkeypatch.setattr(Runner, "record", lambda self: None)
     folder, params = mixture(tmp_path), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -193,7 +193,8 @@ def test_whole_engines_of_tensor_ranks(tmp_path: Path, monkeypatch: pytest.Monke
 
     truth = answers()
     with ranks_as_threads():
-        same(answers(tensor_parallel_size=2), truth)
+        outside = {"expert_offload_path": str(tmp_path), "expert_memory_size": 0.001}
+        same(answers(tensor_parallel_size=2, **outside), truth)
 
 
 @pytest.mark.matrix

@@ -12,6 +12,7 @@ from headrace.attention.plan import Span, build
 from headrace.config import EngineConfig
 from headrace.device import current
 from headrace.engine.footprint import gib, ranks_here
+from headrace.engine.outside import ExpertsOutside
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
@@ -30,9 +31,12 @@ TWICE = 2
 
 
 def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of a GPU that its rank has beside the weights, which need not be loaded yet."""
+    """Bytes of a GPU that its rank has beside the weights, which need not be loaded yet, and slots of experts."""
     asked, ranks = config.model, -(-ranks_here(config) // current().count)  # on this device
     weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
+    outside = ExpertsOutside.of(config, model)
+    if outside is not None:
+        weights -= outside.outside - outside.kept
     return current().free_memory() // ranks - weights
 
 

@@ -141,11 +141,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
             "quantization fp8_rowwise: only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"
         )
     if config.model.on_gpu and config.expert_folder is not None and model.experts is not None:
-        setting = "expert_offload_path" if config.experts.path is not None else "kv_offload_path"
-        raise ValueError(
-            f"{setting}: a GPU reads no experts in a file; leave it out, or keep all weights in host memory by "
-            "weight_offload with kv_offloading_size"
-        )
+        _check_experts_of_gpu(config)
     if asked is None:
         return
     if asked > model.max_model_len:
@@ -153,6 +149,20 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     if tokens is not None and config.streaming is None and asked > tokens // CHUNK * CHUNK * config.ranks.context:
         raise ValueError(
             f"kv_cache_tokens {tokens} holds no sequence of max_model_len {asked}: raise the one or lower the other"
+        )
+
+
+def _check_experts_of_gpu(config: EngineConfig) -> None:
+    """Raises ValueError for experts in a file that a GPU does not read, or without room for them."""
+    if config.streaming is not None:
+        setting = "expert_offload_path" if config.experts.path is not None else "kv_offload_path"
+        raise ValueError(
+            f"{setting}: where a GPU streams KV it reads no experts in a file; leave it out, or keep all weights in "
+            "host memory by weight_offload with kv_offloading_size"
+        )
+    if config.experts.memory is None:
+        raise ValueError(
+            "expert_offload_path: set expert_memory_size, the GPU's memory for experts in use; the cache gets the rest"
         )
 
 

@@ -157,6 +157,11 @@ class Mixture(Protocol):
         expert's inner width I, and of H: gather makes [M, I] of the parts of all ranks."""
 
 
+Bring = Callable[[Tensor], Tensor]
+"""Has the experts that rows meet, by `begin` of GpuRoutes, in a GPU's memory: so many bytes behind where they were made
+each one's matrices lie, int64 [E] on the GPU."""
+
+
 def mixture(
     ups: Sequence[ops.Weight],
     up_biases: Sequence[Tensor] | None,
@@ -165,13 +170,14 @@ def mixture(
     gate: str,
     chosen: int,
     normalised: bool,
+    bring: Bring | None = None,
 ) -> Mixture:
     """All of it at once for experts in a GPU's memory, of which those of one name are in one form: ValueError
-    otherwise. The other arguments are those of `gated_linear` and `route`."""
+    otherwise. bring: moves them; None: all are there. The other arguments are those of `gated_linear` and `route`."""
     from headrace.kernels.triton import experts as gpu
 
     up, down = (gpu.GpuExperts(*each) for each in ((ups, up_biases), (downs, down_biases)))
-    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), chosen, normalised)
+    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), chosen, normalised, bring)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:

@@ -97,6 +97,8 @@ class Decoder:
         self.outside = outside
         self.weights = weights if outside is None else weights | outside.settle()
         self.layers = self._layers(share, tensor)
+        if outside is not None:
+            outside.serve([layer for layer in self.layers.layers if isinstance(layer, Layer)], self.device)
         dim, local_dim = config.rotated_heads
         self.rope = Rope(config.rope, dim, config.local_rope, local_dim) if config.rope else None
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)

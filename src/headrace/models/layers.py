@@ -200,15 +200,20 @@ class Layer:
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)
         return experts.combine(made, routes)
 
-    def _mixture(self, spec: ExpertsSpec | None) -> experts.Mixture | None:
-        """All experts of the layer as one, on a GPU."""
+    def bring_experts(self, matrices: Matrices, bring: experts.Bring) -> None:
+        """Has experts in `matrices` from now on, memory of a GPU, in which `bring` puts those that rows meet."""
+        self.matrices = self.matrices | matrices
+        self.mixture = self._mixture(self.experts, bring)
+
+    def _mixture(self, spec: ExpertsSpec | None, bring: experts.Bring | None = None) -> experts.Mixture | None:
+        """All experts of the layer as one, on a GPU; those in a file once they are brought."""
         router = self.matrices.get("router.weight")
-        if spec is None or router is None:
+        if spec is None or router is None or (experts.OUTSIDE in self.weights and bring is None):
             return None
         if not (dispatch.on_gpu(router) if isinstance(router, Tensor) else isinstance(router, GpuWeight)):
             return None
         parts = (*self._of_experts("up", spec), *self._of_experts("down", spec))
-        return experts.mixture(*parts, self.config.activation, spec.chosen, spec.normalised)
+        return experts.mixture(*parts, self.config.activation, spec.chosen, spec.normalised, bring)
 
     def _of_experts(self, part: str, spec: ExpertsSpec) -> tuple[list[ops.Weight], list[Tensor] | None]:
         """Matrices of that name, and their biases if they have any."""

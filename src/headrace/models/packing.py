@@ -16,7 +16,7 @@ from headrace.config import Quantization
 from headrace.kernels import dispatch, ops
 from headrace.kernels.formats import Coded
 from headrace.kernels.triton import weights as gpu_weights
-from headrace.models.layers import Matrices, Weights
+from headrace.models.layers import Layer, Matrices, Weights
 from headrace.models.sizes import LOOKED_UP
 from headrace.models.slots import expert_of, in_feed_forward, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix
@@ -36,6 +36,9 @@ class ExpertsPlace(Protocol):
     def settle(self) -> dict[str, Tensor]:
         """All are placed. Of each layer's experts the table that steps count in (kernels.experts.OutsideColumn), by our
         names."""
+
+    def serve(self, layers: Sequence[Layer], place: torch.device) -> None:
+        """Layers are made of what was placed; `place` is where they compute. Raises ValueError for too little room."""
 
     def stats(self) -> ExpertStats: ...
 
@@ -135,11 +138,14 @@ class StoredPacking:
         parts = matrix.read()
         reason = gpu_weights.obstacle(parts, expert_of(name) is not None)
         if reason is None:
-            weight = gpu_weights.pack_parts(parts, self.dtype, self.device, matrix.outputs)
+            made = gpu_weights.pack_parts(parts, self.dtype, self.device, matrix.outputs)
         else:
             widened[reason] = widened.get(reason, 0) + self._size(matrix)
-            weight = matrix.numbers(self.dtype).to(self.device)
-        return ops.pack(weight) if isinstance(weight, Tensor) else weight
+            made = matrix.numbers(self.dtype).to(self.device)
+        weight: ops.Weight = made
+        if isinstance(made, Tensor):
+            weight = _packed(name, made, _rounding(name, self.quantization), False, matrix.outputs)
+        return weight if self.outside is None or expert_of(name) is None else self.outside.place(name, weight)
 
     def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
         if len(parts) == 1 and isinstance(parts[0], Tensor):

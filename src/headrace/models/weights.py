@@ -226,7 +226,8 @@ def _numbers_later(
         _check_finite(checkpoint.model, whole, sources)
         return [whole]
 
-    return StoredMatrix(slot.shape(sum(slot.parts) if rows is None else len(rows)), read, coded=False)
+    shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
+    return StoredMatrix(shape, read, coded=False, outputs=sum(slot.parts))
 
 
 def _runs(checkpoint: Checkpoint, sources: tuple[str, ...], rows: Tensor | None) -> list[tuple[str, Tensor | None]]:
