@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,21 +20,27 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has ranks on it", allow_module_level=True)
 
+from gguf import GGMLQuantizationType as Kind
+
 from headrace import LLM, SamplingParams, device
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.config import Quantization
 from headrace.engine import gpu_memory, preflight
+from headrace.engine.runner import Runner
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
-from headrace.kernels.triton import backend
+from headrace.kernels.triton import backend, weights
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import TokenBatch, load_decoder
 from headrace.parallel.staged_transport import StagedTransport
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub
+from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_nccl import HostLinks
+from tests.support.gguf_files import theirs, write_gguf
 from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
 from tests.support.loopback_ranks import Late
 from tests.support.tensor_ranks import on_ranks
@@ -84,11 +90,55 @@ def test_every_strategy_gives_one_ranks_bits(strategy: str, size: int, decoder: 
     assert len(ours) == len(truth()) and all(torch.equal(x, y) for x, y in zip(ours, truth(), strict=True))
 
 
-def test_tensor_ranks_give_one_ranks_bits(tmp_path: Path) -> None:
-    """Two tensor ranks whose activations go through pinned memory: hidden states and logits of a short prompt."""
-    shape = replace(SHAPE, hidden=64, layers=1, heads=2, kv_heads=2, mlp=64)
-    folder = write_checkpoint(shape, tmp_path)
-    load = partial(load_decoder, folder, "float32", device=torch.device("cpu"))
+def numbers(folder: Path) -> Path:
+    return write_checkpoint(replace(SHAPE, hidden=64, layers=1, heads=4, kv_heads=2, mlp=64), folder)
+
+
+SMALL: dict[str, Any] = dict(
+    hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+)
+
+
+def mixture(folder: Path) -> Path:
+    sizes = dict(moe_intermediate_size=64, num_experts=3, num_experts_per_tok=2)
+    return make_checkpoint("qwen3_moe", folder, vocab_size=64, **SMALL, **sizes)
+
+
+def biased_mixture(folder: Path) -> Path:
+    return make_checkpoint("gpt_oss", folder, **SMALL | dict(head_dim=64, num_local_experts=3))
+
+
+def gguf(folder: Path) -> Path:
+    """Values in another format than queries and keys: three parts of one matrix."""
+    model = theirs("llama", intermediate_size=64, **SMALL)
+    return write_gguf(model, folder / "m.gguf", lambda name: Kind.Q8_0 if "attn_v" in name else Kind.Q4_0)
+
+
+def gguf_experts(folder: Path) -> Path:
+    sizes = dict(moe_intermediate_size=64, num_experts=3, num_experts_per_tok=2)
+    return write_gguf(theirs("qwen3_moe", **SMALL, **sizes), folder / "m.gguf", lambda name: Kind.MXFP4)
+
+
+@pytest.mark.parametrize(
+    ("write", "quantization"),
+    [
+        (mixture, "int8"),
+        (gguf, "none"),
+        pytest.param(numbers, "none", marks=pytest.mark.matrix),
+        pytest.param(mixture, "w8a8", marks=pytest.mark.matrix),
+        pytest.param(biased_mixture, "none", marks=pytest.mark.matrix),
+        pytest.param(gguf_experts, "none", marks=pytest.mark.matrix),
+    ],
+)
+def test_tensor_ranks_give_one_ranks_bits(
+    write: Callable[[Path], Path], quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tensor ranks whose activations go through pinned memory: hidden states of a short prompt. Weights in codes
+    are summed up by segments of 32 inputs, of which a share would have more than the whole if it went by itself."""
+    for name, value in {"STEP": 16, "LEAST_SEGMENT": 16, "PROGRAMS": 2}.items():
+        monkeypatch.setattr(weights, name, value)
+    cpu = torch.device("cpu")
+    load = partial(load_decoder, write(tmp_path), "float32", quantization=quantization, device=cpu)
 
     def states(group: TensorGroup | None) -> Tensor:
         if group is not None:
@@ -158,6 +208,30 @@ def test_pools_are_what_the_rank_with_least_has_room_for(
         assert llm.capacity.length_limit == "kv_cache_tokens"
         assert "rank 1 has the least" in caplog.text and "each of 2 ranks has a pool of 64 tokens" in caplog.text
         llm.close()
+
+
+@pytest.mark.matrix
+def test_whole_engines_of_tensor_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of experts in int8, as the settings ask for it; ranks have theirs in files."""
+    monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    folder, params = mixture(tmp_path), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    prompts = [[3, 1, 4]]
+
+    def answers(**settings: Any) -> list[Trace]:
+        llm = LLM(
+            str(folder), attention_backend="triton", dtype="float32", max_sequences=1, kv_cache_tokens=128,
+            quantization="int8", **settings,
+        )  # fmt: skip
+        try:
+            return run(llm, prompts, params)
+        finally:
+            llm.close()
+
+    truth = answers()
+    with ranks_as_threads():
+        outside = {"expert_offload_path": str(tmp_path), "expert_memory_size": 0.001}
+        same(answers(tensor_parallel_size=2, **outside), truth)
 
 
 @pytest.mark.matrix

@@ -100,6 +100,8 @@ def test_buffers_that_do_not_fit_are_refused(folder_of: FolderOf, monkeypatch: p
         engine(folder_of("dense"), **OUTSIDE)
 
 
-def test_experts_in_a_file_are_refused(folder_of: FolderOf, fake: FakeDevice, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expert_offload_path: a GPU reads no experts in a file"):
-        engine(folder_of("experts"), expert_offload_path=str(tmp_path))
+@pytest.mark.parametrize("setting", ["expert_offload_path", "kv_offload_path"])
+def test_experts_in_a_file_are_refused(setting: str, folder_of: FolderOf, fake: FakeDevice, tmp_path: Path) -> None:
+    streamed = OUTSIDE if setting == "expert_offload_path" else {"weight_offload": True, "offload_schedule": "row"}
+    with pytest.raises(ValueError, match=f"{setting}: where a GPU streams KV it reads no experts in a file"):
+        engine(folder_of("experts"), **{setting: str(tmp_path)} | streamed)

@@ -23,17 +23,20 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 from triton.runtime.errors import OutOfResources
 
 from headrace.config import Quantization
-from headrace.kernels import dispatch
+from headrace.kernels import dispatch, formats, quantized
 from headrace.kernels import experts as truth_of
 from headrace.kernels.backend import Attend
 from headrace.kernels.formats import FORMATS, Coded
 from headrace.kernels.quantized import Rounded
 from headrace.kernels.triton import experts, weights
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.models.packing import StoredPacking
+from headrace.models.packing import StoredPacking, pack_all
+from headrace.models.shards import Share
+from headrace.models.slots import expected
+from headrace.models.spec import ExpertsSpec, ModelConfig
 from headrace.models.weights import StoredMatrix
 from tests.support.coded_weights import coded
-from tests.support.small_decoders import EXPERTS, model, weights_of
+from tests.support.small_decoders import EXPERTS, PLAIN, model, weights_of
 
 CPU = torch.device("cpu")
 BOUND = 2e-6
@@ -84,13 +87,64 @@ def test_inputs_in_segments(scheme: Quantization, few: int, monkeypatch: pytest.
     monkeypatch.setattr(weights, "LEAST_SEGMENT", 128)
     given = Rounded(random(70, 448), scheme)
     weight = weights.GpuQuantized(given, CPU)
-    assert weights.segments_of(weight.shape) == 3
+    assert weight.segments == 3
     check(weight, given.dequantised(), 3, random(70))
 
 
 def test_segments_go_by_the_weight_alone() -> None:
     shapes = [(4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (128256, 4096)]
-    assert [weights.segments_of(shape) for shape in shapes] == [8, 1, 8, 2, 1]
+    assert [weights.segments_of(*shape) for shape in shapes] == [8, 1, 8, 2, 1]
+
+
+LLAMA_8B = model(heads=32, kv_heads=8, head_dim=128, hidden=4096, inner=14336)
+QWEN_MOE = model(
+    heads=32, kv_heads=4, head_dim=128, hidden=2048,
+    experts=ExpertsSpec(count=2, chosen=1, inner=768, normalised=True, layers=(True, True)),
+)  # fmt: skip
+PYTHIA = model(heads=32, kv_heads=32, head_dim=80, hidden=2560, inner=10240, **PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("config", "otherwise"),
+    [(LLAMA_8B, {"qkv", "up"}), (QWEN_MOE, set()), (PYTHIA, {"up"})],
+    ids=["Llama-3-8B", "Qwen3-30B-A3B", "Pythia-2.8B"],
+)
+def test_a_share_has_the_segments_of_the_whole(
+    config: ModelConfig, otherwise: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models of real sizes, on every rank that there may be. Numbers are nowhere. otherwise: by themselves some
+    shares would have other segments."""
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+    monkeypatch.setattr(formats, "_finite", lambda scales: True)
+    monkeypatch.setattr(quantized, "_check", lambda weight, scheme: None)
+    meta, others = torch.device("meta"), set[str]()
+    columns = {name: slot.columns for name, slot in expected(config).items() if name.startswith("layers.0.")}
+    for share in [Share(config, rank, size) for size in (2, 4, 8) for rank in range(size)]:
+        rows = {name: share.rows(name) for name in columns}
+        held = {name: share.outputs[name] if own is None else sum(map(len, own)) for name, own in rows.items()}
+        given = {name: torch.empty(held[name], width, device=meta) for name, width in columns.items() if width}
+        for name, weight in pack_all(given, "int8", True, None, meta, outputs=share.outputs).items():
+            if isinstance(weight, weights.GpuQuantized):
+                assert weight.segments == weights.segments_of(share.outputs[name], weight.shape[1])
+                others |= {name} if weight.segments != weights.segments_of(*weight.shape) else set()
+    assert {name.split(".")[2] for name in others} == otherwise
+
+
+@pytest.mark.parametrize("name", ["int8", "Q4_K"])
+def test_a_share_of_the_outputs_has_their_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a rank are multiplied as among all: in three segments, where by themselves they would be in six."""
+    monkeypatch.setattr(weights, "LEAST_SEGMENT", 64)
+    monkeypatch.setattr(weights, "PROGRAMS", 6)
+    given: Coded = Rounded(random(128, 512), "int8")
+    if name != "int8":
+        given = coded(IN_BLOCKS[name], 128, 512 // IN_BLOCKS[name].block)
+    mine = slice(64, 128)
+    subs, minima, smalls = (x if x is None else x[mine] for x in (given.subs, given.minima, given.smalls))
+    part = Coded(given.format, given.codes[mine], given.scales[mine], subs, minima, smalls)
+    share = weights.GpuQuantized(part, CPU, 128)
+    assert (share.segments, weights.GpuQuantized(part, CPU).segments) == (3, 6)
+    x = random(3, 512)
+    assert torch.equal(weights.linear(x, share), weights.linear(x, weights.GpuQuantized(given, CPU))[:, mine])
 
 
 def test_tiles_of_other_bits_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

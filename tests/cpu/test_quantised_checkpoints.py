@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,10 +16,13 @@ from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu, dispatch
+from headrace.kernels.formats import FORMATS as CODED
 from headrace.kernels.quantized import Parts, Quantized
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
+from headrace.models.quantised import Scheme
+from headrace.models.quantised_layouts import coded
 from headrace.types import UnsupportedModel
 from tests.support.gguf_files import theirs, tokens_of
 from tests.support.hybrid_checkpoints import Sequence, build_model
@@ -206,6 +209,18 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
     config = read_config(folder)
     assert config == plain_config(folder) and config.stored is not None and config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("layout", "middle"), [("gptq", 0x77777777), ("awq", 0x88888888 - (1 << 32))])
+def test_some_rows_have_the_format_of_all(layout: Literal["gptq", "awq"], middle: int) -> None:
+    """A tensor rank's, whose zero points are by chance those of a symmetric matrix."""
+    tensors, _ = (gptq if layout == "gptq" else awq)(torch.randn(64, 256), 1)
+    tensors["qzeros"][:, :4] = middle
+    scheme = Scheme("", layout, 4, zeros_less_one=layout == "gptq")
+    whole, some = (coded(scheme, tensors, rows) for rows in (None, torch.arange(32)))
+    assert some.format == whole.format == CODED["W4 zeros"].grouped(some.format.group, "fp16")
+    assert some.smalls is not None and not some.smalls.any()
+    assert torch.equal(some.dequantised(), whole.dequantised()[:32])
 
 
 @pytest.mark.parametrize(("kind", "name"), [("next", "gptq"), ("3_5", "FP8")])

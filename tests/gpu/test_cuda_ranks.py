@@ -118,6 +118,11 @@ def test_restored_by_processes_that_share_a_device(case: str, alone: list[Trace]
         llm.close()
 
 
+def test_tensor_ranks_that_share_a_device_with_weights_in_codes() -> None:
+    """Processes: each with its share of every matrix."""
+    same(answers(quantization="int8", tensor_parallel_size=2, rank_transport="host"), answers(quantization="int8"))
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, one for each rank")
 @pytest.mark.parametrize("size", ["context_parallel_size", "tensor_parallel_size"])
 def test_nccl(size: str, alone: list[Trace]) -> None:

@@ -11,6 +11,7 @@ from headrace import LLM
 from headrace.kernels import experts as truth_of
 from headrace.kernels.formats import FORMATS, Coded
 from headrace.kernels.quantized import Rounded
+from headrace.offload.weights.streamed import ends_of
 from tests.support.checkpoints import make_checkpoint
 from tests.support.coded_weights import coded
 from tests.support.traces import alone, prompts_of, run, same
@@ -44,6 +45,66 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         for first in (0, ROWS[-1] - rows):
             part = slice(first, first + rows)
             assert torch.equal(weights.linear(x[part], weight, bias, wide=True), every[part])
+
+
+def rows_of(given: Coded, mine: slice | torch.Tensor) -> Coded:
+    subs, minima, smalls = (x if x is None else x[mine] for x in (given.subs, given.minima, given.smalls))
+    return Coded(given.format, given.codes[mine], given.scales[mine], subs, minima, smalls)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "Q4_K", "MXFP4"])
+def test_a_tensor_ranks_share_has_the_bits_of_the_whole(name: str) -> None:
+    """By products: its outputs lie elsewhere in tiles, and it has fewer programs."""
+    from headrace.kernels.triton import weights
+
+    torch.manual_seed(1)
+    given = weight_of(name, 608)
+    whole, x = weights.GpuQuantized(given, CUDA), torch.randn(ROWS[-1], given.shape[1], device="cuda").bfloat16()
+    for mine in (slice(0, 192), slice(192, 384), slice(288, 608)):
+        share = weights.GpuQuantized(rows_of(given, mine), CUDA, 608)
+        assert share.segments == whole.segments
+        for rows in ROWS:
+            part = x[:rows]
+            assert torch.equal(weights.linear(part, share), weights.linear(part, whole)[:, mine])
+
+
+@pytest.mark.parametrize("form", ["numbers", "int8", "int4"])
+def test_a_tensor_ranks_experts_have_the_bits_of_the_whole(form: str) -> None:
+    """Two ranks with a part of each matrix; what they gather goes from one call to the next."""
+    from headrace.kernels.triton import weights
+
+    torch.manual_seed(1)
+    count, hidden, inner, half = 8, 256, 192, 96
+    numbers = [
+        [torch.randn(*shape).bfloat16() for _ in range(count)] for shape in ((2 * inner, hidden), (hidden, inner))
+    ]
+    codes: list[list[torch.Tensor | Coded]] = [list(part) for part in numbers]
+    if form in ("int8", "int4"):
+        codes = [[Rounded(each, form) for each in part] for part in numbers]
+
+    def mixture(ups: torch.Tensor, downs: slice) -> truth_of.Mixture:
+        given = [
+            [each[rows] if isinstance(each, torch.Tensor) else rows_of(each, rows) for each in part]
+            for part, rows in zip(codes, (ups, downs), strict=True)
+        ]
+        packed = [[weights.pack_parts([each], torch.bfloat16, CUDA) for each in part] for part in given]
+        return truth_of.mixture(packed[0], None, packed[1], None, "silu", 2, True)
+
+    both = torch.arange(inner).view(2, half)
+    ranks = [mixture(torch.cat((own, own + inner)), slice(at * 128, at * 128 + 128)) for at, own in enumerate(both)]
+    whole = mixture(torch.arange(2 * inner), slice(None))
+    for rows in (1, 33, 500):
+        x, logits = torch.randn(rows, hidden, device="cuda").bfloat16(), torch.randn(rows, count, device="cuda")
+        parts: list[torch.Tensor] = []
+
+        def kept(part: torch.Tensor, parts: list[torch.Tensor] = parts) -> torch.Tensor:
+            parts.append(part)
+            return torch.cat((part, part), 1)
+
+        for rank in ranks:
+            rank(x, logits, kept)
+        ours = [rank(x, logits, lambda part, parts=parts: torch.cat(parts[:2], 1)) for rank in ranks]  # type: ignore[misc]
+        assert torch.equal(torch.cat(ours, 1), whole(x, logits))
 
 
 @pytest.mark.parametrize("gate", ["silu", "swiglu_oai"])
@@ -91,6 +152,21 @@ def test_the_promise_with_rounded_weights(quantization: str) -> None:
         max_batch_tokens=96,
     )  # fmt: skip
     same(run(cut, prompts), truth)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_experts_in_a_file_have_the_bits_of_those_in_memory(quantization: str, tmp_path: Path) -> None:
+    """Slots for 10 of 16: each layer's come as others go."""
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model")
+    tokens = torch.randint(0, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    settings = dict(dtype="bfloat16", kv_cache_tokens=1024, quantization=quantization, attention_backend="triton")
+    resident = LLM(str(folder), **settings)
+    truth, matrices = resident.logits(tokens), resident.engine.loaded.decoder.matrices
+    size = sum(ends_of([{part: matrices[f"layers.0.experts.0.{part}.weight"] for part in ("up", "down")}]).values())
+    llm = LLM(str(folder), **settings, expert_offload_path=str(tmp_path), expert_memory_size=10.5 * size / 2**30)
+    assert torch.equal(llm.logits(tokens), truth) and torch.equal(llm.logits(tokens[:33]), truth[:33])
+    told = llm.engine.stats().experts
+    assert 0 < told.hits < told.met
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -27,7 +27,7 @@ class ExpertSettings(SettingsRecord):
     memory: float | None = setting(
         None,
         "Memory on each rank for the experts that are used most, as 8 (GiB) or 500MiB, while all lie in a file. "
-        "Default: half of what the other weights leave free.",
+        "Default: half of what the other weights leave free. A GPU needs it: its own memory for those in use.",
         unit="GiB",
         check=NOT_NEGATIVE,
         name="expert_memory_size",

@@ -139,7 +139,7 @@ class SettingKeywords(TypedDict, total=False):
 
     expert_memory_size: str | float | None
     """Memory on each rank for the experts that are used most, as 8 (GiB) or 500MiB, while all lie in a file. Default:
-    half of what the other weights leave free."""
+    half of what the other weights leave free. A GPU needs it: its own memory for those in use."""
 
     context_parallel_size: int
     """Ranks that share the tokens of a sequence and its KV cache."""

@@ -14,6 +14,7 @@ from headrace.config import EngineConfig
 from headrace.device import current
 from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.footprint import Footprint, gib, ranks_here, tokens_in
+from headrace.engine.outside import ExpertsOutside
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
@@ -38,11 +39,13 @@ def sharing(config: EngineConfig) -> int:
 
 
 def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet, and
-    recurrent states. Raises ValueError where these do not fit."""
+    """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet, slots of
+    experts and recurrent states. Raises ValueError where these do not fit."""
     asked, ranks = config.model, sharing(config)
     weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
-    draft = DraftFacts.of(config)
+    outside, draft = ExpertsOutside.of(config, model), DraftFacts.of(config)
+    if outside is not None:
+        weights -= outside.outside - outside.kept
     left = current().free_memory() // ranks - weights - (0 if draft is None else draft.weight_bytes)
     taken = footprint(config, model)
     if taken.state_bytes() > max(0, left):

@@ -115,12 +115,6 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"{several}: {model.architecture} has recurrent layers, which one GPU computes; use one rank")
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
-    coded = config.model.quantization != "none" or model.stored is not None or model.experts is not None
-    if config.ranks.tensor > 1 and coded:
-        raise ValueError(
-            "tensor_parallel_size: on GPUs products of weights in codes, and of experts, add up in an order that "
-            "depends on a rank's share; use context_parallel_size, or a model without them and quantization none"
-        )
 
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
@@ -145,11 +139,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
             "quantization fp8_rowwise: only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"
         )
     if config.model.on_gpu and config.expert_folder is not None and model.experts is not None:
-        setting = "expert_offload_path" if config.experts.path is not None else "kv_offload_path"
-        raise ValueError(
-            f"{setting}: a GPU reads no experts in a file; leave it out, or keep all weights in host memory by "
-            "weight_offload with kv_offloading_size"
-        )
+        _check_experts_of_gpu(config)
     if asked is None:
         return
     if asked > model.max_model_len:
@@ -157,6 +147,20 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     if tokens is not None and config.streaming is None and asked > tokens // CHUNK * CHUNK * config.ranks.context:
         raise ValueError(
             f"kv_cache_tokens {tokens} holds no sequence of max_model_len {asked}: raise the one or lower the other"
+        )
+
+
+def _check_experts_of_gpu(config: EngineConfig) -> None:
+    """Raises ValueError for experts in a file that a GPU does not read, or without room for them."""
+    if config.streaming is not None:
+        setting = "expert_offload_path" if config.experts.path is not None else "kv_offload_path"
+        raise ValueError(
+            f"{setting}: where a GPU streams KV it reads no experts in a file; leave it out, or keep all weights in "
+            "host memory by weight_offload with kv_offloading_size"
+        )
+    if config.experts.memory is None:
+        raise ValueError(
+            "expert_offload_path: set expert_memory_size, the GPU's memory for experts in use; the cache gets the rest"
         )
 
 

@@ -25,6 +25,7 @@ from headrace.engine.outside import ExpertsOutside
 from headrace.engine.rank_advice import advice
 from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
+from headrace.host import GIB
 from headrace.kernels import dispatch
 from headrace.kernels.backend import backend_of, verify
 from headrace.kv.cache import KVCache
@@ -37,6 +38,7 @@ from headrace.offload.ranked.peers import TierPeers
 from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.streaming.staged_store import StagedStore
+from headrace.offload.weights.expert_slots import GpuExpertFile
 from headrace.offload.weights.experts import ExpertFile
 from headrace.parallel import devices, launch, measure, workspace
 from headrace.parallel.group import Group, unless_failed
@@ -146,6 +148,8 @@ def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:
     asked = ExpertsOutside.of(config, model)
     if asked is None:
         return None
+    if config.model.on_gpu:
+        return GpuExpertFile(asked.folder, model, int((config.experts.memory or 0) * GIB))
     return ExpertFile(asked.folder, model, asked.kept)
 
 

@@ -71,6 +71,8 @@ class Runner(Executor):
     def _graphs(self) -> graphs.CudaGraphs | None:
         """Steps as CUDA graphs, where nothing is against it."""
         why = graphs.obstacle(self.decoder.config)
+        if self.decoder.outside is not None:
+            why = "experts lie in a file, and the host looks which ones rows meet"
         if why is not None:
             log.info("steps are launched one kernel at a time: %s", why)
             return None

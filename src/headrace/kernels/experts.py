@@ -7,7 +7,7 @@ one order of sums for every number of rows, and what a row's experts make is add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -150,11 +150,23 @@ def gated_linear(
 
 
 class Mixture(Protocol):
-    """All experts of a layer as one."""
+    """The experts of a layer, in a GPU's memory."""
 
-    def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        scales: Tensor | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """What they make of x [T, H] by the router's logits fp32 [T, E]: [T, H]. scales fp32 [E]: shares are multiplied
-        by their experts'."""
+        by their experts'. A tensor rank has a part of every expert's inner width I, and of H: gather makes [M, I] of
+        the parts of all ranks."""
+
+
+Bring = Callable[[Tensor], Tensor]
+"""Has the experts that rows meet, by `begin` of GpuRoutes, in a GPU's memory: so many bytes behind where they were made
+each one's matrices lie, int64 [E] on the GPU."""
 
 
 def mixture(
@@ -165,13 +177,14 @@ def mixture(
     gate: str,
     chosen: int,
     normalised: bool,
+    bring: Bring | None = None,
 ) -> Mixture:
     """All of it at once for experts in a GPU's memory, of which those of one name are in one form: ValueError
-    otherwise. The other arguments are those of `gated_linear` and `route`."""
+    otherwise. bring: moves them; None: all are there. The other arguments are those of `gated_linear` and `route`."""
     from headrace.kernels.triton import experts as gpu
 
     up, down = (gpu.GpuExperts(*each) for each in ((ups, up_biases), (downs, down_biases)))
-    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), chosen, normalised)
+    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), chosen, normalised, bring)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:

@@ -30,21 +30,24 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts | gpu_weights.GpuWeight
 
 
-def pack(weight: Tensor, quantization: Quantization = "none", gated: bool = False) -> Weight:
+def pack(
+    weight: Tensor, quantization: Quantization = "none", gated: bool = False, outputs: int | None = None
+) -> Weight:
     """A weight matrix [N, H] in the form that `linear` multiplies by fastest here; maybe the tensor itself.
 
     Quantised where that is asked for. Without the C++ kernels, and off a GPU, a tensor of the rounded values takes its
     place, in the weight's own type. Raises ValueError for a matrix that cannot be quantised so, for w8a8 where there
     are neither, and for fp8_rowwise off a GPU that multiplies FP8.
 
-    gated: half of the outputs are gates of the others, and `gated_linear` will multiply.
+    gated: half of the outputs are gates of the others, and `gated_linear` will multiply. outputs: of the whole matrix,
+    where this is a tensor rank's share of it.
     """
     gated = gated and weight.shape[0] % (2 * cpu.COLUMNS) == 0
     _refuse_rounded_rows(weight, quantization)
     if quantization != "none":
         rounded = quantized.Rounded(weight, quantization)
         if dispatch.on_gpu(weight):
-            return gpu_weights.pack(rounded, weight.device)
+            return gpu_weights.pack(rounded, weight.device, outputs)
         return quantized.Quantized(rounded, gated) if dispatch.native(weight) else rounded.dequantised(weight.dtype)
     if dispatch.on_gpu(weight):
         from headrace.kernels.triton import products

@@ -90,12 +90,15 @@ class Decoder:
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
-        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave)
+        outputs = {} if share is None else share.outputs
+        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave, outputs)
         packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave)
         self.matrices |= packing.all_of(stored or {}, packed)
         self.outside = outside
         self.weights = weights if outside is None else weights | outside.settle()
         self.layers = self._layers(share, tensor)
+        if outside is not None:
+            outside.serve([layer for layer in self.layers.layers if isinstance(layer, Layer)], self.device)
         dim, local_dim = config.rotated_heads
         self.rope = Rope(config.rope, dim, config.local_rope, local_dim) if config.rope else None
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)

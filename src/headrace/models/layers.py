@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.records import QKRotary
+from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import ExpertsSpec, ModelConfig
@@ -183,7 +185,7 @@ class Layer:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
         logits = ops.linear(x, self.matrices["router.weight"], self.weights.get("router.bias"), wide=True)
         if self.mixture is not None:
-            met = self.mixture(x, logits)
+            met = self.mixture(x, logits, gather=partial(self.whole, "expert_inner"))
         else:
             met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
         return met + self._met_by_all(x, spec) if spec.shared else met
@@ -198,13 +200,20 @@ class Layer:
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)
         return experts.combine(made, routes)
 
-    def _mixture(self, spec: ExpertsSpec | None) -> experts.Mixture | None:
-        """All experts of the layer as one, on a GPU."""
+    def bring_experts(self, matrices: Matrices, bring: experts.Bring) -> None:
+        """Has experts in `matrices` from now on, memory of a GPU, in which `bring` puts those that rows meet."""
+        self.matrices = self.matrices | matrices
+        self.mixture = self._mixture(self.experts, bring)
+
+    def _mixture(self, spec: ExpertsSpec | None, bring: experts.Bring | None = None) -> experts.Mixture | None:
+        """All experts of the layer as one, on a GPU; those in a file once they are brought."""
         router = self.matrices.get("router.weight")
-        if spec is None or not isinstance(router, Tensor) or not dispatch.on_gpu(router):
+        if spec is None or router is None or (experts.OUTSIDE in self.weights and bring is None):
+            return None
+        if not (dispatch.on_gpu(router) if isinstance(router, Tensor) else isinstance(router, GpuWeight)):
             return None
         parts = (*self._of_experts("up", spec), *self._of_experts("down", spec))
-        return experts.mixture(*parts, self.config.activation, spec.chosen, spec.normalised)
+        return experts.mixture(*parts, self.config.activation, spec.chosen, spec.normalised, bring)
 
     def _of_experts(self, part: str, spec: ExpertsSpec) -> tuple[list[ops.Weight], list[Tensor] | None]:
         """Matrices of that name, and their biases if they have any."""

@@ -6,16 +6,17 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.config import Quantization
-from headrace.kernels import ops
+from headrace.kernels import dispatch, ops
 from headrace.kernels.formats import Coded
 from headrace.kernels.triton import weights as gpu_weights
-from headrace.models.layers import Matrices, Weights
+from headrace.models.layers import Layer, Matrices, Weights
 from headrace.models.sizes import LOOKED_UP
 from headrace.models.slots import expert_of, in_feed_forward, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix
@@ -36,6 +37,9 @@ class ExpertsPlace(Protocol):
         """All are placed. Of each layer's experts the table that steps count in (kernels.experts.OutsideColumn), by our
         names."""
 
+    def serve(self, layers: Sequence[Layer], place: torch.device) -> None:
+        """Layers are made of what was placed; `place` is where they compute. Raises ValueError for too little room."""
+
     def stats(self) -> ExpertStats: ...
 
 
@@ -55,16 +59,17 @@ def pack_all(
     packed: OnProgress | None,
     device: torch.device,
     leave: Leave | None = None,
+    outputs: Mapping[str, int] = MappingProxyType({}),
 ) -> Matrices:
     """All weights that rows are multiplied by, on the device. What is packed leaves `weights`: memory never holds all
-    twice."""
+    twice. outputs: of whole matrices by name, where weights are a tensor rank's share."""
     names = multiplied(weights)
     matrices: Matrices = {}
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
         gates = gated and name.endswith(".up.weight")
-        matrices[name] = _packed(name, weight.to(device), _rounding(name, quantization), gates)
+        matrices[name] = _packed(name, weight.to(device), _rounding(name, quantization), gates, outputs.get(name))
         if matrices[name] is not weight:
             del weights[name]
         if leave is not None:
@@ -99,10 +104,11 @@ class StoredPacking:
         matrices: Matrices = {}
         widened: dict[str, int] = {}
         done, total = 0, sum(self._size(matrix) for matrix in stored.values())
+        on_cpu = self.device.type == "cpu" and not dispatch.on_gpu(torch.empty(0))
         # What lies in the file is not packed again: where experts are codes, their formats may differ in a layer.
         apart = self.outside is not None and any(each.coded for name, each in stored.items() if expert_of(name))
         for name, matrix in stored.items():
-            if self.device.type == "cpu":
+            if on_cpu:
                 matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
             else:
                 matrices[name] = self._on_gpu(name, matrix, widened)
@@ -132,11 +138,14 @@ class StoredPacking:
         parts = matrix.read()
         reason = gpu_weights.obstacle(parts, expert_of(name) is not None)
         if reason is None:
-            weight = gpu_weights.pack_parts(parts, self.dtype, self.device)
+            made = gpu_weights.pack_parts(parts, self.dtype, self.device, matrix.outputs)
         else:
             widened[reason] = widened.get(reason, 0) + self._size(matrix)
-            weight = matrix.numbers(self.dtype).to(self.device)
-        return ops.pack(weight) if isinstance(weight, Tensor) else weight
+            made = matrix.numbers(self.dtype).to(self.device)
+        weight: ops.Weight = made
+        if isinstance(made, Tensor):
+            weight = _packed(name, made, _rounding(name, self.quantization), False, matrix.outputs)
+        return weight if self.outside is None or expert_of(name) is None else self.outside.place(name, weight)
 
     def _weight(self, name: str, parts: Sequence[Tensor | Coded], gated: bool) -> ops.Weight:
         if len(parts) == 1 and isinstance(parts[0], Tensor):
@@ -156,8 +165,10 @@ def _gated_beside_others(matrices: Matrices) -> list[str]:
     return [name for each in mixed for name, gated in each.items() if gated]
 
 
-def _packed(name: str, weight: Tensor, quantization: Quantization, gated: bool) -> ops.Weight:
+def _packed(
+    name: str, weight: Tensor, quantization: Quantization, gated: bool, outputs: int | None = None
+) -> ops.Weight:
     try:
-        return ops.pack(weight, quantization, gated)
+        return ops.pack(weight, quantization, gated, outputs)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

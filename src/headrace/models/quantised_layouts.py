@@ -51,20 +51,19 @@ def _some(x: Tensor, rows: Tensor | None) -> Tensor:
 def _gptq(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     codes = _some(unpacked(tensors["qweight"].T.contiguous(), scheme.bits), rows)
     scales = _some(tensors["scales"].T, rows)
-    zeros = _some(unpacked(tensors["qzeros"], scheme.bits).T, rows).int() + (1 if scheme.zeros_less_one else 0)
+    zeros = unpacked(tensors["qzeros"], scheme.bits).T.int() + (1 if scheme.zeros_less_one else 0)
     order = _order(tensors.get("g_idx"), codes.shape[1], scales.shape[1])
-    return _whole_numbers(scheme, codes, scales, zeros, order)
+    return _whole_numbers(scheme, codes, scales, zeros, rows, order)
 
 
 def _awq(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     def columns(words: Tensor) -> Tensor:
         """uint8 [N, K or groups] of words [.., N / 8]."""
         each = unpacked(words, 4).unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)]
-        return _some(each.flatten(-2).T, rows)
+        return each.flatten(-2).T
 
-    return _whole_numbers(
-        scheme, columns(tensors["qweight"]), _some(tensors["scales"].T, rows), columns(tensors["qzeros"]).int(), None
-    )
+    codes, scales = _some(columns(tensors["qweight"]), rows), _some(tensors["scales"].T, rows)
+    return _whole_numbers(scheme, codes, scales, columns(tensors["qzeros"]).int(), rows, None)
 
 
 def _packed(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
@@ -73,9 +72,9 @@ def _packed(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     scales, zeros = _some(tensors["weight_scale"], rows), None
     if "weight_zero_point" in tensors:
         points = unpacked(tensors["weight_zero_point"].T.contiguous(), scheme.bits).T
-        zeros = _some(points[: shape[0]], rows).int()
+        zeros = points[: shape[0]].int()
     order = _order(tensors.get("weight_g_idx"), codes.shape[1], scales.shape[1])
-    return _whole_numbers(scheme, codes, scales, zeros, order)
+    return _whole_numbers(scheme, codes, scales, zeros, rows, order)
 
 
 def _order(groups: Tensor | None, inputs: int, count: int) -> Tensor | None:
@@ -91,12 +90,15 @@ def _order(groups: Tensor | None, inputs: int, count: int) -> Tensor | None:
     return groups.argsort(stable=True).int()
 
 
-def _whole_numbers(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None) -> Coded:
-    """Codes uint8 [N, K] from 0 on, scales [N, K / G], zero points [N, K / G] (None: the middle)."""
+def _whole_numbers(
+    scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, rows: Tensor | None, order: Tensor | None
+) -> Coded:
+    """Codes uint8 [N, K] from 0 on, scales [N, K / G], zero points (None: the middle) of the whole matrix, of which
+    these are the rows of these numbers: the format is the same for each tensor rank's share."""
     middle = 1 << scheme.bits - 1
     codes = (codes ^ middle if scheme.bits == 8 else codes - middle).view(torch.int8)
     codes = codes if order is None else codes[:, order.long()]
-    smalls = None if zeros is None or bool((zeros == middle).all()) else zeros - middle
+    smalls = None if zeros is None or bool((zeros == middle).all()) else _some(zeros, rows) - middle
     if smalls is not None and bool(((smalls < -128) | (smalls > 127)).any()):
         raise ValueError("a zero point is beyond 8 bits")
     name = f"W{scheme.bits}{' zeros' if smalls is not None else ''}"

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.config import AttentionSpec
+from headrace.models.slots import expected
 from headrace.models.spec import CLASSIFIER, ModelConfig
 
 if TYPE_CHECKING:
@@ -161,6 +162,12 @@ class Share:
         if width == "shared_inner" and self.config.experts is not None:
             return cut("the shared expert's width", self.config.experts.shared, self.size)
         return cut("hidden_size", self.config.hidden_size, self.size)
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        """Rows that each of our tensors has on all ranks together, by name: on a GPU they are part of the order of sums
+        of weights in codes (kernels.triton.weights)."""
+        return {name: sum(slot.parts) for name, slot in expected(self.config).items()}
 
     def holds(self, name: str) -> bool:
         """Whether this rank has any of the tensor `name`. Heads stand whole on rank 0, where logits are wanted."""

@@ -39,11 +39,13 @@ AT_ONCE = 4096
 @dataclass(slots=True)
 class StoredMatrix:
     """A matrix whose outputs, one part after another, lie in a file as codes under scales or as numbers, and are read
-    when they are wanted: `read` gives the parts. coded: some part is codes."""
+    when they are wanted: `read` gives the parts. coded: some part is codes. outputs: of the whole matrix, where this is
+    a tensor rank's share of it."""
 
     shape: tuple[int, ...]
     read: Callable[[], list[Tensor | Coded]]
     coded: bool
+    outputs: int | None = None
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The matrix multiplied out."""
@@ -208,7 +210,7 @@ def _stored(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], rows: 
     """The sources one after another, or of all their rows the ones numbered `rows`, in that order."""
     readers = [_part(checkpoint, source, own) for source, own in _runs(checkpoint, sources, rows)]
     shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
-    return StoredMatrix(shape, lambda: [reader() for reader in readers], coded=True)
+    return StoredMatrix(shape, lambda: [reader() for reader in readers], coded=True, outputs=sum(slot.parts))
 
 
 def _numbers_later(
@@ -224,7 +226,8 @@ def _numbers_later(
         _check_finite(checkpoint.model, whole, sources)
         return [whole]
 
-    return StoredMatrix(slot.shape(sum(slot.parts) if rows is None else len(rows)), read, coded=False)
+    shape = slot.shape(sum(slot.parts) if rows is None else len(rows))
+    return StoredMatrix(shape, read, coded=False, outputs=sum(slot.parts))
 
 
 def _runs(checkpoint: Checkpoint, sources: tuple[str, ...], rows: Tensor | None) -> list[tuple[str, Tensor | None]]:

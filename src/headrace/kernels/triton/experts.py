@@ -16,6 +16,7 @@ from headrace.kernels.triton import rounded, weight_kernels
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
 
+Gather = Callable[[Tensor], Tensor]
 COUNTED = 4096
 """Pairs at most that are arranged by one launch, each of which is compared with all; more are sorted."""
 BLOCK = 64
@@ -86,8 +87,13 @@ class GpuExperts:
         if any(address % 16 for row in rows for address in row):
             raise ValueError("the matrices of experts lie at multiples of 16 bytes on a GPU")
         self.table = torch.tensor(rows, dtype=torch.int64, device=self.operands[0][0].device)
+        self._made, self._moving = self.table, torch.tensor([1, 1, 1, 0]).to(self.table.device)
         if not isinstance(self.first, rounded.GpuRounded):
             agreeing(self.table.device, self.plain)
+
+    def move(self, by: Tensor) -> None:
+        """Matrices lie so many bytes, int64 [E], behind where they were made; biases stay."""
+        self.table = self._made + by[:, None] * self._moving
 
     def __call__(self, x: Tensor, routes: GpuRoutes, sent: bool) -> Tensor:
         """Of each pair the product of its row with its expert's matrix: [M, N]. x [M, K], a row for each pair, or, if
@@ -119,16 +125,28 @@ class GpuMixture:
     """The experts of a layer: what they make of rows together."""
 
     def __init__(
-        self, ups: GpuExperts, downs: GpuExperts, gated: Callable[[Tensor], Tensor], chosen: int, normalised: bool
+        self,
+        ups: GpuExperts,
+        downs: GpuExperts,
+        gated: Callable[[Tensor], Tensor],
+        chosen: int,
+        normalised: bool,
+        bring: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self.bring = bring
         self.ups, self.downs, self.gated, self.chosen, self.normalised = ups, downs, gated, chosen, normalised
 
-    def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None, gather: Gather | None = None) -> Tensor:
         """See kernels.experts.Mixture."""
         routes = route(logits, self.chosen, self.normalised)
         if scales is not None:
             routes = replace(routes, share=routes.share * scales[routes.expert.long()])
+        if self.bring is not None:
+            by = self.bring(routes.begin)
+            self.ups.move(by)
+            self.downs.move(by)
         inner = self.gated(self.ups(x, routes, sent=True))
+        inner = inner if gather is None else gather(inner)
         return combine(self.downs(inner, routes, sent=False), routes)
 
 

@@ -69,17 +69,20 @@ class GpuQuantized:
     to 3, has from its lowest bits on those of inputs 2t, 2t + 1, 8 + 2t, 9 + 2t, and 16 more of each: what one thread
     hands to a tensor core. Whole numbers lie above 0 (int4: 8 more, int8: 128 more). scales, offsets (or None) fp32
     [K' / G, N]: a weight is scale * code + offset. group: G; 0: scales are [N], of all inputs. order int64 [K]: the
-    input that each column is for; None: its own.
+    input that each column is for; None: its own. segments: see segments_of.
+
+    outputs: of the whole weight, where this is a tensor rank's share of it; None: N.
     """
 
-    __slots__ = ("bits", "codes", "group", "kind", "offsets", "order", "scales", "shape", "step")
+    __slots__ = ("bits", "codes", "group", "kind", "offsets", "order", "scales", "segments", "shape", "step")
     gated = False
 
-    def __init__(self, coded: Coded, device: torch.device) -> None:
+    def __init__(self, coded: Coded, device: torch.device, outputs: int | None = None) -> None:
         reason = obstacle([coded])
         if reason is not None:
             raise ValueError(f"a GPU has no product of {reason}")
         self.shape, self.kind = coded.shape, KINDS[coded.format.codes.name]
+        self.segments = segments_of(outputs or self.shape[0], self.shape[1])
         scales, offsets = coded.scales_and_offsets()
         groups = scales.shape[1]
         self.step = STEP if groups == 1 else step_of(self.shape[1] // groups)
@@ -115,14 +118,16 @@ class GpuQuantized:
 
 
 class GpuParts:
-    """A weight whose outputs come in several formats, one part after another; numbers are [N, K] as they are."""
+    """A weight whose outputs come in several formats, one part after another; numbers are [N, K] as they are. segments,
+    of all parts alike, and outputs: as in GpuQuantized."""
 
-    __slots__ = ("parts", "shape")
+    __slots__ = ("parts", "segments", "shape")
     gated = False
 
-    def __init__(self, parts: Sequence[GpuQuantized | rounded.GpuRounded | Tensor]) -> None:
+    def __init__(self, parts: Sequence[GpuQuantized | rounded.GpuRounded | Tensor], outputs: int | None = None) -> None:
         self.parts = list(parts)
         self.shape: tuple[int, int] = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self.segments = segments_of(outputs or self.shape[0], self.shape[1])
 
     @property
     def nbytes(self) -> int:
@@ -132,25 +137,28 @@ class GpuParts:
 GpuWeight = GpuQuantized | rounded.GpuRounded | GpuParts
 
 
-def pack(coded: Coded, device: torch.device) -> GpuQuantized | rounded.GpuRounded:
+def pack(coded: Coded, device: torch.device, outputs: int | None = None) -> GpuQuantized | rounded.GpuRounded:
     """A weight in a GPU's memory, which is asked here which tiles it may take: while a step is recorded it cannot be.
-    Raises ValueError where it has an `obstacle`."""
+    outputs: of the whole weight, where this is a tensor rank's share. Raises ValueError where it has an `obstacle`."""
     if coded.format.name in rounded.KINDS:
         return rounded.pack(coded, device)
     agreeing(device, plain=False)
-    return GpuQuantized(coded, device)
+    return GpuQuantized(coded, device, outputs)
 
 
-def pack_parts(parts: Sequence[Tensor | Coded], dtype: torch.dtype, device: torch.device) -> Tensor | GpuWeight:
+def pack_parts(
+    parts: Sequence[Tensor | Coded], dtype: torch.dtype, device: torch.device, outputs: int | None = None
+) -> Tensor | GpuWeight:
     """A weight whose outputs a file holds in parts, as codes or as numbers, in a GPU's memory: codes as they are,
-    numbers in `dtype`. Raises ValueError where codes have an `obstacle`."""
+    numbers in `dtype`. outputs: as in `pack`. Raises ValueError where codes have an `obstacle`."""
     first, *others = parts
     if isinstance(first, Coded) and all(isinstance(other, Coded) and first.alike(other) for other in others):
         rest = [other for other in others if isinstance(other, Coded)]
-        return pack(first.joined(rest) if rest else first, device)
+        return pack(first.joined(rest) if rest else first, device, outputs)
     if any(isinstance(part, Coded) for part in parts):
         agreeing(device, plain=True)
-        return GpuParts([pack(part, device) if isinstance(part, Coded) else part.to(device, dtype) for part in parts])
+        each = [pack(part, device) if isinstance(part, Coded) else part.to(device, dtype) for part in parts]
+        return GpuParts(each, outputs)
     return torch.cat([part for part in parts if isinstance(part, Tensor)]).to(device, dtype)
 
 
@@ -247,10 +255,9 @@ def constants(weight: GpuQuantized | Tensor, tile: Tile) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def segments_of(shape: tuple[int, ...]) -> int:
-    """Parts of its inputs that a weight [N, K] is summed up by, so that few rows keep a whole GPU busy. Of the weight
-    alone: the parts are part of the order of sums."""
-    outputs, inputs = shape
+def segments_of(outputs: int, inputs: int) -> int:
+    """Parts of its inputs that a weight [N, K] is summed up by, so that few rows keep a whole GPU busy. Of the whole
+    weight alone, of which a tensor rank may have a share: the parts are part of the order of sums."""
     return max(1, min(inputs // LEAST_SEGMENT, PROGRAMS * COLUMNS // outputs, MOST_SEGMENTS))
 
 
@@ -261,20 +268,22 @@ def linear(x: Tensor, weight: GpuWeight, bias: Tensor | None = None, wide: bool 
     if not len(x):
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
+    segments = 1 if isinstance(weight, rounded.GpuRounded) else weight.segments
     first = 0
     for part in parts:
         last = first + part.shape[0]
-        _product(x, part, None if bias is None else bias[first:last], out[:, first:last])
+        _product(x, part, None if bias is None else bias[first:last], out[:, first:last], segments)
         first = last
     return out
 
 
-def _product(x: Tensor, weight: GpuQuantized | rounded.GpuRounded | Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _product(
+    x: Tensor, weight: GpuQuantized | rounded.GpuRounded | Tensor, bias: Tensor | None, out: Tensor, segments: int
+) -> None:
     if isinstance(weight, rounded.GpuRounded):
         return rounded.product(x, weight, bias, out)
     if isinstance(weight, GpuQuantized) and weight.order is not None:
         x = x[:, weight.order]
-    segments = segments_of(weight.shape)
     tile = tile_for(len(x), x.dtype, x.device, isinstance(weight, Tensor), segments)
     _launch(tile, x, weight, bias, out, segments)
 

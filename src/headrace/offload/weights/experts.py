@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from headrace.kernels import ops
 from headrace.kernels.experts import OUTSIDE, OutsideColumn
 from headrace.memory import give_back
+from headrace.models.layers import Layer
 from headrace.models.slots import expected, expert_of
 from headrace.models.spec import ModelConfig
 from headrace.offload.weights.layers import on_tensors, tensors_of
@@ -96,6 +97,9 @@ class ExpertFile:
             threading.Thread(target=_turns, args=(weakref.ref(self),), daemon=True, name="most used experts").start()
         return {f"layers.{layer}.{OUTSIDE}": table for layer, table in self._tables.items()}
 
+    def serve(self, layers: Sequence[Layer], place: torch.device) -> None:
+        """See models.packing.ExpertsPlace. The kernels of a CPU read the file's mapping."""
+
     def turn(self) -> int:
         """Keeps what was used since, in place of what was not. Returns how many came."""
         with self._turning:
@@ -155,7 +159,7 @@ class ExpertFile:
             self._map.madvise(mmap.MADV_DONTNEED, begin, size)
 
     def _written(self, x: Tensor) -> Tensor:
-        begin, data = self.bytes, memoryview(x.contiguous().view(-1).view(torch.uint8).numpy().data)
+        begin, data = self.bytes, memoryview(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         try:
             done = 0
             while done < len(data):

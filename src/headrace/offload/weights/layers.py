@@ -128,10 +128,10 @@ def form_of(weight: ops.Weight) -> Hashable:
     if isinstance(weight, Tensor):
         return weight.shape, weight.dtype
     if isinstance(weight, GpuParts):
-        return tuple(form_of(part) for part in weight.parts)
+        return weight.segments, tuple(form_of(part) for part in weight.parts)
     if isinstance(weight, GpuQuantized):
         names = tuple(tensors_of(weight))
-        return weight.shape, weight.kind, weight.bits, weight.group, weight.step, names
+        return weight.shape, weight.kind, weight.bits, weight.group, weight.step, weight.segments, names
     if isinstance(weight, GpuRounded):
         return weight.shape, weight.kind
     return id(weight)

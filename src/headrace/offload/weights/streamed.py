@@ -182,7 +182,7 @@ class StreamedLayers:
         a weight, they find once for a buffer."""
         key = (self._forms[layer], self.buffers.index(buffer))
         if key not in self._placed:
-            self._placed[key] = _placed(self._loaded(self.outside[layer]), buffer.room)
+            self._placed[key] = placed_in(self._loaded(self.outside[layer]), buffer.room)
         return self._placed[key]
 
     def _buffer_of(self, layer: int) -> _LayerBuffer | None:
@@ -243,7 +243,7 @@ def loaded_of(layer: Layer, experts: bool) -> dict[str, ops.Weight]:
 
 def bytes_of_buffers(layers: Sequence[Layer], experts: bool) -> int:
     """Fast memory that StreamedLayers takes for these layers. experts: as there."""
-    return BUFFERS * sum(_ends([loaded_of(layer, experts) for layer in layers]).values())
+    return BUFFERS * sum(ends_of([loaded_of(layer, experts) for layer in layers]).values())
 
 
 def _of_expert(name: str) -> bool:
@@ -272,10 +272,10 @@ def _flat(x: Tensor) -> Tensor:
 
 def _room(layers: Sequence[dict[str, ops.Weight]], fast: Allocate) -> dict[str, Tensor]:
     """Fast memory for these matrices of any of the layers, uint8 by name."""
-    return {name: fast((end,), torch.uint8) for name, end in _ends(layers).items()}
+    return {name: fast((end,), torch.uint8) for name, end in ends_of(layers).items()}
 
 
-def _ends(layers: Sequence[dict[str, ops.Weight]]) -> dict[str, int]:
+def ends_of(layers: Sequence[dict[str, ops.Weight]]) -> dict[str, int]:
     """Bytes of the largest matrix of each name. Layers with experts and dense ones differ."""
     ends: dict[str, int] = {}
     for matrices in layers:
@@ -284,7 +284,7 @@ def _ends(layers: Sequence[dict[str, ops.Weight]]) -> dict[str, int]:
     return ends
 
 
-def _placed(matrices: dict[str, ops.Weight], room: dict[str, Tensor]) -> dict[str, ops.Weight]:
+def placed_in(matrices: dict[str, ops.Weight], room: dict[str, Tensor]) -> dict[str, ops.Weight]:
     """Matrices of these forms in that memory, whatever it holds."""
     found: dict[str, ops.Weight] = {}
     for name, weight in matrices.items():
