@@ -9,7 +9,7 @@ import torch
 
 from headrace.config import RecurrentSpec
 from headrace.kernels import cpu, dispatch
-from headrace.kernels.gated_delta import DeltaWeights
+from headrace.kernels.records import DeltaWeights
 from tests.support.delta_cases import DeltaCase
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason="there are no kernels")]

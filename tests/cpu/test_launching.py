@@ -26,9 +26,8 @@ from headrace import SamplingParams
 from headrace.bench.shapes import CheckpointShape
 from headrace.config import RecurrentSpec
 from headrace.engine.programs import Eager, Logits, StepRows
-from headrace.kernels.gated_delta import DeltaWeights
 from headrace.kernels.quantized import Rounded
-from headrace.kernels.records import LayerStates, Mask, Pool
+from headrace.kernels.records import DeltaWeights, LayerStates, Mask, Pool
 from headrace.kernels.state import StateRows
 from headrace.kernels.triton import (
     attention,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
-from headrace.kernels.gated_delta import DeltaWeights, gated_delta
-from headrace.kernels.records import LayerStates
+from headrace.kernels.gated_delta import gated_delta
+from headrace.kernels.records import DeltaWeights, LayerStates
 
 SLOTS = 5
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
-from headrace.kernels.gated_delta import DeltaWeights, Recur, fits_cpp, gated_delta
+from headrace.kernels.gated_delta import Recur, fits_cpp, gated_delta
+from headrace.kernels.records import DeltaWeights
 from headrace.kernels.recurrent_step import PreparedRecurrence, StatesInCpp
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import Segment

@@ -19,8 +19,9 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.experts import OUTSIDE, OutsideColumn
 from headrace.kernels.extension import address, check, require
-from headrace.kernels.gated_delta import DeltaWeights, Recur, check_weights, fits_cpp
+from headrace.kernels.gated_delta import Recur, check_weights, fits_cpp
 from headrace.kernels.ops import Weight
+from headrace.kernels.records import DeltaWeights
 from headrace.kernels.triton.weights import GpuWeight
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ There is one order of operations, token by token, so a row has the same bits how
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +19,11 @@ from torch.nn import functional as F
 from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
 from headrace.kernels.extension import check, require, type_of
-from headrace.kernels.records import LayerStates
+from headrace.kernels.records import DeltaWeights, LayerStates
 from headrace.kernels.recurrent_step import PreparedRecurrence, check_states
 
 MOST_KEY_DIM, MOST_INPUTS = 256, 8
 """Of the C++ kernel (csrc/kernels.h, GatedDelta)."""
-
-
-class DeltaWeights(NamedTuple):
-    """A layer's vectors, fp32: conv [K, C]; rate [Hv], exp(A_log); dt_bias [Hv]; norm [V], with its epsilon."""
-
-    conv: Tensor
-    rate: Tensor
-    dt_bias: Tensor
-    norm: Tensor
-    eps: float
 
 
 class Recur(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -119,6 +119,16 @@ class LayerStates:
 
     last: Tensor
     matrices: Tensor
+
+
+class DeltaWeights(NamedTuple):
+    """Vectors of a gated delta net, fp32: conv [K, C]; rate [Hv], exp(A_log); dt_bias [Hv]; norm [V], its epsilon."""
+
+    conv: Tensor
+    rate: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)

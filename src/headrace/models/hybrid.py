@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import ops
-from headrace.kernels.gated_delta import DeltaWeights, Recur
+from headrace.kernels.gated_delta import Recur
+from headrace.kernels.records import DeltaWeights
 from headrace.models.spec import ModelConfig
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.gated_delta import DeltaWeights, Recur, gated_delta
-from headrace.kernels.records import LayerStates
+from headrace.kernels.gated_delta import Recur, gated_delta
+from headrace.kernels.records import DeltaWeights, LayerStates
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import NONE, Segment
 from headrace.parallel.group_layout import RowRange, runs

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from headrace.config import RecurrentSpec
 from headrace.device import current
-from headrace.kernels.gated_delta import DeltaWeights
-from headrace.kernels.records import LayerStates
+from headrace.kernels.records import DeltaWeights, LayerStates
 from headrace.kernels.step_copies import Sending
 from headrace.kernels.triton import delta_kernels
 from headrace.kernels.triton.delta_schedule import NOTHING, Arranged

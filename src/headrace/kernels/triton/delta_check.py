@@ -15,8 +15,8 @@ from torch import Tensor
 from headrace.config import RecurrentSpec
 from headrace.device import current
 from headrace.kernels import dispatch
-from headrace.kernels.gated_delta import DeltaWeights, gated_delta
-from headrace.kernels.records import LayerStates
+from headrace.kernels.gated_delta import gated_delta
+from headrace.kernels.records import DeltaWeights, LayerStates
 from headrace.kernels.triton.delta import DeltaStep, check_size
 
 ROWS = 70
