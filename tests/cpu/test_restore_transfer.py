@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.arrival import Arrival
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
@@ -148,6 +149,18 @@ def test_a_piece_goes_on_once_all_of_it_is_projected_and_loaded() -> None:
     assert not piece.done and not done
     piece.wait()
     assert done == ["copied", "sent"] and rank.projected == [(0, [0, 1], [3, 4])]
+
+
+def test_a_piece_that_cannot_come_goes_to_nobody() -> None:
+    part, done = Arrival(), list[str]()
+    piece = CachedPiece([part], lambda: done.append("copied"))
+    piece.then(lambda: done.append("sent"))
+    part.end(OSError("the disk is gone"))
+    piece.then(lambda: done.append("sent later"))
+    for look in (piece.wait, lambda: piece.done):
+        with pytest.raises(OSError, match="the disk is gone"):
+            look()
+    assert not done
 
 
 def test_times_are_those_of_the_median_layer() -> None:
