@@ -1,7 +1,8 @@
 """A mixture of experts on a GPU: which experts a row goes to, products in groups, what comes of them for the row.
 
 T: rows, E: experts, k: those that a row meets, M = T k: pairs of a row and an expert, sorted by expert; H: width, I: an
-expert's inner width. See kernels.experts for what is computed. Routes stay on the GPU: nothing here waits for it.
+expert's inner width. See kernels.experts for what is computed. Routes stay on the GPU: nothing here waits for it, but
+what brings experts that lie in a file.
 """
 
 from __future__ import annotations
