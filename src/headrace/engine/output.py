@@ -131,6 +131,8 @@ def prefills(
     steps = {part.sequence: part.length for part in slices}
     found: dict[str, Prefill] = {}
     for sequence in running:
+        if sequence.ended:
+            continue
         request_id, step = sequence.request.request_id, steps.get(sequence, 0)
         if active[request_id].first_token_s is None and request_id not in found:
             coming, cached = below.coming(sequence), sequence.cached_tokens

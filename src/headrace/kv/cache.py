@@ -62,6 +62,7 @@ class KVCache:
         self._latest: ChunkTable | None = None
         """The table opened last, if it is open: requests that begin alike often come one after another."""
         self._filled: list[tuple[ChunkTable, int]] = []
+        self._planned: list[tuple[ChunkTable, int]] | None = None
 
     @property
     def available(self) -> int:
@@ -261,10 +262,24 @@ class KVCache:
         """The coming step completes the chunk: named ones can be shared at once, since a step stores keys and values
         before it attends; private ones wait for commit."""
         node = table.nodes[chunk]
-        if node.digest is not None:
+        if self._planned is not None:
+            self._planned.append((table, chunk))
+        elif node.digest is not None:
             node.writer = None
         elif table.shares:
             self._filled.append((table, chunk))
+
+    def plan_ahead(self) -> None:
+        """A step is planned that may come to nothing yet: what it would complete is nobody else's until `launched`."""
+        self._planned = []
+
+    def launched(self) -> None:
+        """After the commit of the step before: the step that was planned ahead, if there is one, is under way, or is
+        the next to be computed. What it completes can be shared by whatever is computed behind it."""
+        planned, self._planned = self._planned, None
+        for table, chunk in planned or ():
+            if table in self.tables and chunk < len(table.nodes):
+                self._fill(table, chunk)
 
     def commit(self) -> None:
         """After a step: names the private chunks that it filled, or gives them up for their twin in the tree."""
