@@ -23,7 +23,7 @@ from headrace.engine.fairness import FairScheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels import step_copies
 from headrace.kernels.step_copies import Reading
-from headrace.types import CHUNK, Request, Structured
+from headrace.types import CHUNK, Request, Structured, TokenLogprobs
 from tests.support.delayed_device import delayed_device
 from tests.support.stream_order import StreamOrder
 from tests.support.token_machine import TokenMachine, machine_engine
@@ -40,6 +40,7 @@ def llm() -> LLM:
 class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: tuple[Any, ...] = ()
 
 
@@ -71,6 +72,7 @@ class Client:
             assert not answer.end, "something comes behind the end"
             answer.tokens += delta.token_ids
             answer.text += delta.text
+            answer.logprobs += delta.logprobs or []
             if delta.finish_reason is not None:
                 answer.end = (delta.finish_reason, delta.stop_reason)
         self.core.overlap.check()

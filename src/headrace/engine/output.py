@@ -63,9 +63,10 @@ class Output:
 
     @property
     def draws_freely(self) -> bool:
-        """Whether its tokens are drawn, unreported, from the logits as they are, but for what may be forbidden."""
+        """Whether its tokens are drawn from the logits as they are, but for what may be forbidden, and of these the
+        most likely ones at most are reported."""
         params = self.sequence.request.params
-        return self.history is None and self.matcher is None and not (params.logit_bias or params.reports_answer)
+        return self.history is None and self.matcher is None and not (params.logit_bias or params.logprob_token_ids)
 
     def add(self, delta: Delta, tokens: list[int], capacity: Capacity) -> None:
         """Adds tokens to the sequence and the delta, up to the one that ends it. None: its grammar lets nothing follow,
