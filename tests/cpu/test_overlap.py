@@ -281,18 +281,23 @@ def test_what_may_be_stored_is_looked_for_by_steps_that_are_waited_for(
 
 
 def test_an_ended_sequence_takes_no_share(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the step is under way that computes its row in vain."""
+    """While the step is under way that computes its row in vain, and a prompt beside it, of which alone is told."""
     with delayed_device(monkeypatch) as late:
-        client = Client(machine_engine(llm, late, CHUNKS, ahead=True))
+        client, told = Client(machine_engine(llm, late, CHUNKS, ahead=True)), set[str]()
         core = client.core
+        core.on_prefill = lambda prompts, seconds: told.update(each.request_id for each in prompts)
         client.add("a", prompt(1, 5), tenant="x", max_tokens=20, **GREEDY)
-        client.add("b", prompt(2, 70), tenant="y", max_tokens=20, **GREEDY)
-        for _ in range(4):
+        client.add("b", prompt(2, 7), tenant="y", max_tokens=20, **GREEDY)
+        for number in range(4):
+            if number == 3:
+                client.add("c", prompt(3, 70), tenant="x", max_tokens=2, **GREEDY)
             client.step()
         client.abort("b")
-        assert len(core.scheduler.running) == 2 and late.steps == 1
+        assert len(core.scheduler.running) == 3 and late.steps == 1
         assert not core.shares.is_live("b") and core.shares.is_live("a")
         assert isinstance(core.scheduler, FairScheduler) and set(core.scheduler._held()) == {"x"}
+        client.step()
+        assert told == {"c"}
         client.finish()
 
 

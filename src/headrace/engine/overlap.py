@@ -152,6 +152,8 @@ class Overlap:
         """The scheduler's next step, in which the sequences of these slices go on with the tokens behind them."""
         scheduler, ends = self.scheduler, {part.sequence: part.end for part in unseen}
         looks = len(scheduler.waiting) != self._waiting or self._patience < 0
+        if looks:
+            self._patience = PATIENCE
         self.cache.plan_ahead()
         slices = scheduler.schedule(ends)
         self._waiting = len(scheduler.waiting)
