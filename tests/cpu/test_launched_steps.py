@@ -4,6 +4,7 @@ for, and a whole engine of both."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.engine import graph_buckets
 from headrace.engine.device_sampler import DeviceSampler, _Ask, needs_of, requested
 from headrace.engine.launched_draws import LaunchedDraws
 from headrace.engine.programs import Launched
@@ -26,6 +28,7 @@ from headrace.kernels.step_copies import Reading
 from headrace.kernels.triton import sampling
 from headrace.kernels.triton.sampling import Chooser
 from headrace.kernels.triton.token_kernels import look_up
+from headrace.types import Request, TokenLogprobs
 from tests.support.delayed_device import delayed_device
 from tests.support.sampler_rows import random_logits
 
@@ -46,8 +49,9 @@ def test_tokens_that_the_host_does_not_know_are_looked_up() -> None:
 
 
 def test_draws_are_those_of_the_host(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of the same sequences, of which one has a row that is left to the host; then one of fewer."""
-    params = [SamplingParams(temperature=0.9), SamplingParams(temperature=0.0)]
+    """Two steps of the same sequences, of which one has a row that is left to the host; then one of fewer. The first
+    one's log probabilities are reported."""
+    params = [SamplingParams(temperature=0.9, logprobs=2), SamplingParams(temperature=0.0)]
     outputs: list[Any] = [
         SimpleNamespace(
             plain=is_plain(each),
@@ -72,8 +76,18 @@ def test_draws_are_those_of_the_host(small_blocks: None, monkeypatch: pytest.Mon
             assert set(found) == set(range(rows)) - unsure
             for row in found:
                 item = SampleInput(params[row], (), range(5 + step), row, 100 + row)
-                assert [found[row]] == sample(logits[row : row + 1], [item])
+                [wanted] = sample(logits[row : row + 1], [item])
+                assert found[row].token == wanted.token and near(found[row].logprobs, wanted.logprobs)
                 assert chosen[row] == found[row].token
+
+
+def near(found: TokenLogprobs | None, wanted: TokenLogprobs | None) -> bool:
+    """Sums have another order (docs/gpu-kernels.md)."""
+    if found is None or wanted is None:
+        return found is wanted
+    ranks = {token: each.rank for token, each in found.items()}
+    close = all(abs(each.logprob - wanted[token].logprob) < 1e-12 for token, each in found.items() if token in wanted)
+    return ranks == {token: each.rank for token, each in wanted.items()} and close
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "drawn"])
@@ -91,20 +105,26 @@ def test_a_row_without_a_number_leaves_a_token_that_can_be_looked_up(small_block
 
 @pytest.mark.matrix
 def test_an_engine_ahead_gives_the_same_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two sequences enters a chunk in a step ahead."""
-    monkeypatch.setattr(Runner, "record", lambda self: None)  # recordings are made when they are needed
+    """A prompt comes and is read by three slices, two of them beside a sequence that decodes. Of seven steps the first
+    one and the first that decodes are waited for: they make the recordings."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    monkeypatch.setattr(graph_buckets, "SMALL", (4,))
     folder, found = write_checkpoint(SHAPE, tmp_path), {}
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    for ahead in (True, False):
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    for ahead in (False, True):
         with delayed_device(monkeypatch) as late:
-            llm = LLM(
+            core = LLM(
                 str(folder), attention_backend="triton", dtype="float32", kv_cache_tokens=1024, max_sequences=2,
-                async_scheduling=ahead,
-            )  # fmt: skip
-            runner = llm.engine.loaded.executor
-            assert isinstance(runner, Runner)
-            runner.mixed = runner.eager  # what reads a prompt's step waits for it on a device; here nothing would
-            found[ahead] = [each.outputs[0].token_ids for each in llm.generate([[3] * 63, [4, 5]], params)]
-            stats = llm.engine.stats().graphs
-            assert (stats.replayed, stats.ahead, late.most_ahead) == ((3, 2, 2) if ahead else (3, 0, 1))
-    assert found[True] == found[False]
+                max_batch_tokens=4, async_scheduling=ahead,
+            ).engine  # fmt: skip
+            tokens: dict[str, list[int]] = {"a": [], "b": []}
+            core.add(Request("a", [3, 1, 2, 5], params))
+            while core.has_work:
+                if len(tokens["a"]) == 2 and not core.shares.is_live("b"):
+                    core.add(Request("b", [4, 5, 6, 7, 8, 9, 10], replace(params, max_tokens=2)))
+                for delta in core.step():
+                    tokens[delta.request_id] += delta.token_ids
+            found[ahead], stats = tokens, core.stats().graphs
+            assert (stats.prompts, stats.eager, late.most_ahead) == (3, 0, 1 + ahead)
+            assert stats.ahead == (5 if ahead else 0)
+    assert found[True] == found[False] and [len(each) for each in found[True].values()] == [5, 2]

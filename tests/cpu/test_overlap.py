@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor
 from headrace import LLM, SamplingParams, device
 from headrace.engine.below import NothingBelow
 from headrace.engine.core import EngineCore
+from headrace.engine.fairness import FairScheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels import step_copies
 from headrace.kernels.step_copies import Reading
-from headrace.types import CHUNK, Request, Structured
+from headrace.types import CHUNK, Request, Structured, TokenLogprobs
 from tests.support.delayed_device import delayed_device
 from tests.support.stream_order import StreamOrder
 from tests.support.token_machine import TokenMachine, machine_engine
@@ -38,6 +40,7 @@ def llm() -> LLM:
 class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: tuple[Any, ...] = ()
 
 
@@ -69,6 +72,7 @@ class Client:
             assert not answer.end, "something comes behind the end"
             answer.tokens += delta.token_ids
             answer.text += delta.text
+            answer.logprobs += delta.logprobs or []
             if delta.finish_reason is not None:
                 answer.end = (delta.finish_reason, delta.stop_reason)
         self.core.overlap.check()
@@ -97,7 +101,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 19 steps behind the prompts; one of two sequences ends meanwhile, one enters a chunk."""
+    """Those behind the prompts too, 19 in all; one of two sequences ends meanwhile, one enters a chunk."""
     found = {}
     for ahead in (True, False):
         with delayed_device(monkeypatch) as late:
@@ -106,7 +110,7 @@ def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest
             client.add("b", prompt(2, 9), max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
             client.finish()
         found[ahead] = client.answers, set(client.core.cache.tree.nodes)
-        assert (client.machine.ahead, late.most_ahead) == ((18, 2) if ahead else (0, 0))
+        assert (client.machine.ahead, late.most_ahead) == ((19, 2) if ahead else (0, 0))
     assert found[True] == found[False] and len(found[True][1]) == 1, "the chunk that was filled has its name"
 
 
@@ -138,6 +142,69 @@ def test_what_the_device_is_not_sure_of_the_host_chooses(llm: LLM, monkeypatch: 
                 client.add(name, prompt(ord(name), 30), max_tokens=40, temperature=1.0, seed=2, ignore_eos=True)
             client.finish()
             assert bool(client.core.stats().scheduler.preemptions) == ahead and (client.machine.ahead > 9) == ahead
+        found[ahead] = client.answers
+    assert found[True] == found[False]
+
+
+def test_a_prompt_that_comes_is_read_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By four slices beside a sequence that decodes, while another one begins like it; both then go on by first tokens
+    that only the device knows. No step but the first is waited for."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead, max_batch_tokens=65))
+            client.add("a", prompt(1, 60), max_tokens=20, **GREEDY)
+            for _ in range(3):
+                client.step()
+            client.add("b", prompt(2, 100, 130), max_tokens=5, temperature=0.8, seed=1, ignore_eos=True)
+            client.add("c", prompt(3, 4, 130), max_tokens=5, **GREEDY)
+            client.finish()
+        taken = client.core.stats().scheduler.steps
+        found[ahead] = client.answers, set(client.core.cache.tree.nodes), client.core.stats().tokens.cached
+        assert (client.machine.ahead, client.machine.mixed) == ((taken - 1, 4) if ahead else (0, 0))
+    assert found[True] == found[False] and found[True][2] == 2 * CHUNK
+
+
+def test_a_planned_step_that_is_not_launched_leaves_no_unwritten_chunk(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is planned in a step that the device refuses, and aborted before it runs: whoever begins like it next
+    finds nothing of it."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead))
+            client.add("a", prompt(1, 5), max_tokens=20, **GREEDY)
+            client.step()
+            client.step()
+            client.add("b", prompt(2, 9, 64), max_tokens=2, **GREEDY)
+            with monkeypatch.context() as refusing:
+                refusing.setattr(client.machine, "launch", lambda *given: None)
+                client.step()
+            client.abort("b")
+            client.add("c", prompt(2, 9, 64), max_tokens=2, **GREEDY)
+            client.finish()
+            assert client.machine.mixed == ahead
+        found[ahead] = client
+    compare(found[True], found[False])
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_who_has_to_give_way_does_so_soon(policy: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences outgrow the pool long before their ends, while a third one waits. Steps ahead preempt nobody: one
+    is waited for."""
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, 6, ahead, scheduling_policy=policy, max_batch_tokens=80))
+            client.add("a", prompt(1, 60), max_tokens=200, **GREEDY)
+            client.add("b", prompt(2, 60), max_tokens=200, **GREEDY)
+            client.add("c", prompt(3, 200), max_tokens=9, **GREEDY)
+            while client.core.has_work and not client.core.stats().scheduler.preemptions:
+                client.step()
+            assert not client.answers["a", 0].end
+            client.finish()
+            assert client.machine.ahead > 200 or not ahead
         found[ahead] = client.answers
     assert found[True] == found[False]
 
@@ -176,6 +243,62 @@ def test_nothing_is_launched_behind_chunks_that_may_not_come(llm: LLM, monkeypat
             assert below.lost == 1 and bool(client.machine.ahead) == ahead
         found[ahead] = client.answers
     assert found[True] == found[False]
+
+
+class Looked(NothingBelow):
+    """Looks for stored chunks of a sequence for three steps, none of which is planned ahead."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core.cache)
+        self.core, self.asked = core, Counter[SequenceState]()
+
+    def until(self, sequence: SequenceState, alone: bool) -> int:
+        assert not self.core.scheduler.ahead or self.settled(sequence), "it may attach what is on its way"
+        self.asked[sequence] += 1
+        return len(sequence.tokens) if self.settled(sequence) else sequence.computed
+
+    def settled(self, sequence: SequenceState) -> bool:
+        return self.asked[sequence] > 3
+
+
+def test_what_may_be_stored_is_looked_for_by_steps_that_are_waited_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            client = Client(machine_engine(llm, late, CHUNKS, ahead))
+            core = client.core
+            core.below = core.scheduler.below = Looked(core)
+            client.add("a", prompt(1, 70), max_tokens=12, **GREEDY)
+            while len(client.answers["a", 0].tokens) < 2:
+                client.step()
+            client.add("b", prompt(2, 70), max_tokens=12, **GREEDY)
+            client.finish()
+            assert bool(client.machine.ahead) == ahead
+        found[ahead] = client.answers
+    assert found[True] == found[False]
+
+
+def test_an_ended_sequence_takes_no_share(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the step is under way that computes its row in vain, and a prompt beside it, of which alone is told."""
+    with delayed_device(monkeypatch) as late:
+        client, told = Client(machine_engine(llm, late, CHUNKS, ahead=True)), set[str]()
+        core = client.core
+        core.on_prefill = lambda prompts, seconds: told.update(each.request_id for each in prompts)
+        client.add("a", prompt(1, 5), tenant="x", max_tokens=20, **GREEDY)
+        client.add("b", prompt(2, 7), tenant="y", max_tokens=20, **GREEDY)
+        for number in range(4):
+            if number == 3:
+                client.add("c", prompt(3, 70), tenant="x", max_tokens=2, **GREEDY)
+            client.step()
+        client.abort("b")
+        assert len(core.scheduler.running) == 3 and late.steps == 1
+        assert not core.shares.is_live("b") and core.shares.is_live("a")
+        assert isinstance(core.scheduler, FairScheduler) and set(core.scheduler._held()) == {"x"}
+        client.step()
+        assert told == {"c"}
+        client.finish()
 
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -270,7 +393,7 @@ def test_the_host_waits_for_steps_of_an_answer_with_a_shape(llm: LLM, monkeypatc
             client.await_grammars()
             while not client.answers["b", 0].end:
                 client.step()
-            assert (before, client.machine.ahead) == ((4, 4) if ahead else (0, 0))
+            assert (before, client.machine.ahead) == ((5, 5) if ahead else (0, 0))
             client.finish()
             assert client.machine.ahead > 15 or not ahead
         found[ahead] = client.answers
@@ -325,7 +448,7 @@ def ordered(llm: LLM, patch: pytest.MonkeyPatch, dropped: tuple[str, str] | None
         client = Client(machine_engine(llm, order, CHUNKS, ahead=True))
         client.add("a", prompt(1, 62), max_tokens=6, **GREEDY)
         client.finish()
-        assert client.machine.ahead == 4
+        assert client.machine.ahead == 5
     return order
 
 

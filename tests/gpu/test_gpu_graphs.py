@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from headrace.device import Cuda
 from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import CudaGraphs
 from headrace.engine.runner import Runner
+from headrace.types import Request
 from tests.support.drafting import answered, drafts_from
 from tests.support.traces import alone, prompts_of, run, same, words
 from tools.gpu.bits import eager_steps
@@ -67,6 +69,35 @@ def test_steps_ahead_give_the_same_tokens(temperature: float) -> None:
     small = engine(max_sequences=16, kv_cache_tokens=2048)
     assert [each.outputs[0] for each in small.generate(prompts, params)] == found[0]
     assert small.engine.stats().scheduler.preemptions and small.engine.stats().graphs.ahead
+
+
+def test_steps_ahead_of_prompts_and_arrivals_give_the_same_tokens() -> None:
+    """Prompts that come one after another and are read by slices of 64 beside those that decode, greedy, drawn, and
+    with log probabilities; whether replays pay or not. Then no step is launched that is not replayed."""
+    llm = engine(max_sequences=16, max_batch_tokens=64)
+    core, prompts, graphs = llm.engine, prompts_of(llm), runner_of(llm).mixed
+    assert isinstance(graphs, PromptGraphs)
+    graphs.sizes = buckets(64)
+    kinds = (dict(temperature=0.0), dict(temperature=0.9), dict(temperature=0.0, logprobs=2))
+    found = []
+    for on in (False, True, True):
+        core.overlap.on, before = on, replace(graphs.stats)
+        core.cache.tree.clear()
+        deltas: list[tuple[str, list[int], object]] = []
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=12, seed=number, ignore_eos=True, **kinds[number % 3])
+            core.add(Request(str(number), prompt, params))
+            for _ in range(2):
+                deltas += [(each.request_id, each.token_ids, each.logprobs) for each in core.step()]
+        while core.has_work:
+            deltas += [(each.request_id, each.token_ids, each.logprobs) for each in core.step()]
+            core.overlap.check()
+        found.append(sorted(deltas, key=lambda each: int(each[0])))
+        after = graphs.stats
+        assert after.eager == before.eager and after.prompts - before.prompts > 12
+        assert (after.ahead - before.ahead > (after.replayed - before.replayed) // 2) == on
+        assert not core.cache.used
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("rows", [64, 200, 512])

@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace import device
 from headrace.device import Event, Graph, Stream
 from headrace.engine import preflight
+from headrace.engine.graph_buckets import PromptGraphs
 from headrace.engine.graphs import CudaGraphs, Key, Recorded
 from headrace.kernels import step_copies
 from headrace.kernels.triton.replays import Replays
@@ -107,7 +108,7 @@ class DelayedDevice(FakeDevice):
 def delayed_device(monkeypatch: pytest.MonkeyPatch, haste: float = 0.0) -> Iterator[DelayedDevice]:
     """An engine with attention_backend 'triton' computes on it meanwhile."""
     late = DelayedDevice(haste)
-    choose, record = Replays.choose, CudaGraphs._record
+    choose, record, find = Replays.choose, CudaGraphs._record, PromptGraphs._recording
 
     def choose_late(self: Replays, *given: Any) -> None:
         """What is read at once, with no step under way, is not late."""
@@ -121,9 +122,21 @@ def delayed_device(monkeypatch: pytest.MonkeyPatch, haste: float = 0.0) -> Itera
         late.synchronize()
         return record(self, key)
 
+    def find_in_order(self: PromptGraphs, key: Key) -> Recorded | None:
+        """The same of a recording, and of the replay that it is compared by."""
+        if key in self._recorded:
+            return self._recorded[key]
+        assert not late.steps, "no step is under way when another is recorded"
+        late.synchronize()
+        haste, late.haste = late.haste, 1.0
+        found = find(self, key)
+        late.haste = haste
+        return found
+
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
     monkeypatch.setattr(step_copies, "copy", late.copy)
     monkeypatch.setattr(Replays, "choose", choose_late)
     monkeypatch.setattr(CudaGraphs, "_record", record_in_order)
+    monkeypatch.setattr(PromptGraphs, "_recording", find_in_order)
     with device.use(late):
         yield late

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,29 +25,44 @@ from headrace.kernels.step_copies import ReadBack
 from headrace.kernels.triton.arena import Arena, padded
 from headrace.kv.cache import KVCache
 from headrace.kv.tree import chain, token_array
-from headrace.types import CHUNK
+from headrace.types import CHUNK, chunks_for
 from tests.support.delayed_device import DelayedDevice
 
 KINDS = 97
 """Rows of logits that there are."""
 
 
+class Place(NamedTuple):
+    """Where tokens start .. end-1 of a sequence go, and whether the next one is drawn behind them."""
+
+    slots: np.ndarray[Any, Any]
+    start: int
+    end: int
+    samples: bool
+
+    @property
+    def written(self) -> set[int]:
+        return {int(self.slots[chunk]) for chunk in range(self.start // CHUNK, chunks_for(self.end))}
+
+
 class TokenMachine(Executor):
-    """memory [slots, 64]: tokens. logits: of the step that was computed last. refuses: whether some steps ahead are, as
-    those for which there is no room."""
+    """memory [slots, 64]: tokens. logits: of the step that was computed last. refuses: whether some steps are, as those
+    for which there is no room. ahead: steps launched behind one under way; mixed: of these, those with prompts."""
 
     launches = True
 
-    def __init__(self, late: DelayedDevice, slots: int, width: int, rows: int, refuses: bool = False) -> None:
+    def __init__(
+        self, late: DelayedDevice, slots: int, width: int, rows: int, tokens: int, refuses: bool = False
+    ) -> None:
         self.late, self.refuses = late, random.Random(3) if refuses else None
         self.memory = np.full((slots, CHUNK), -1, np.int64)
         self.kinds = torch.randn(KINDS, width, generator=torch.Generator().manual_seed(1))
-        self.arena = Arena(rows, {}, late, torch.device("cpu"), pinned=True)
+        self.arena = Arena(tokens, {}, late, torch.device("cpu"), pinned=True)
         self.chosen = torch.zeros(rows, dtype=torch.int32)
         self.logits = torch.zeros(rows, width)
         self.best = torch.zeros(2 * rows, dtype=torch.int32)
         self._read_back = ReadBack(2 * rows, torch.int32, late)
-        self.ahead = 0
+        self.ahead = self.mixed = 0
         self.writers: list[dict[int, SequenceState]] = []
 
     def run(self, slices: Sequence[Slice]) -> Computed:
@@ -62,25 +77,30 @@ class TokenMachine(Executor):
         return Computed(torch.stack(rows) if rows else torch.empty(0, 0), wanted.parts)
 
     def launch(self, slices: Sequence[Slice], before: Mapping[SequenceState, int] | None = None) -> Launched | None:
-        if before is not None and self.refuses is not None and self.refuses.random() < 0.2:
+        if self.refuses is not None and self.refuses.random() < 0.2:
             return None
-        ordered, rows = list(reversed(slices)), len(slices)
-        places = [(table_of(part).slots.copy(), part.start) for part in ordered]
-        if before is None:
-            known = [part.sequence.tokens[part.start] for part in ordered]
-        else:
-            self.ahead += 1
-            known = [-1 - before[part.sequence] for part in ordered]
-        self._own([(int(slots[start // CHUNK]), part) for part, (slots, start) in zip(ordered, places, strict=True)])
+        ordered, unseen = list(reversed(slices)), before or {}
+        places = [Place(table_of(part).slots.copy(), part.start, part.end, part.samples) for part in ordered]
+        known = [
+            token
+            for part in ordered
+            for token in ([-1 - unseen[part.sequence]] if part.sequence in unseen else part.tokens)
+        ]
+        assert len(known) == sum(each.end - each.start for each in places), "each row has a token"
+        self.ahead += before is not None
+        self.mixed += before is not None and len(known) > len(unseen)
+        self._own([(slot, part.sequence) for part, each in zip(ordered, places, strict=True) for slot in each.written])
         padded(self.arena.tokens.host, np.array(known, np.int32), 0)
         self.arena.send(tasks=False)
         self.late.begin(lambda: self._compute(places))
+        drawn = [part for part in ordered if part.samples]
+        rows = len(drawn)
         reading = self._read_back.begin(self.best[: 2 * rows].view(2, rows))
-        return Launched(ordered, rows, self.logits[:rows], self.chosen[:rows], reading)
+        return Launched(drawn, rows, self.logits[:rows], self.chosen[:rows], reading)
 
-    def _own(self, written: list[tuple[int, Slice]]) -> None:
+    def _own(self, written: list[tuple[int, SequenceState]]) -> None:
         """Of the two steps that may be under way none writes where the other one does, but for the same sequence."""
-        mine = {slot: part.sequence for slot, part in written}
+        mine = dict(written)
         assert len(mine) == len(written), "two sequences write into one slot"
         for before in self.writers[-1:] if self.late.steps else []:
             assert all(before.get(slot, sequence) is sequence for slot, sequence in mine.items()), (
@@ -88,15 +108,18 @@ class TokenMachine(Executor):
             )
         self.writers.append(mine)
 
-    def _compute(self, places: list[tuple[np.ndarray[Any, Any], int]]) -> None:
-        known = [token if token >= 0 else int(self.chosen[-1 - token]) for token in self.arena.tokens.there.tolist()]
-        for token, (slots, start) in zip(known, places, strict=False):
-            self.memory[slots[start // CHUNK], start % CHUNK] = token
-        for row, (slots, start) in enumerate(places):
-            self.logits[row] = self.row(slots, start + 1)
-        values, best = self.logits[: len(places)].max(1)
-        self.chosen[: len(places)] = best.int()
-        self.best[: 2 * len(places)] = torch.cat((best.int(), values.view(torch.int32)))
+    def _compute(self, places: list[Place]) -> None:
+        sent = self.arena.tokens.there.tolist()
+        known = iter([token if token >= 0 else int(self.chosen[-1 - token]) for token in sent])
+        for each in places:
+            for position in range(each.start, each.end):
+                self.memory[each.slots[position // CHUNK], position % CHUNK] = next(known)
+        drawn = [self.row(each.slots, each.end) for each in places if each.samples]
+        for row, logits in enumerate(drawn):
+            self.logits[row] = logits
+        values, best = self.logits[: len(drawn)].max(1)
+        self.chosen[: len(drawn)] = best.int()
+        self.best[: 2 * len(drawn)] = torch.cat((best.int(), values.view(torch.int32)))
 
     def row(self, slots: np.ndarray[Any, Any], end: int) -> torch.Tensor:
         """Logits behind the first `end` tokens in these slots."""
@@ -171,7 +194,8 @@ def machine_engine(
     loaded = llm.engine.loaded
     config = loaded.config.replace(async_scheduling=ahead, **settings)
     cache = KVCache(chunks, b"tokens")
-    machine = TokenMachine(late, chunks, loaded.capacity.vocab_size, config.scheduler.max_sequences, refuses)
+    sizes = config.scheduler.max_sequences, config.scheduler.max_batch_tokens
+    machine = TokenMachine(late, chunks, loaded.capacity.vocab_size, *sizes, refuses)
     core = EngineCore(replace(loaded, config=config, cache=cache, executor=machine))
     core.overlap.draws = LateDraws(late, unsure)  # type: ignore[assignment]
     return core

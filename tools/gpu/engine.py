@@ -201,11 +201,13 @@ class EngineBench:
             else self.model.engine(max_batch_tokens=max_batch_tokens, max_sequences=16)
         )
         for _ in range(2):
+            before = llm.engine.stats().graphs.ahead
             quiet, during = self._interrupted(llm, count)
+            ahead = llm.engine.stats().graphs.ahead - before
         if llm is not self.llm:
             llm.close()
         figures = {"alone_ms": median(quiet), "during_ms": median(during), "worst_ms": max(during)}
-        figures |= {"during_of_alone": figures["during_ms"] / figures["alone_ms"], "steps": len(during)}
+        figures |= {"during_of_alone": figures["during_ms"] / figures["alone_ms"], "steps": len(during), "ahead": ahead}
         name = "by default" if max_batch_tokens is None else f"steps of {max_batch_tokens}"
         goals = () if max_batch_tokens is None else (Goal("during_of_alone", 2.0, most=True),)
         return Row(f"{self.name} {count} beside {self.sizes.beside:,}, {name}", figures, goals)

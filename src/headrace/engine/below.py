@@ -33,6 +33,9 @@ class Below(Protocol):
     def coming(self, sequence: SequenceState) -> int:
         """Tokens of its table whose chunks are still on their way."""
 
+    def settled(self, sequence: SequenceState) -> bool:
+        """Whether `until` has looked for stored chunks of the sequence, and none are on their way any more."""
+
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
         """After the step, before KVCache.commit: the sequences whose rows are void, since chunks that they needed did
         not come. They are computed again from there."""
@@ -77,6 +80,9 @@ class NothingBelow(Below):
 
     def coming(self, sequence: SequenceState) -> int:
         return 0
+
+    def settled(self, sequence: SequenceState) -> bool:
+        return True
 
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
         return set()

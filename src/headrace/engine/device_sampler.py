@@ -87,7 +87,7 @@ class DeviceSampler:
         asks = [asks_of(inputs[place], row, logits.shape[1]) for place, row in places]
         found = iter(self._found(logits, [ask for each in asks for ask in each]))
         for (place, _), each in zip(places, asks, strict=True):
-            sampled[place] = _settled(inputs[place], list(islice(found, len(each))))
+            sampled[place] = settled(inputs[place], list(islice(found, len(each))))
 
     def _found(self, logits: Tensor, asks: list[_Ask]) -> list[_Found]:
         if not asks:
@@ -185,7 +185,7 @@ def requested(asks: Sequence[_Ask], places: dict[int, int], rows: int) -> Tensor
     return torch.from_numpy(request)
 
 
-def _settled(item: SampleInput | None, found: Sequence[_Found]) -> Sampled | None:
+def settled(item: SampleInput | None, found: Sequence[_Found]) -> Sampled | None:
     """The token that the choices tell; None where the host must choose."""
     if not found:
         return None

@@ -210,7 +210,7 @@ class FairScheduler(Scheduler):
         """Chunks held by each tenant; one that several sequences hold counts in equal parts."""
         held: Counter[str] = Counter()
         for sequence in self.running:
-            if (table := sequence.table) is not None:
+            if (table := sequence.table) is not None and not sequence.ended:
                 held[sequence.request.tenant] += table.coming + sum(1 / node.refs for node in table.nodes)  # type: ignore[assignment]
         return held
 
@@ -223,10 +223,14 @@ class FairScheduler(Scheduler):
             self._beyond = frozenset(name for name in held if held[name] > most[name] and len(most) > 1)
         return self._beyond
 
+    @property
+    def makes_way(self) -> bool:
+        return len(self.lines) > 1
+
     def _make_way(self) -> None:
         """For the tenant that has the fewest places for its weight, of those that wait."""
         self._beyond, self._weights = None, 0.0
-        if not self.waiting or len(self.lines) < 2:
+        if self.ahead or not self.waiting or len(self.lines) < 2:
             return
         name = min((line.running / line.weight, name) for name, line in self.lines.items() if line.waiting)[1]
         line = self.lines[name]

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from headrace.attention.recurrence import ReplayedRecurrence
 from headrace.device import current
-from headrace.engine.graphs import ROUNDS, CudaGraphs, Key, Recorded, Recordings, made_by
-from headrace.engine.programs import Logits, StepRows
+from headrace.engine.graphs import ROUNDS, CudaGraphs, Key, Recorded, Recordings
+from headrace.engine.programs import Launched, Logits, StepRows
+from headrace.kernels.step_copies import ReadBack
 from headrace.kv.table_state import NONE
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class PromptGraphs(Recordings):
         self.drawn = sorted({min(FEW_DRAWN, drawn), drawn})
         # Of all recordings: beside the memory that they share, each would keep its own.
         self._logits = torch.empty(drawn, self.decoder.config.vocab_size, device=self.decoder.device)
+        self._read_back = ReadBack(2 * drawn, torch.int32, current())
 
     @torch.inference_mode()
     def record_usual(self) -> None:
@@ -71,24 +73,37 @@ class PromptGraphs(Recordings):
                     self._recording(key)
         current().synchronize()
 
-    @torch.inference_mode()
     def run(self, step: StepRows) -> Logits:
+        launched = self.launch(step)
+        if launched is None:
+            return self._launched(step)
+        return Logits(launched.logits, launched.greatest())
+
+    @torch.inference_mode()
+    def launch(self, step: StepRows) -> Launched | None:
+        """As CudaGraphs.launch."""
         plan = step.planned.plan
         drawn = list(range(plan.rows)) if step.wanted is None else step.wanted
         rows = next((size for size in self.sizes if size >= plan.rows), None)
         chosen = next((count for count in self.drawn if count >= len(drawn)), None)
         rounds = None if rows is None or chosen is None or not self._takes(step) else self._fill(plan)
         if rows is None or chosen is None or rounds is None:
-            return self._launched(step)
+            return None
+        key = Key(rows, next(each for each in (0, *ROUNDS) if each >= rounds), chosen)
+        if step.before is not None and key not in self._recorded:
+            return None
         self.step.send(step.tokens(), plan.positions, plan.row_offsets, drawn)
-        recorded = self._recording(Key(rows, next(each for each in (0, *ROUNDS) if each >= rounds), chosen))
+        recorded = self._recording(key)
         if recorded is None:
             self.sizes = [size for size in self.sizes if size < rows]
-            return self._launched(step)
+            return None
         self._replay(recorded)
         self.stats.replayed += 1
         self.stats.prompts += 1
-        return made_by(recorded, len(drawn))
+        self.stats.ahead += step.before is not None
+        count, reading = len(drawn), self._read_back.begin(recorded.chosen)
+        slices = [part for part in step.slices if part.samples]
+        return Launched(slices, count, recorded.logits[:count], self.step.chosen[:count], reading)
 
     def _recording(self, key: Key) -> Recorded | None:
         """None, with a line in the log: it cannot be recorded, or has other bits than its launches."""

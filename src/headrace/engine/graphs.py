@@ -22,7 +22,6 @@ from headrace.device import Graph, current
 from headrace.engine.programs import Eager, Launched, Logits, StepRows
 from headrace.kernels import ops
 from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep, LayerStep
-from headrace.kernels.model_step import Greatest
 from headrace.kernels.records import QKRotary
 from headrace.kernels.step_copies import ReadBack
 from headrace.kv.storage import KVStorage, StateStorage
@@ -139,13 +138,10 @@ class Recordings:
         self.stats.eager += 1
         return self.eager.run(step)
 
-    def _tokens(self, rows: int) -> Tensor:
-        """int32 [rows] of a step."""
-        return self.step.tokens[:rows]
-
     def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
-        """From the tokens to the logits, and the greatest of each row."""
-        decoder, tokens = self.decoder, self._tokens(key.rows)
+        """From the tokens, some of which the step before may have chosen, to the logits, and the greatest of each row,
+        where the step behind looks for it."""
+        decoder, tokens = self.decoder, self.step.known(key.rows)
         positions = self.step.positions[: key.rows].clamp(min=0)
         attend = GraphAttention(self.step.layers(key.rounds, key.rows), self.storage, decoder)
         turns = None if self.turns is None else self.turns.index_select(0, positions)
@@ -155,14 +151,9 @@ class Recordings:
         x = decoder.through(tokens, decoder.embed(tokens, positions), turns, attend, drawn, watch=keep, recur=recur)
         logits = decoder.logits(decoder.leave(x))
         values, best = ops.greatest(logits)
-        return logits, torch.stack((best.int(), values.view(torch.int32)))
-
-
-def made_by(recorded: Recorded, rows: int) -> Logits:
-    """What a replay has left of the first `rows` rows that tokens are drawn from."""
-    best, values = recorded.chosen.cpu()
-    greatest = Greatest(values.view(torch.float32)[:rows].tolist(), best[:rows].tolist())
-    return Logits(recorded.logits[:rows], greatest)
+        chosen = best.int()
+        self.step.chosen[: len(chosen)].copy_(chosen)
+        return logits, torch.stack((chosen, values.view(torch.int32)))
 
 
 class CudaGraphs(Recordings):
@@ -264,12 +255,3 @@ class CudaGraphs(Recordings):
             return False
         self._first, self._rounds = first, next(each for each in ROUNDS if each >= rounds)
         return True
-
-    def _tokens(self, rows: int) -> Tensor:
-        """Those that the host does not know the step before has chosen."""
-        return self.step.known(rows)
-
-    def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
-        logits, chosen = super()._compute(key)
-        self.step.chosen[: key.rows].copy_(chosen[0])
-        return logits, chosen

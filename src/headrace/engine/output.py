@@ -63,9 +63,10 @@ class Output:
 
     @property
     def draws_freely(self) -> bool:
-        """Whether its tokens are drawn, unreported, from the logits as they are, but for what may be forbidden."""
+        """Whether its tokens are drawn from the logits as they are, but for what may be forbidden, and of these the
+        most likely ones at most are reported."""
         params = self.sequence.request.params
-        return self.history is None and self.matcher is None and not (params.logit_bias or params.reports_answer)
+        return self.history is None and self.matcher is None and not (params.logit_bias or params.logprob_token_ids)
 
     def add(self, delta: Delta, tokens: list[int], capacity: Capacity) -> None:
         """Adds tokens to the sequence and the delta, up to the one that ends it. None: its grammar lets nothing follow,
@@ -131,6 +132,8 @@ def prefills(
     steps = {part.sequence: part.length for part in slices}
     found: dict[str, Prefill] = {}
     for sequence in running:
+        if sequence.ended:
+            continue
         request_id, step = sequence.request.request_id, steps.get(sequence, 0)
         if active[request_id].first_token_s is None and request_id not in found:
             coming, cached = below.coming(sequence), sequence.cached_tokens

@@ -4,8 +4,12 @@
     host     | launch n+1 | waits | results of n, deltas, launch n+2 | waits | ...
 
 Which tokens step n chooses only the device knows by then: step n+1 looks them up there (StepRows.before). All else
-about step n+1 follows from counts. It is launched ahead if it decodes the sequences of step n, but for those whose
-length ends with it, and the device chooses all their tokens; else the host waits for step n, as without overlap.
+about step n+1 follows from counts: sequences go on, but for those whose length ends with step n, prompts go on by
+slices, and requests that have come begin. What step n stores may be shared by step n+1, which the device computes
+behind it. Nobody is preempted: where that is called for, the host waits for the step, as without overlap.
+
+A step that is planned so is not launched if the device cannot choose all of its tokens, or has no recording of it. It
+then runs when step n has ended, before anything else is planned.
 
 A sequence may end with a token of step n when step n+1 is under way with it. That row is computed in vain: it has no
 result, its chunk gets no name, and the table is closed when the step has ended.
@@ -14,43 +18,22 @@ result, its chunk gets no name, and the table is closed when the step has ended.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.engine.executor import Computed
+from headrace.engine.flight import Flight
 from headrace.engine.loader import Loaded
 from headrace.engine.output import Output
-from headrace.engine.programs import Launched
 from headrace.engine.sampler import Sampled
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.types import CHUNK
 
 if TYPE_CHECKING:  # it imports Triton
-    from headrace.engine.launched_draws import Drawn, LaunchedDraws
+    from headrace.engine.launched_draws import LaunchedDraws
 
 PATIENCE = 16
-"""Steps launched one behind the other while something waits that the scheduler could not begin."""
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A step under way. slices: in the order in which they were planned; rows: of their sequences. drawn: its tokens,
-    where some are not just the most likely ones. lasts: how many more steps no sequence reaches its greatest length.
-
-    void: sequences whose rows count no more; ended: those of them whose tables are closed when the step has ended."""
-
-    slices: list[Slice]
-    launched: Launched
-    rows: dict[SequenceState, int]
-    lasts: int
-    drawn: Drawn | None = None
-    void: set[SequenceState] = field(default_factory=set)
-    ended: list[SequenceState] = field(default_factory=list)
-
-    @property
-    def living(self) -> list[Slice]:
-        return [part for part in self.slices if part.sequence not in self.void] if self.void else self.slices
+"""Steps planned one behind the other while something waits for whose sake somebody may have to give way."""
 
 
 class Overlap:
@@ -70,32 +53,38 @@ class Overlap:
         self.on = asked.scheduler.async_scheduling and not asked.speculation.on and loaded.cache.states is None
         self._flight: Flight | None = None
         self._unsure: set[SequenceState] = set()
-        self._waiting, self._patience = -1, 0
+        self._waiting, self._patience, self._lacking = -1, 0, False
+
+    # -- a step
 
     def begun(self) -> list[Slice] | None:
-        """The slices of the step that is under way, whose tokens are all known now; None: no step that still counts."""
+        """The slices of the step that was planned ahead, whose tokens are all known now; None: no step that still
+        counts."""
         if self._flight is None:
             return None
+        self.cache.launched()
         if not (slices := self._flight.living):
             self.land()
             return None
-        for part in slices:
-            table = part.sequence.table
-            assert table is not None and table.length == len(table.tokens), "a step ahead is of known tokens by now"
-            if not table.length % CHUNK:
-                self.cache.arrived(table)
+        for part in self._flight.unseen:
+            if part.sequence not in self._flight.void:
+                table = part.sequence.table
+                assert table is not None and table.length == len(table.tokens), "a step ahead is of known tokens by now"
+                if not table.length % CHUNK:
+                    self.cache.arrived(table)
         return slices
 
     def run(self, slices: list[Slice], watched: bool) -> Computed:
-        """Executor.run of these slices, which are those of `begun` if a step is under way. When it returns the next one
-        may be. watched: somebody looks at the logits, which that one would overwrite."""
-        flight = self._flight or (None if watched else self._launch_known(slices))
+        """Executor.run of these slices, which are those of `begun` if a step was planned ahead. When it returns the
+        next one may be. watched: somebody looks at the logits, which that one would overwrite."""
+        flight, self._flight = self._flight, None
         if flight is None:
-            if self._unsure:
-                self._unsure.difference_update([part.sequence for part in slices if part.samples])
-            return self.executor.run(slices)
+            self._waiting, self._patience, self._lacking = len(self.scheduler.waiting), PATIENCE, False
+            flight = Flight(slices)
+        if flight.launched is None and (watched or not self._launch(flight)):
+            return self._run(slices)
         try:
-            self._flight = None if watched else self._launch_next(flight)
+            self._flight = None if watched else self._next(flight)
             return self._landed(flight)
         finally:
             self._close(flight)
@@ -104,67 +93,72 @@ class Overlap:
         """Takes an ended sequence out, at once or when the step that is under way with it has ended."""
         flight, self._waiting = self._flight, -1
         self._unsure.discard(sequence)
-        if flight is not None and sequence in flight.rows and sequence not in flight.void:
-            flight.void.add(sequence)
-            flight.ended.append(sequence)
-        else:
+        if flight is None or not flight.drop(sequence):
             self.scheduler.remove(sequence)
+        else:
+            flight.ended.append(sequence)
+            sequence.ended = True
 
     def check(self) -> None:
         """Raises AssertionError unless queues, tables and cache agree, whatever is under way. For tests."""
-        self.scheduler.check(() if self._flight is None else self._flight.rows)
+        under_way = () if self._flight is None else [part.sequence for part in self._flight.slices]
+        self.scheduler.check(under_way)
 
     def land(self) -> None:
         """Waits for the step that is under way, if there is one, none of whose rows count any more."""
         flight, self._flight = self._flight, None
+        self.cache.launched()
         if flight is not None:
-            flight.launched.reading.wait()
+            if flight.launched is not None:
+                flight.launched.reading.wait()
             self._close(flight)
 
-    def _launch_known(self, slices: list[Slice]) -> Flight | None:
-        """A step whose tokens are known; None if it is not of the kind that a step can follow unseen."""
-        self._waiting, self._patience = len(self.scheduler.waiting), PATIENCE
-        if not self.on or not self.executor.launches or not all(map(self._is_usual, slices)):
-            return None
-        return self._launch(slices)
+    def _run(self, slices: list[Slice]) -> Computed:
+        if self._unsure:
+            self._unsure.difference_update([part.sequence for part in slices if part.samples])
+        return self.executor.run(slices)
 
-    def _is_usual(self, part: Slice) -> bool:
-        """Whether the slice is a decoding one, behind which the device can choose, and all its chunks have come."""
-        sequence = part.sequence
-        if part.length != 1 or not part.decodes or not part.samples or sequence in self._unsure:
-            return False
-        if self.scheduler.below.coming(sequence):
-            return False
-        output = self.outputs[sequence]
-        if output.matcher is not None or sequence.n_output < sequence.request.params.min_tokens:
-            return False
-        return output.plain or (self.draws is not None and output.draws_freely)
+    # -- the step behind it
 
-    def _launch_next(self, flight: Flight) -> Flight | None:
-        """The step behind one that is under way; None if the host has to see its tokens first."""
-        staying = flight.living
-        if not self._is_settled(len(staying) + len(flight.ended)):
+    def _next(self, flight: Flight) -> Flight | None:
+        """The step behind one that is under way, launched if that can be; None if the scheduler has to see that one's
+        tokens first."""
+        self._patience -= bool(self.scheduler.waiting)
+        if self._lacking:
             return None
-        if flight.lasts < 1:
-            staying = [part for part in staying if self._left(part) > 1]
-        if not staying or not self._grow(staying):
-            return None
-        following = self._launch([Slice(part.sequence, part.end, 1) for part in staying], flight)
-        if following is None:
-            for part in staying:
-                assert part.sequence.table is not None
-                self.cache.keep(part.sequence.table, part.end, part.end)
+        unseen = [part for part in flight.sampling if flight.lasts or self._left(part) > 1]
+        if self._is_alone(flight):
+            if not unseen or not self._grow(unseen):
+                return None
+            slices = [Slice(part.sequence, part.end, 1) for part in unseen]
+            following = Flight(slices, slices, lasts=max(0, flight.lasts - 1))
+        else:
+            following = self._planned(unseen)
+            if not following.slices:
+                self.cache.launched()
+                return None
+        self._launch(following, flight)
         return following
 
-    def _is_settled(self, flying: int) -> bool:
-        """Whether the scheduler would go on with the sequences of the step, of which so many hold chunks: no others
-        run, and none waits that it might begin."""
-        if len(self.scheduler.running) != flying:
+    def _is_alone(self, flight: Flight) -> bool:
+        """Whether the scheduler would go on with the sequences of the step and no others: none else runs, and none
+        waits that it might begin."""
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        if len(flight.rows) < len(flight.slices) or running != len(flight.living) + len(flight.ended):
             return False
-        if not self.scheduler.waiting:
-            return True
-        self._patience -= 1
-        return len(self.scheduler.waiting) == self._waiting and self._patience >= 0
+        return not waiting or (waiting == self._waiting and self._patience >= 0)
+
+    def _planned(self, unseen: list[Slice]) -> Flight:
+        """The scheduler's next step, in which the sequences of these slices go on with the tokens behind them."""
+        scheduler, ends = self.scheduler, {part.sequence: part.end for part in unseen}
+        looks = len(scheduler.waiting) != self._waiting or self._patience < 0
+        if looks:
+            self._patience = PATIENCE
+        self.cache.plan_ahead()
+        slices = scheduler.schedule(ends)
+        self._waiting = len(scheduler.waiting)
+        self._lacking = scheduler.lacking or (looks and self._waiting > 0 and scheduler.makes_way)
+        return Flight(slices, [part for part in slices if ends.get(part.sequence) == part.start])
 
     def _left(self, part: Slice) -> int:
         """Tokens that its sequence may still have, that behind the slice among them."""
@@ -182,34 +176,59 @@ class Overlap:
             self.cache.grow_unknown(table)
         return True
 
-    def _launch(self, slices: list[Slice], behind: Flight | None = None) -> Flight | None:
-        launched = self.executor.launch(slices, None if behind is None else behind.rows)
+    # -- launching
+
+    def _launch(self, flight: Flight, behind: Flight | None = None) -> bool:
+        """Gives the step to the device, behind another; False: it is not of the kind that can be launched."""
+        if not self.on or not self.executor.launches:
+            return False
+        before = None if behind is None else {part.sequence: behind.rows[part.sequence] for part in flight.unseen}
+        goes_on = before is not None and len(before) == len(flight.slices)
+        if not goes_on and not all(map(self._is_usual, flight.slices)):
+            return False
+        launched = self.executor.launch(flight.slices, before)
         if launched is None:
-            return None
-        lasts = behind.lasts - 1 if behind is not None and behind.lasts > 0 else min(map(self._left, slices)) - 1
-        flight = Flight(slices, launched, {part.sequence: row for row, part in enumerate(launched.slices)}, lasts)
-        if self.draws is not None and (behind is None or behind.drawn is not None):
-            outputs = [self.outputs[sequence] for sequence in flight.rows]
-            if not all(output.plain for output in outputs):
-                flight.drawn = self.draws.launch(launched, outputs)
-        return flight
+            return False
+        flight.launched = launched
+        flight.rows = {part.sequence: row for row, part in enumerate(launched.slices)}
+        flight.lasts = flight.lasts or max(0, min(map(self._left, launched.slices), default=1) - 1)
+        outputs = [self.outputs[part.sequence] for part in launched.slices]
+        if self.draws is not None and not all(output.plain for output in outputs):
+            flight.drawn = self.draws.launch(launched, outputs)
+        return True
+
+    def _is_usual(self, part: Slice) -> bool:
+        """Whether the device can choose the token behind the slice, if there is one, and all its chunks have come."""
+        sequence = part.sequence
+        if not sequence.draws or sequence.reusable is not None or self.scheduler.below.coming(sequence):
+            return False
+        if not part.samples:
+            return True
+        output = self.outputs[sequence]
+        if output.matcher is not None or sequence.n_output < sequence.request.params.min_tokens:
+            return False
+        return sequence not in self._unsure and (output.plain or (self.draws is not None and output.draws_freely))
+
+    # -- landing
 
     def _landed(self, flight: Flight) -> Computed:
         """Waits for a step. What the device was not sure of is computed again, and chosen by the host."""
         launched = flight.launched
+        assert launched is not None
         parts = [(part, row) for row, part in enumerate(launched.slices) if part.sequence not in flight.void]
         if flight.drawn is None:
-            return Computed(launched.logits, parts, launched.greatest())
+            return Computed(launched.logits, parts, launched.greatest(), timed=launched.timed)
         sampled: dict[int, Sampled] = flight.drawn.sampled()
         for part, row in parts:
             if row not in sampled:
                 self._again(part.sequence)
-        return Computed(launched.logits, [(part, row) for part, row in parts if row in sampled], sampled=sampled)
+        parts = [(part, row) for part, row in parts if row in sampled]
+        return Computed(launched.logits, parts, sampled=sampled, timed=launched.timed)
 
     def _again(self, sequence: SequenceState) -> None:
         self._unsure.add(sequence)
-        if self._flight is not None:
-            self._flight.void.add(sequence)
+        if self._flight is not None and self._flight.drop(sequence):
+            self._lacking = True  # its slots are free, and nobody is given them while a step writes there
         self._waiting = -1
         self.scheduler.again(sequence)
 

@@ -39,16 +39,17 @@ class Logits(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A step of R rows that was given to the device, and perhaps not computed yet. slices: in the order of the rows.
-    logits fp32 [R, V]: valid until the next step is launched. chosen int32 [R]: the token that follows each row, where
-    the step behind looks it up (StepRows.before); another choice may be put in its place. reading: of `greatest`,
-    tokens before the values' bits, int32 [2, R or more]."""
+    """A step that was given to the device, and perhaps not computed yet. slices: those that tokens are drawn from, in
+    the order of their R rows. logits fp32 [R, V]: valid until the next step is launched. chosen int32 [R]: the token
+    that follows each row, where the step behind looks it up (StepRows.before); another choice may be put in its place.
+    reading: of `greatest`, tokens before the values' bits, int32 [2, R or more]. timed: see executor.Computed."""
 
     slices: list[Slice]
     rows: int
     logits: Tensor
     chosen: Tensor
     reading: Reading
+    timed: bool = True
 
     def greatest(self) -> Greatest:
         """Waits for the step."""
@@ -60,8 +61,8 @@ class Launched(NamedTuple):
 class StepRows:
     """The rows of a step. slices: in the order of the rows; wanted: rows needed behind the layers, None for all; drawn:
     places among these from which tokens are drawn, None for all. awaited: slots of chunks that may still be on their
-    way. segments: of a model with recurrent layers, see attention.recurrence. before: the row of the step before that
-    chooses the token of each sequence's row, where the host does not know it yet."""
+    way. segments: of a model with recurrent layers, see attention.recurrence. before: of a step behind one that is
+    under way, the row there that chooses the token of a sequence's one row, where the host does not know it yet."""
 
     planned: PlannedStep
     slices: list[Slice]
@@ -74,11 +75,19 @@ class StepRows:
 
     def tokens(self) -> list[int]:
         """Tokens of the rows; -1 - n for the one that row n of the step before chooses."""
-        if self.before is not None:
-            return [-1 - self.before[part.sequence] for part in self.slices]
+        before = self.before or {}
+        if len(before) == len(self.slices):
+            return [-1 - before[part.sequence] for part in self.slices]
+        if before:
+            return [token for part in self.slices for token in self._tokens_of(part, before)]
         if self.planned.steps:
             return [part.sequence.tokens[part.start] for part in self.slices]
         return [token for part in self.slices for token in part.tokens]
+
+    @staticmethod
+    def _tokens_of(part: Slice, before: Mapping[SequenceState, int]) -> list[int]:
+        row = before.get(part.sequence)
+        return part.tokens if row is None else [-1 - row]
 
 
 class Program(Protocol):

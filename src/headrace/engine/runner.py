@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -108,7 +109,18 @@ class Runner(Executor):
         if not isinstance(self.decoding, graphs.CudaGraphs) or (self.coming and self._awaited(slices)):
             return None
         planned = self._plan(slices)
-        return self.decoding.launch(StepRows(planned, [slices[i] for i in planned.order], None, before=before))
+        ordered = [slices[i] for i in planned.order]
+        ends = accumulate(part.length for part in ordered)
+        drawn = [end - 1 for part, end in zip(ordered, ends, strict=True) if part.samples]
+        program = self.decoding if len(drawn) == planned.first.rows else self.mixed
+        if not isinstance(program, graphs.CudaGraphs | PromptGraphs):
+            return None
+        wanted = None if program is self.decoding else drawn
+        launched = program.launch(StepRows(planned, ordered, wanted, before=before))
+        if launched is None:
+            return None
+        given, self._given = self._given, False
+        return launched._replace(timed=before is None and not given)
 
     def run(self, slices: Seq[Slice]) -> Computed:
         """See Executor.run: one pass."""

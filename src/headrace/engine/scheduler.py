@@ -51,6 +51,8 @@ class Scheduler:
     below: what lies below the pool, with one rank.
     give_way: may be set to a function that lets go of something in the pool that no request needs; False if there is
     nothing left of that kind.
+    ahead: while a step is planned behind one that is under way (engine.overlap). Nobody is preempted then, and nothing
+    stored is attached; lacking: whether a sequence waits for that.
 
     There are at most max_batch_tokens - align + 1 sequences at a time: with a prompt among them, the others leave at
     least `align` tokens of each step, so that the first prompt in the order of arrival goes on at every step. Nor are
@@ -87,6 +89,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.give_way: Callable[[], bool] = lambda: False
         self.preemptions = 0
+        self.ahead = self.lacking = False
         self._slices: dict[SequenceState, Slice] = {}
         self._budget = 0
         self._kept = 0
@@ -111,9 +114,18 @@ class Scheduler:
         """Between steps: a running sequence, whose newest row is of no use, waits to be computed again."""
         self._preempt(sequence)
 
-    def schedule(self) -> list[Slice]:
-        """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them."""
+    @property
+    def makes_way(self) -> bool:
+        """Whether a step that is not planned ahead may preempt somebody for the sake of one that waits to begin."""
+        return False
+
+    def schedule(self, unseen: Collection[SequenceState] | None = None) -> list[Slice]:
+        """The slices of the next step; empty only when there is nothing to do. The cache has room for all of them.
+
+        unseen: while a step is under way, which of its sequences go on with the token that it chooses. Then a step may
+        be empty, too, where all others end or wait."""
         self._slices = {}
+        self.ahead, self.lacking = unseen is not None, False
         self._budget = self.max_batch_tokens
         if self.cache.states is not None:
             self.cache.states.tables = min(self.max_sequences, len(self.running) + len(self.waiting))
@@ -123,11 +135,16 @@ class Scheduler:
         several: list[SequenceState] = []
         prefilling: list[SequenceState] = []
         for sequence in self.running:
-            if sequence.remaining == 1:
+            remaining = sequence.remaining
+            if sequence.ended:
+                continue
+            if remaining == 1:
                 if not sequence.held:
                     (several if sequence.draft else decoding).append(sequence)
-            else:
+            elif remaining:
                 (several if sequence.forced else prefilling).append(sequence)
+            elif unseen is not None and sequence in unseen:
+                self._decode_unseen(sequence)
         for sequence in decoding:
             self._decode(sequence)
         for behind, sequence in zip(reversed(range(len(several))), several, strict=True):
@@ -135,6 +152,17 @@ class Scheduler:
             self._decode(sequence, self._budget - kept)
         self._prompts(prefilling)
         return list(self._slices.values())
+
+    def _decode_unseen(self, sequence: SequenceState) -> None:
+        """Takes the token that a step under way chooses."""
+        table = sequence.table
+        assert table is not None, "a step computes it"
+        if table.length % CHUNK == 0 and not self._room(table, 1):
+            self.lacking = True
+            return
+        self.cache.grow_unknown(table)
+        self._slices[sequence] = Slice(sequence, table.length - 1, 1)
+        self._budget -= 1
 
     def _decode(self, sequence: SequenceState, most: int = 1) -> None:
         """Takes one token, or at most so many of those that are forced or drafted."""
@@ -146,7 +174,7 @@ class Scheduler:
             self._budget -= 1
             return
         while table is not None and not self._room(table, 1):
-            if not self._preempt_for(sequence, itself=True):
+            if not self._gain_room(sequence, itself=True):
                 return
             table = sequence.table
         if table is not None:
@@ -188,7 +216,7 @@ class Scheduler:
         if left <= 0 or budget < least:
             return
         while self._room(table, least) < least:
-            if not self._preempt_for(sequence):
+            if not self._gain_room(sequence):
                 return
         count = min(budget, left, self.cache.room(table))
         if count < left:
@@ -196,6 +224,9 @@ class Scheduler:
         self._take(sequence, table, count)
 
     def _until(self, sequence: SequenceState) -> int:
+        if self.ahead and not self.below.settled(sequence):
+            self.lacking = True
+            return sequence.computed
         end = self.below.until(sequence, alone=len(self.running) == 1)
         return min(end, (len(sequence.tokens) - 1) // self.align * self.align) if sequence.held else end
 
@@ -243,6 +274,11 @@ class Scheduler:
             if not self.give_way():
                 return False
         return True
+
+    def _gain_room(self, sequence: SequenceState, itself: bool = False) -> bool:
+        """`_preempt_for`, where somebody may be preempted."""
+        self.lacking |= self.ahead
+        return not self.ahead and self._preempt_for(sequence, itself)
 
     def _preempt_for(self, sequence: SequenceState, itself: bool = False) -> bool:
         """Preempts the latest sequence that arrived after this one, at last itself if that may be, and can leave it

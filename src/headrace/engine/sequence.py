@@ -21,7 +21,8 @@ class SequenceState:
     decodes, and several of its tokens are to be computed together: they were appended without sampling, or their rows
     went with a wrong draft. draft: tokens that may follow the newest one, computed with it in the coming step and no
     longer. planned: strategies that belong to a restore under way. yields: how often it was preempted for another
-    tenant's sake (engine.fairness).
+    tenant's sake (engine.fairness). ended: nothing is computed for it any more; its table is closed when the step that
+    is under way has ended (engine.overlap).
 
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
@@ -45,6 +46,7 @@ class SequenceState:
     forced: bool = False
     draft: list[int] = field(default_factory=list)
     planned: PlannedPrefill | None = None
+    ended: bool = False
 
     def __post_init__(self) -> None:
         prompt, params = self.request.prompt_token_ids, self.request.params
@@ -80,7 +82,7 @@ class SequenceState:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not in the cache yet; 1 while decoding."""
+        """Known tokens that are not in the cache yet; 1 while decoding, 0 while a step under way chooses the next."""
         return len(self.tokens) - self.computed
 
 

@@ -140,7 +140,7 @@ class Shares:
                 account.share = max(0, account.share - lacking)
 
     def _live(self) -> Iterator[SequenceState]:
-        yield from self.scheduler.running
+        yield from (each for each in self.scheduler.running if not each.ended)
         yield from self.scheduler.waiting
 
     def _fitting(self, sequence: SequenceState, new: int = 0, pin: Pin | None = None) -> int | None:

@@ -337,6 +337,9 @@ class StoredPrefixes(Below):
         state = self._states.get(sequence)
         return len(state.nodes) * CHUNK if isinstance(state, Attached) else 0
 
+    def settled(self, sequence: SequenceState) -> bool:
+        return isinstance(self._states.get(sequence), Settled)
+
     def confirm(self, slices: Sequence[Slice]) -> set[SequenceState]:
         """After the step, before KVCache.commit: the sequences whose rows are void, since chunks that they needed did
         not come. They are computed again from there."""

@@ -151,7 +151,8 @@ class GraphStep(Protocol):
     """append and attend of steps whose index data lies in fixed memory on the device, for graphs (device.Graph).
 
     tokens, positions: int32 [rows], of the step that was sent; rows that it does not have: token 0, position -1.
-    chosen: int32 [rows], filled by whoever computes the step: the token that follows each row, for the step behind.
+    chosen: int32 [rows that tokens are drawn from], filled by whoever computes the step: the token that follows each of
+    them, for the step behind.
     drawn: int32, the rows that tokens are drawn from, and 0; empty: all are.
     """
 
@@ -166,7 +167,8 @@ class GraphStep(Protocol):
     drawn: Tensor
 
     def prompts(self) -> GraphStep:
-        """For steps with prompts in them. It shares memory: the steps of both are computed one after another."""
+        """For steps with prompts in them. It shares memory, `chosen` too: the steps of both are computed one after
+        another."""
 
     def fill(self, items: Mapping[int | None, Int32], positions: Int64, slots: Int32) -> int | None:
         """Takes the items of a step by window, and its rows: the rounds of launches that it needs. None: there is no

@@ -244,6 +244,15 @@ class KVCache:
             self._names.give(table, chunk, node)
         return node
 
+    def plan_ahead(self) -> None:
+        """A step is planned that may come to nothing yet: what it would complete is nobody else's until `launched`."""
+        self._names.plan_ahead()
+
+    def launched(self) -> None:
+        """After the commit of the step before: the step that was planned ahead, if there is one, is under way, or is
+        the next to be computed. What it completes can be shared by whatever is computed behind it."""
+        self._names.launched(self.tables)
+
     def commit(self) -> None:
         """After a step: names the private chunks that it filled, or gives them up for their twin in the tree."""
         self._names.settle(self.tables, self.block_chunks)

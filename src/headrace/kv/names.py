@@ -15,6 +15,7 @@ class Names:
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
         self._filled: list[tuple[ChunkTable, int]] = []
+        self._planned: list[tuple[ChunkTable, int]] | None = None
 
     def give(self, table: ChunkTable, chunk: int, node: Node) -> None:
         """Puts an own node into the tree, if the chunk before it is there."""
@@ -28,10 +29,24 @@ class Names:
         """The coming step completes the chunk: named ones can be shared at once, since a step stores keys and values
         before it attends; private ones wait for `settle`."""
         node = table.nodes[chunk]
-        if node.digest is not None:
+        if self._planned is not None:
+            self._planned.append((table, chunk))
+        elif node.digest is not None:
             node.writer = None
         elif table.shares:
             self.later(table, chunk)
+
+    def plan_ahead(self) -> None:
+        """Chunks that are filled from now on are so by a step that may come to nothing: `launched` says that it does
+        not."""
+        self._planned = []
+
+    def launched(self, tables: Container[ChunkTable]) -> None:
+        """Fills the chunks of these tables that a step planned ahead completes."""
+        planned, self._planned = self._planned, None
+        for table, chunk in planned or ():
+            if table in tables and chunk < len(table.nodes):
+                self.fill(table, chunk)
 
     def later(self, table: ChunkTable, chunk: int) -> None:
         """The next `settle` names the chunk."""

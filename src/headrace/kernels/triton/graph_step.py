@@ -124,7 +124,9 @@ class TritonGraphStep:
         current().synchronize()  # from here on the host may write there again
 
     def prompts(self) -> TritonGraphStep:
-        return TritonGraphStep(self.memory, self.memory.sizes.prompt_rows, drawn=self.memory.sizes.rows)
+        made = TritonGraphStep(self.memory, self.memory.sizes.prompt_rows, drawn=self.memory.sizes.rows)
+        made.chosen = self.chosen
+        return made
 
     def _room(self, rows: int, window: int | None) -> TaskSizes:
         memory, sizes = self.memory, self.memory.sizes
