@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from tests.support.checkpoints import FolderOf, OursOf, TheirsOf, make_checkpoin
 from tests.support.small_tokenizers import KINDS, save
 
 transformers.utils.logging.disable_progress_bar()
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # Triton is built for Linux only
+    from tests.support.interpreter import prepare_once
+
+    prepare_once()
 
 
 @pytest.fixture(params=cpu.available_isas() if cpu.available() else ())

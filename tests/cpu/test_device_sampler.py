@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -81,12 +82,15 @@ def test_one_of_many_equals() -> None:
     assert found[0].token < 64 < found[1].token
 
 
+FILTERS: list[Any] = [
+    ((0.01, 1.0, 50.0)[(k + p + m) % 3], (0, 1, 64, 1000)[k], (1.0, 0.999, 0.3)[p], (0.0, 1e-4, 1.0)[m], ties)
+    for k, p, m, ties in product(range(4), range(3), range(3), (False, True))
+]
+"""All of top_k, top_p, min_p and ties; the temperatures so that each meets every two values of two others."""
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("temperature", [0.01, 1.0, 50.0])
-@pytest.mark.parametrize("top_k", [0, 1, 64, 1000])
-@pytest.mark.parametrize("top_p", [1.0, 0.999, 0.3])
-@pytest.mark.parametrize("min_p", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p", "ties"), FILTERS)
 def test_filters(temperature: float, top_k: int, top_p: float, min_p: float, ties: bool) -> None:
     logits = random_logits(3, 1, WIDTH)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

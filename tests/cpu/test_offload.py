@@ -27,6 +27,8 @@ from tests.support.offloading import (
 )
 from tests.support.traces import run, same
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.mark.parametrize("kind", EVERY_KIND_SLOWLY)
 def test_every_family_and_mix(kind: str, folder_of: FolderOf) -> None:

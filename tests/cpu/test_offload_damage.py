@@ -21,6 +21,8 @@ from headrace.types import CHUNK
 from tests.support.offloading import forced
 from tests.support.redis_servers import Proxy, fake_server
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS, SECTION = 3, 2 * 4 * 32 * CHUNK * 2
 """Of the shipped model: bytes of K and V of a chunk in one layer."""
 HEADER = frame.header_bytes(LAYERS)

@@ -9,11 +9,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from headrace import LLM
 from headrace.cli.main import app
 from headrace.config import config_from_env
 from headrace.doctor import verify
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Computed
+from headrace.kv.chunk_table import ChunkTable
+from headrace.offload.writeback import Writeback
+from headrace.types import SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -64,10 +68,23 @@ def test_what_did_not_take_place_shows_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert restored.equal is None and restored.note.startswith("does not go with these settings: ")
 
 
+def test_chunks_that_the_pool_had_no_time_to_store_are_stored_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    park = Writeback.park
+
+    def hurried(self: Writeback, table: ChunkTable) -> None:
+        park(self, table)
+        self.make_room()
+
+    monkeypatch.setattr(Writeback, "park", hurried)
+    monkeypatch.setattr(verify, "STORED_S", 5.0)
+    with LLM("tiny", **verify.PLAIN | {"kv_cache_tokens": 1024, "kv_offloading_size": 1.0}) as llm:
+        prompt = verify.Prompt(list(range(200)), SamplingParams(max_tokens=2))
+        verify.Engine(llm, [prompt], ())._until_stored()
+        assert llm.engine.stats().restore.unstored == 0
+
+
 def test_the_fingerprint_tells_engines_apart() -> None:
     def fingerprint(**settings: Any) -> str:
-        from headrace import LLM
-
         with LLM("tiny", kv_cache_tokens=1024, **settings) as llm:
             return llm.capacity.fingerprint
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Generator
+from random import Random
 
 import pytest
 from xdist.remote import Producer
@@ -51,12 +54,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place(item.nodeid))
 
 
-def place(nodeid: str) -> tuple[int, int]:
-    """Where a test stands in the order."""
+def place(nodeid: str) -> tuple[int, int, str]:
+    """Where a test stands in the order: the same in all workers, in whatever order they have collected."""
     name = nodeid.split("::")[0].removeprefix("tests/")
     folder = name.split("/")[0]
     first = LONGEST.index(name) if name in LONGEST else len(LONGEST)
-    return first, FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
+    return first, FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS), name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Each worker imports files in an order of its own: in a fresh clone, where none is compiled yet, each compiles a
+    part of them and finds the others compiled."""
+    report = yield
+    if isinstance(collector, pytest.Directory):
+        Random(os.environ.get("PYTEST_XDIST_WORKER", "")).shuffle(report.result)
+    return report
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
@@ -67,9 +82,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return Scheduling(config, log)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Tests and modules stay to the end: each full collection would look through some millions of objects."""
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -145,12 +145,12 @@ class Engine:
         return Asked(answers, f"{found:,} tokens from host memory", "" if found else "nothing was restored")
 
     def _until_stored(self) -> None:
-        """Asks something else, since chunks are stored as they leave the pool, and waits."""
+        """Asks something else, since chunks are stored as they leave the pool, and has the others stored as an idle
+        engine does."""
         self.together("others")
         until = time.monotonic() + STORED_S
-        while self.llm.engine.stats().restore.unstored and time.monotonic() < until:
+        while self.llm.engine.settle() and time.monotonic() < until:
             time.sleep(0.02)
-            self.llm.engine.below.settle()
 
 
 class Group(NamedTuple):
