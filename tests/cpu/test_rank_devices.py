@@ -174,10 +174,9 @@ def test_gpus_of_several_kinds_are_refused() -> None:
     ("settings", "told"),
     [
         ({"distributed_backend": "ray"}, "use mp, or torchrun"),
-        ({"context_parallel_size": 1, "tensor_parallel_size": 2, "quantization": "int8"}, "use context_parallel_size"),
         ({"attention_backend": "cpu", "rank_transport": "nccl"}, "is for ranks on GPUs"),
     ],
-    ids=["ray", "codes", "no-gpu"],
+    ids=["ray", "no-gpu"],
 )
 def test_what_ranks_on_gpus_do_not_do(settings: dict[str, Any], told: str) -> None:
     given = {"attention_backend": "triton", "context_parallel_size": 2, "kv_cache_tokens": 4096, **settings}
