@@ -23,7 +23,8 @@ makes no sense; empty: the same setting, which activations are too, stored in ti
 Each `+` and `place` is in a case of `tests/cpu/test_every_pair.py`: an engine that has both gives the bits of one rank
 with nothing stored. Its cases are a covering array of this table and more (strategies, 1 to 4 ranks, what of a prompt
 is stored, attention, preemption), counted by `tests/unit/test_feature_pairs.py`; `pytest -k "chain and disk"` runs
-those of two values. Pairs with a GPU are tested in `tests/gpu/`. Each `not yet` and `no` is refused in
+those of two values. Pairs with a GPU are tested on a fake device and in `tests/gpu/`;
+which have run on a device: [gpu.md](gpu.md#what-has-run-on-a-device). Each `not yet` and `no` is refused in
 `tests/unit/test_combinations.py`.
 """
 

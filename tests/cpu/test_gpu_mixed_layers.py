@@ -20,7 +20,7 @@ from headrace.engine.runner import Runner
 from headrace.kernels.triton import graph_step, tile_schedule
 from tests.support.checkpoints import build_model, make_checkpoint
 from tests.support.fake_device import FakeDevice, fake_device
-from tests.support.small_gpu_engines import launched
+from tests.support.small_gpu_engines import launched, tokens
 from tests.support.traces import run, same
 
 SIZES: dict[str, Any] = dict(
@@ -56,10 +56,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
 def engine(folder: Path, **settings: Any) -> LLM:
     given = {"kv_cache_tokens": 256, "max_sequences": 2, "max_batch_tokens": 8, **settings}
     return LLM(str(folder), attention_backend="triton", dtype="float32", **given)
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    return torch.randint(64, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize("kind", ["gemma4_small", pytest.param("gemma4_experts", marks=pytest.mark.matrix)])

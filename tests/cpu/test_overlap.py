@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,88 +15,23 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from torch import Tensor
 
-from headrace import LLM, SamplingParams, device
+from headrace import LLM, device
 from headrace.engine.below import NothingBelow
 from headrace.engine.core import EngineCore
 from headrace.engine.fairness import FairScheduler
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels import step_copies
 from headrace.kernels.step_copies import Reading
-from headrace.types import CHUNK, Request, Structured, TokenLogprobs
+from headrace.types import CHUNK, Structured
 from tests.support.delayed_device import delayed_device
+from tests.support.overlap_client import CHUNKS, GREEDY, Client, compare, prompt
 from tests.support.stream_order import StreamOrder
-from tests.support.token_machine import TokenMachine, machine_engine
-
-CHUNKS = 12
+from tests.support.token_machine import machine_engine
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("tiny", kv_cache_tokens=1024)
-
-
-@dataclass
-class Answer:
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    end: tuple[Any, ...] = ()
-
-
-class Client:
-    """Requests to an engine, and what came of them."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.answers: dict[tuple[str, int], Answer] = {}
-        machine = core.loaded.executor
-        assert isinstance(machine, TokenMachine)
-        self.machine = machine
-
-    def add(self, name: str, prompt: list[int], tenant: str = "", priority: int = 0, **params: Any) -> None:
-        checked = self.core.loaded.capacity.check(prompt, SamplingParams(**params))
-        for index in range(checked.n):
-            self.answers[name, index] = Answer()
-        self.core.add(Request(name, prompt, checked, tenant=tenant, priority=priority))
-
-    def abort(self, name: str) -> None:
-        if self.core.abort(name):
-            for (each, _), answer in self.answers.items():
-                if each == name and not answer.end:
-                    answer.end = ("abort",)
-
-    def step(self) -> None:
-        for delta in self.core.step():
-            answer = self.answers[delta.request_id, delta.index]
-            assert not answer.end, "something comes behind the end"
-            answer.tokens += delta.token_ids
-            answer.text += delta.text
-            answer.logprobs += delta.logprobs or []
-            if delta.finish_reason is not None:
-                answer.end = (delta.finish_reason, delta.stop_reason)
-        self.core.overlap.check()
-
-    def await_grammars(self) -> None:
-        for output in self.core._outputs.values():
-            if output.matcher is not None and output.matcher.job is not None:
-                output.matcher.job.result()
-
-    def finish(self) -> None:
-        for _ in range(2000):
-            if not self.core.has_work:
-                break
-            self.step()
-        assert not self.core.has_work and not self.core.cache.used and not self.core.cache.tables
-        self.core.overlap.check()
-        self.machine.check(self.core.cache)
-
-
-def prompt(seed: int, length: int, shared: int = 0) -> list[int]:
-    own, common = random.Random(seed), random.Random(0)
-    return [common.randrange(10, 2000) for _ in range(shared)] + [own.randrange(10, 2000) for _ in range(length)]
-
-
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,16 +282,6 @@ def play(core: EngineCore, planned: list[Event]) -> Client:
         client.add(str(number), known, event.tenant, event.priority, **params)
     client.finish()
     return client
-
-
-def compare(ahead: Client, truth: Client) -> None:
-    """Requests that were aborted have the tokens that came until then, of the same answer."""
-    for key, answer in ahead.answers.items():
-        other = truth.answers[key]
-        if ("abort",) in (answer.end, other.end):
-            assert all(one == two for one, two in zip(answer.tokens, other.tokens, strict=False))
-        else:
-            assert answer == other
 
 
 @given(

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from headrace import LLM, AsyncLLM, InvalidRequest, SamplingParams
 from headrace.config import EngineConfig
-from headrace.engine import process, silence
+from headrace.engine import process, watchdog
 from headrace.engine.calls import ResetPrefixCache
 from headrace.progress import PhaseTimes, Prefill
 from headrace.types import Delta, EngineDead, Overloaded, Structured
@@ -285,7 +285,7 @@ async def test_engine_that_hangs_when_idle_is_noticed(impatient: AsyncLLM) -> No
 
 @pytest.mark.matrix
 async def test_engine_that_hangs_while_loading_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "LOADING_S", 3.0)
+    monkeypatch.setattr(watchdog, "LOADING_S", 3.0)
     llm = AsyncLLM(CONFIG.replace(engine_timeout_s=1.0))
 
     def stop(done: int, total: int) -> None:
@@ -300,7 +300,7 @@ async def test_engine_that_hangs_while_loading_is_noticed(monkeypatch: pytest.Mo
 
 @pytest.mark.matrix
 async def test_engine_that_never_says_a_word_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "LOADING_S", 1.0)
+    monkeypatch.setattr(watchdog, "LOADING_S", 1.0)
     start = process.start
     monkeypatch.setattr(process, "start", lambda command, link: start(["/bin/sleep", "600"], link))
     llm = AsyncLLM(CONFIG.replace(engine_timeout_s=2.0))

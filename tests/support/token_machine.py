@@ -16,7 +16,7 @@ import torch
 
 from headrace import LLM
 from headrace.engine.core import EngineCore
-from headrace.engine.executor import Computed, Executor, table_of, wanted_of, wanted_rows
+from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.output import Output
 from headrace.engine.programs import Launched
 from headrace.engine.sampler import Sampled, SampleInput, sample
@@ -43,6 +43,11 @@ class Place(NamedTuple):
     @property
     def written(self) -> set[int]:
         return {int(self.slots[chunk]) for chunk in range(self.start // CHUNK, chunks_for(self.end))}
+
+
+def drawn_from(part: Slice) -> int:
+    """Rows of a slice that tokens are drawn from, those of its draft among them."""
+    return part.samples + len(part.sequence.draft)
 
 
 class TokenMachine(Executor):
@@ -80,7 +85,7 @@ class TokenMachine(Executor):
         if self.refuses is not None and self.refuses.random() < 0.2:
             return None
         ordered, unseen = list(reversed(slices)), before or {}
-        places = [Place(table_of(part).slots.copy(), part.start, part.end, wanted_of(part)) for part in ordered]
+        places = [Place(table_of(part).slots.copy(), part.start, part.end, drawn_from(part)) for part in ordered]
         known = [
             token
             for part in ordered

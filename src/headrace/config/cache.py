@@ -18,7 +18,8 @@ class CacheSettings(SettingsRecord):
 
     tokens: int | None = setting(
         None,
-        "KV in fast memory on each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of what is free.",
+        "KV in fast memory on each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of what is free; "
+        "on a GPU what the weights and a largest step leave.",
         unit="tokens",
         check=at_least(CHUNK),
         common=True,

@@ -29,7 +29,8 @@ class SettingKeywords(TypedDict, total=False):
     """CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota)."""
 
     kv_cache_tokens: str | int | None
-    """KV in fast memory on each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of what is free."""
+    """KV in fast memory on each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of what is free; on
+    a GPU what the weights and a largest step leave."""
 
     kv_cache_dtype: Literal["auto", "int8", "bfloat16", "float32"]
     """Type of the cached keys and values: auto (the compute type, by name too) or int8 (half of bfloat16, lossy)."""
@@ -48,7 +49,7 @@ class SettingKeywords(TypedDict, total=False):
     """Share of the KV cache that pinned prefixes may hold together."""
 
     max_batch_tokens: str | int
-    """Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several ranks 16384."""
+    """Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several context ranks 16384."""
 
     max_sequences: int
     """Most sequences running at once."""
@@ -58,7 +59,7 @@ class SettingKeywords(TypedDict, total=False):
     came, much shorter ones first) or fcfs (as they came)."""
 
     async_scheduling: bool
-    """On a GPU: launch a step of decoding while the one before still runs, wherever its tokens can be chosen there."""
+    """On a GPU: launch a step while the one before still runs, wherever its tokens can be chosen there."""
 
     seed: int
     """Seed of requests that bring none."""

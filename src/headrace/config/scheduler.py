@@ -18,7 +18,7 @@ class SchedulerSettings(SettingsRecord):
 
     max_batch_tokens: int = setting(
         0,
-        "Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several ranks 16384.",
+        "Most tokens computed in one step. Default (0): 2048, on a GPU 8192, with several context ranks 16384.",
         "--max-num-batched-tokens",
         unit="tokens",
         check=at_least(1),
@@ -32,7 +32,7 @@ class SchedulerSettings(SettingsRecord):
     )
     async_scheduling: bool = setting(
         True,
-        "On a GPU: launch a step of decoding while the one before still runs, wherever its tokens can be chosen there.",
+        "On a GPU: launch a step while the one before still runs, wherever its tokens can be chosen there.",
         rare=True,
     )
     seed: int = setting(0, "Seed of requests that bring none.")

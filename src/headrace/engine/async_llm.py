@@ -22,11 +22,11 @@ from headrace.engine.async_scores import AsyncScores
 from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.pending_calls import PendingCalls
-from headrace.engine.silence import Silence
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tenant_keywords import TenantKeywords, taken_from
 from headrace.engine.tokenizer import Tokenizer
 from headrace.engine.waiting import WaitingPrompts
+from headrace.engine.watchdog import Watchdog
 from headrace.offload.tiers import own_disk
 from headrace.progress import LoadPhase, OnPhase, Prefill, PrefillClock, both
 from headrace.stats import EngineStats, KVStats
@@ -67,7 +67,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._silence = Silence(self.config.server.engine_timeout_s)
+        self._watchdog = Watchdog(self.config.server.engine_timeout_s)
         self._dead = asyncio.Event()
         self._closing = False
         self._shapes = ShapeDoor()
@@ -151,7 +151,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         while self._capacity is None:
             message = await self._receive(reader)
             if isinstance(message, m.EngineReady):
-                self._capacity, self._silence.loading = message.capacity, False
+                self._capacity, self._watchdog.loading = message.capacity, False
                 shared = message.capacity.kv_cache_tokens // CHUNK if self.config.cache.prefix_caching else 0
                 self._queued = WaitingPrompts(shared)
                 self.stats = EngineStats(kv=KVStats(chunks_total=message.capacity.kv_cache_tokens // CHUNK))
@@ -190,14 +190,14 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
 
     async def _keep_watch(self, engine: process.Process) -> None:
         """Pings the engine process, and kills it once it hangs."""
-        hangs = await self._silence.lasts(lambda: self._send(m.EnginePing()))
+        hangs = await self._watchdog.until_hung(lambda: self._send(m.EnginePing()))
         self.failure = self.failure or hangs
         process.kill(engine)  # the end of the socket does the rest
 
     async def _receive(self, reader: asyncio.StreamReader) -> m.FromEngine | None:
         """The next message, None at the end. Each is a sign of life."""
         message = await m.receive(reader)
-        self._silence.broken()
+        self._watchdog.heard()
         return message
 
     def _hand_out(self, events: m.Events) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -109,12 +110,13 @@ class Runner(Executor):
             return None
         planned = self._plan(slices)
         ordered = [slices[i] for i in planned.order]
-        drawn = _drawn_rows(ordered)
-        program = self.decoding if len(drawn) == planned.first.rows else self.mixed
+        every = all(part.samples and (part.length == 1 or part.drafted == part.length - 1) for part in ordered)
+        program = self.decoding if every else self.mixed
         if not isinstance(program, graphs.CudaGraphs | PromptGraphs):
             return None
-        wanted = None if program is self.decoding else drawn
-        launched = program.launch(StepRows(planned, ordered, wanted, before=before))
+        ends = accumulate(part.length for part in ordered)
+        last = None if every else [end - 1 for part, end in zip(ordered, ends, strict=True) if part.samples]
+        launched = program.launch(StepRows(planned, ordered, last, before=before))
         if launched is None:
             return None
         given, self._given = self._given, False
@@ -156,16 +158,3 @@ class Runner(Executor):
         """Slots of the step, if some of its chunks are still on their way."""
         slots = [slot for part in slices for slot in table_of(part).slots.tolist()]
         return slots if self.coming.pending(slots, len(self.storage.pools) - 1) else []
-
-
-def _drawn_rows(slices: Seq[Slice]) -> list[int]:
-    """Rows that tokens are drawn from, those of drafts among them, of slices none of which reports."""
-    rows: list[int] = []
-    end = 0
-    for part in slices:  # a step of decoding has many, none of them with a draft: no range for each
-        end += part.length
-        if part.sequence.draft:
-            rows += range(end - 1 - part.drafted, end)
-        elif part.samples:
-            rows.append(end - 1)
-    return rows

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from headrace.kv.accounts import Account
 from headrace.kv.checks import check_tables
 from headrace.kv.chunk_table import ChunkTable, Owners
-from headrace.kv.names import Names
+from headrace.kv.names import ChunkNames
 from headrace.kv.placement import Placement
 from headrace.kv.pool import SlotPool
 from headrace.kv.states import StateCache
@@ -62,7 +62,7 @@ class KVCache:
         self._placement = Placement(self.tree)
         self._latest: ChunkTable | None = None
         """The table opened last, if it is open: requests that begin alike often come one after another."""
-        self._names = Names(self.tree)
+        self._names = ChunkNames(self.tree)
 
     @property
     def available(self) -> int:

@@ -9,7 +9,7 @@ from headrace.kv.node import Node
 from headrace.kv.tree import PrefixTree
 
 
-class Names:
+class ChunkNames:
     """Gives names to chunks of tables, from left to right, and knows those that wait for theirs."""
 
     def __init__(self, tree: PrefixTree) -> None:

@@ -6,23 +6,23 @@ import asyncio
 
 import pytest
 
-from headrace.engine import silence
-from headrace.engine.silence import Silence
+from headrace.engine import watchdog
+from headrace.engine.watchdog import Watchdog
 
 pytestmark = pytest.mark.unit
 
 
 @pytest.mark.parametrize(("loading", "pings"), [(False, 4), (True, 8)])
 def test_an_engine_hangs_after_so_much_silence(loading: bool, pings: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "LOADING_S", 2 / 64)
+    monkeypatch.setattr(watchdog, "LOADING_S", 2 / 64)
     asked: list[int] = []
-    watched = Silence(1 / 64)
+    watched = Watchdog(1 / 64)
     watched.loading = loading
 
     def ping() -> None:
         asked.append(1)
         if len(asked) == 3:
-            watched.broken()  # what it says begins the count anew
+            watched.heard()  # what it says begins the count anew
 
-    told = asyncio.run(watched.lasts(ping))
+    told = asyncio.run(watched.until_hung(ping))
     assert len(asked) == 2 + pings and told.startswith("the engine process hung: no sign of life for 0.0")

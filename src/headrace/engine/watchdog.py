@@ -1,4 +1,4 @@
-"""How long an engine process has said nothing: whoever waits for it finds out that it hangs."""
+"""How long an engine process has said nothing, and that it hangs when it was too long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOADING_S = 120.0
 its threads, and a timeout chosen for a serving engine would kill one that has just begun."""
 
 
-class Silence:
+class Watchdog:
     """limit_s: after which an engine counts as hung; while it loads it may be silent for LOADING_S at least.
 
     Counted in our own ticks, so that time in which this process stood still does not count.
@@ -28,11 +28,11 @@ class Silence:
     def most_s(self) -> float:
         return max(self.limit_s, LOADING_S) if self.loading else self.limit_s
 
-    def broken(self) -> None:
+    def heard(self) -> None:
         """The engine has said something."""
         self._seconds = 0.0
 
-    async def lasts(self, ping: Callable[[], object]) -> str:
+    async def until_hung(self, ping: Callable[[], object]) -> str:
         """Asks for a sign of life again and again, until there was none for too long: what is to be said of it."""
         tick_s = min(PING_S, self.limit_s / 4)
         while self._seconds < self.most_s:
