@@ -156,14 +156,15 @@ def test_the_promise_with_rounded_weights(quantization: str) -> None:
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_experts_in_a_file_have_the_bits_of_those_in_memory(quantization: str, tmp_path: Path) -> None:
-    """Slots for 10 of 16: each layer's come as others go."""
+    """Slots for 10 of 16: each layer's come as others go. A tier has the engine measure products at the start."""
     folder = make_checkpoint("qwen3_moe", tmp_path / "model")
     tokens = torch.randint(0, 60, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     settings = dict(dtype="bfloat16", kv_cache_tokens=1024, quantization=quantization, attention_backend="triton")
     resident = LLM(str(folder), **settings)
     truth, matrices = resident.logits(tokens), resident.engine.loaded.decoder.matrices
     size = sum(ends_of([{part: matrices[f"layers.0.experts.0.{part}.weight"] for part in ("up", "down")}]).values())
-    llm = LLM(str(folder), **settings, expert_offload_path=str(tmp_path), expert_memory_size=10.5 * size / 2**30)
+    settings |= dict(expert_offload_path=str(tmp_path), expert_memory_size=10.5 * size / 2**30)
+    llm = LLM(str(folder), **settings, kv_offloading_size=0.05)
     assert torch.equal(llm.logits(tokens), truth) and torch.equal(llm.logits(tokens[:33]), truth[:33])
     told = llm.engine.stats().experts
     assert 0 < told.hits < told.met
