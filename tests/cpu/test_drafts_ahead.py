@@ -43,10 +43,10 @@ def drafting(late: DelayedDevice, refuses: bool) -> LLM:
     """An engine without a model whose draft model says what it does. refuses: some passes ahead are."""
     llm = LLM("tiny", kv_cache_tokens=1024)
     width, longest = llm.capacity.vocab_size, llm.capacity.max_model_len
-    draft: Any = Drafter(late, CHUNKS, width, 8, refuses)
+    draft: Any = Drafter(late, CHUNKS, width, 8, 8, refuses)
     llm.engine.loaded = replace(llm.engine.loaded, draft=DraftModel(draft, longest, 0.1))
     llm.engine = core = machine_engine(llm, late, CHUNKS, ahead=False, speculative="ngram")
-    core.loaded.executor = core.overlap.executor = Drafter(late, CHUNKS, width, 64)
+    core.loaded.executor = core.overlap.executor = Drafter(late, CHUNKS, width, 64, 64)
     free_model(llm)
     return llm
 

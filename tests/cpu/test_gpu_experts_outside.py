@@ -22,8 +22,10 @@ from headrace.host import GIB
 from headrace.kernels import ops
 from headrace.kernels.experts import OutsideColumn
 from headrace.models.layers import Matrices
+from headrace.models.slots import expert_of
 from headrace.offload.weights.expert_slots import ExpertSlots, GpuExpertFile
 from headrace.offload.weights.experts import PAGE
+from headrace.offload.weights.layers import tensors_of
 from headrace.offload.weights.streamed import ends_of, placed_in
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_device import FakeDevice, fake_device
@@ -52,7 +54,8 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 
 def test_the_bits_of_experts_in_memory(fake: FakeDevice, tmp_path: Path) -> None:
-    """Slots for three of four experts: steps bring some, find others, and are launched."""
+    """Slots for three of four experts: steps bring some, find others, and are launched. What profiles multiply by lies
+    in the device's memory too, not in the file."""
     folder = make_checkpoint("qwen3_moe", tmp_path / "model", **SIZES)
     resident = engine(folder)
     runner: Any = resident.engine.loaded.executor
@@ -62,7 +65,11 @@ def test_the_bits_of_experts_in_memory(fake: FakeDevice, tmp_path: Path) -> None
     (each,) = {end for end in [sum(ends_of([experts_of(matrices, e)]).values()) for e in range(2)]}
     room = 3.5 * each / GIB
     llm = engine(folder, expert_offload_path=str(tmp_path), expert_memory_size=room)
-    assert len(slots_of(llm).room) == 3
+    slots = slots_of(llm).room
+    assert len(slots) == 3
+    there = {name: w for name, w in llm.engine.loaded.decoder.matrices.items() if expert_of(name)}
+    ends = slots[0].data_ptr(), slots[1].data_ptr()
+    assert there and all(ends[0] <= x.data_ptr() < ends[1] for w in there.values() for x in tensors_of(w).values())
     same(run(llm, PROMPTS, TWO), truth)
     told = llm.engine.stats().experts
     assert 0 < told.hits < told.met and told.kept_bytes * 4 == told.outside_bytes * 3

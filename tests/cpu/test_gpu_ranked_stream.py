@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
-from headrace.engine import preflight
+from headrace.engine import preflight, ranks
 from headrace.engine.runner import Runner
 from headrace.kernels.triton import backend
 from headrace.offload.streaming.staged_store import StagedStore
@@ -76,6 +77,22 @@ def test_context_ranks_give_one_ranks_bits(engine: Engine) -> None:
         same(run(llm, prompts, TWO), expected)
         assert all(store.totals.loaded and store.totals.bytes_out for store in stores(llm))
         llm.close()
+
+
+def test_a_start_that_fails_leaves_no_copy_streams(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rank 0, whose process goes on."""
+
+    def fails(*given: object) -> None:
+        raise ValueError("the table does not fit")
+
+    def streams() -> int:
+        return sum(each.name in ("headrace-in", "headrace-out") for each in threading.enumerate())
+
+    monkeypatch.setattr(ranks, "_table", fails)
+    before = streams()
+    with ranks_as_threads(), pytest.raises(ValueError, match="does not fit"):
+        engine(SHAPE, context_parallel_size=2, **STREAMED)
+    assert streams() == before + 2  # those of the other rank, a thread here
 
 
 @pytest.mark.matrix

@@ -254,10 +254,10 @@ def test_triton_is_chosen_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(backend, "find_spec", lambda name: object())
-    assert dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=256) == "triton"
+    assert dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=512) == "triton"
     assert dispatch.choose("auto", torch.bfloat16) != "triton"
-    with pytest.raises(ValueError, match="heads of up to 256, the model's are 257; use 'auto'"):
-        dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=257)
+    with pytest.raises(ValueError, match="heads of up to 512, the model's are 513; use 'auto'"):
+        dispatch.choose("triton", torch.bfloat16, "cuda", head_dim=513)
     assert dispatch.choose("triton", torch.bfloat16, "cuda", capped=True) == "triton"
     with pytest.raises(ValueError, match="runs on a CUDA device, not on cpu"):
         dispatch.choose("triton", torch.bfloat16, "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from headrace import device
 from headrace.config import EngineConfig
 from headrace.device import Stream
+from headrace.engine import ranked_pools
 from headrace.engine.folders import model_folder
 from headrace.engine.preflight import check_fit
 from headrace.models.plain_config import plain_config
@@ -135,6 +137,25 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return asked
 
 
+def test_what_ranks_tell_of_their_memory_is_no_announcement() -> None:
+    """It lies in the host's memory, and takes the links by which NCCL's messages are announced."""
+
+    class Device(FakeDevice):
+        def holds(self, x: torch.Tensor) -> bool:
+            return False
+
+    of = directions(2)[1]
+    links = [NcclTransport(host, Device(), *of(host.rank)) for host in host_links(2)]
+    groups: list[Any] = [SimpleNamespace(context=each, tensor=host_links(1)[0]) for each in links]
+    with ThreadPoolExecutor(2) as ranks:
+        try:
+            told = [ranks.submit(ranked_pools._told, group, 7, ranked_pools.LOADED) for group in groups]
+            assert [each.result(5) for each in told] == [[7, 7], [7, 7]]
+        finally:
+            for each in links:
+                each.close()
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_each_direction_has_a_communicator(rank: int, made: list[list[int]]) -> None:
     """Two context ranks of two tensor ranks each: every rank asks for all of them in one order."""
@@ -174,10 +195,9 @@ def test_gpus_of_several_kinds_are_refused() -> None:
     ("settings", "told"),
     [
         ({"distributed_backend": "ray"}, "use mp, or torchrun"),
-        ({"context_parallel_size": 1, "tensor_parallel_size": 2, "quantization": "int8"}, "use context_parallel_size"),
         ({"attention_backend": "cpu", "rank_transport": "nccl"}, "is for ranks on GPUs"),
     ],
-    ids=["ray", "codes", "no-gpu"],
+    ids=["ray", "no-gpu"],
 )
 def test_what_ranks_on_gpus_do_not_do(settings: dict[str, Any], told: str) -> None:
     given = {"attention_backend": "triton", "context_parallel_size": 2, "kv_cache_tokens": 4096, **settings}

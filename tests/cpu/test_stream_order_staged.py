@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -168,6 +169,16 @@ def test_all_is_ordered(share: float, resident: bool, monkeypatch: pytest.Monkey
             assert torch.equal(pool.k[:, 0, 0, 0], torch.tensor(rank.model) + layer)
     assert not order.violations
     assert order.seen == NEEDED | OTHERS
+
+
+def test_the_only_layer_of_a_group_is_loaded_behind_what_the_group_before_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "LAYERS", 1)
+    order = StreamOrder()
+    with streaming(order, monkeypatch, 0.0) as rank:
+        assert rank.store.totals.loaded
+    assert not order.violations
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,17 @@ TOO_MUCH = [
         "kv_offloading_size 5 GiB on each of 2 ranks is too much: it is pinned, and 10.0 GiB are free: at most 4.8 GiB "
         "a rank fit",
     ),
+    (
+        dict(
+            kv_offloading_size=5,
+            offload_schedule="row",
+            context_parallel_size=2,
+            attention_backend="triton",
+            max_sequences=1000,
+        ),
+        "kv_offloading_size 5 GiB on each of 2 ranks is too much: it is pinned, and 10.0 GiB are free: at most 4.8 GiB "
+        "a rank fit",
+    ),
 ]
 FITS: list[dict[str, Any]] = [
     dict(),
@@ -72,6 +83,7 @@ FITS: list[dict[str, Any]] = [
     dict(kv_offloading_size=12, offload_schedule="row", kv_cache_tokens=4096),
     dict(kv_cache_tokens=10_000_000, attention_backend="triton"),
     dict(kv_offloading_size=4.7, context_parallel_size=2, attention_backend="triton"),
+    dict(kv_offloading_size=12, offload_schedule="row", attention_backend="triton", max_sequences=4),
     dict(kv_cache_tokens=10_000_000, context_parallel_size=2, distributed_backend="ray"),
 ]
 

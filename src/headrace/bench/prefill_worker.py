@@ -19,10 +19,10 @@ from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.rate_limit import RateLimitedTransport
 from headrace.parallel.threads import one_rank_computes
 from headrace.parallel.torch_transport import TorchTransport
-from headrace.parallel.transport import LAST, Tag
+from headrace.parallel.transport import LAST, Apart, Tag
 
 MAKER = "headrace.bench.prefill_worker:make"
-FIGURES = Tag(510, LAST, 1)
+FIGURES = Tag(Apart.probe, LAST, 1)
 """Tag of a worker's figures; hidden states have piece 0."""
 
 

@@ -104,7 +104,7 @@ class Footprint:
         if ray:
             return  # ranks on hosts of which nothing is known
         if self.config.model.on_gpu and not pinned:  # the rest is a GPU's memory, which the engine looks at
-            self._check_pinned_tier()
+            self._check_pinned()
             return
         if self.loading > self.free:
             raise ValueError(
@@ -202,12 +202,15 @@ class Footprint:
                 f"{'a rank fit' if here > 1 else 'fit'}"
             )
 
-    def _check_pinned_tier(self) -> None:
-        """Of ranks on GPUs: the system can move nothing else into its place."""
+    def _check_pinned(self) -> None:
+        """A host tier, or streamed KV, of ranks on GPUs: the system can move nothing else into its place."""
+        streaming, here = self.config.streaming, ranks_here(self.config)
         size = sum(own.size for own in self.config.tiers.each if own.kind == "host") if self.config.tiers else 0
-        here = ranks_here(self.config)
+        taken = int(size * GIB)
+        if streaming is not None and streaming.path is None:
+            size, taken = streaming.host.size, self._streamed_bytes()
         room = self.free // here - PROCESS_BYTES
-        if size * GIB > room:
+        if taken > room:
             raise ValueError(
                 f"kv_offloading_size {size:g} GiB{self._each()} is too much: it is pinned, and {gib(self.free)} are "
                 f"free: at most {gib(room)} {'a rank fit' if here > 1 else 'fit'}"
@@ -219,14 +222,19 @@ class Footprint:
         assert streaming is not None
         if streaming.path is not None:
             return
-        length = self.config.model.max_len or self.model.max_model_len
-        most = self.config.scheduler.max_sequences * chunks_for(length) * CHUNK
-        need = min(int(streaming.host.size * GIB), most * self.per_token()) * ranks_here(self.config)
-        if need > self.free - self.weights:
+        if self._streamed_bytes() * ranks_here(self.config) > self.free - self.weights:
             raise ValueError(
                 f"kv_offloading_size {streaming.host.size:g} GiB is too much: {self._what_is_free()}: "
                 f"at most {gib((self.free - self.weights) // ranks_here(self.config))} fit{self._each()}"
             )
+
+    def _streamed_bytes(self) -> int:
+        """Of KV that a rank streams from host memory: no more than all sequences can have."""
+        streaming = self.config.streaming
+        assert streaming is not None
+        length = self.config.model.max_len or self.model.max_model_len
+        most = self.config.scheduler.max_sequences * chunks_for(length) * CHUNK
+        return min(int(streaming.host.size * GIB), most * self.per_token())
 
     def _experts_remedy(self) -> str:
         if self.model.experts is None or self.config.expert_folder is not None:

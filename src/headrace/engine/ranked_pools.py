@@ -16,13 +16,11 @@ from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
 from headrace.parallel import workspace
 from headrace.parallel.group import Group
-from headrace.parallel.transport import Tag, Transport, all_gather
+from headrace.parallel.transport import Apart, Tag, Transport, all_gather
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
 
-GROUP = 509
-"""In place of a group's number in the tags."""
 LOADED, FREE, ROOM = range(3)
 """What is told. All have loaded their weights behind the first, and none has taken more before the second."""
 
@@ -82,6 +80,6 @@ def _told(group: Group, figure: int, piece: int) -> list[int]:
 
 def _gathered(links: Transport, x: Tensor, piece: int) -> Tensor:
     shares = [x if rank == links.rank else torch.empty_like(x) for rank in range(links.size)]
-    for work in all_gather(links, [x], [[share] for share in shares], Tag(GROUP, 0, piece)):
+    for work in all_gather(links, [x], [[share] for share in shares], Tag(Apart.memory, 0, piece)):
         work.wait()
     return torch.cat(shares)

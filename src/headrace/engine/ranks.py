@@ -298,7 +298,7 @@ def open_ranks(
     tuned table that do not fit, RankLost.
     """
     tell(LoadPhase("starting the ranks"))
-    group = launch.open_group(config, maker, start)
+    group, rank = launch.open_group(config, maker, start), None
     try:
         assert group.workers is not None
         by = unless_failed(group.workers, lambda: connect(config, group))
@@ -320,6 +320,8 @@ def open_ranks(
         return Ranks(group, rank, profile, told, strategies), decoder
     except BaseException:
         group.close()
+        if rank is not None:
+            rank.close()
         raise
 
 

@@ -110,13 +110,13 @@ class Runner(Executor):
             return None
         planned = self._plan(slices)
         ordered = [slices[i] for i in planned.order]
-        ends = accumulate(part.length for part in ordered)
-        drawn = [end - 1 for part, end in zip(ordered, ends, strict=True) if part.samples]
-        program = self.decoding if len(drawn) == planned.first.rows else self.mixed
+        every = all(part.samples and (part.length == 1 or part.drafted == part.length - 1) for part in ordered)
+        program = self.decoding if every else self.mixed
         if not isinstance(program, graphs.CudaGraphs | PromptGraphs):
             return None
-        wanted = None if program is self.decoding else drawn
-        launched = program.launch(StepRows(planned, ordered, wanted, before=before))
+        ends = accumulate(part.length for part in ordered)
+        last = None if every else [end - 1 for part, end in zip(ordered, ends, strict=True) if part.samples]
+        launched = program.launch(StepRows(planned, ordered, last, before=before))
         if launched is None:
             return None
         given, self._given = self._given, False

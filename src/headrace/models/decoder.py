@@ -98,7 +98,9 @@ class Decoder:
         self.weights = weights if outside is None else weights | outside.settle()
         self.layers = self._layers(share, tensor)
         if outside is not None:
-            outside.serve([layer for layer in self.layers.layers if isinstance(layer, Layer)], self.device)
+            served = [layer for layer in self.layers.layers if isinstance(layer, Layer)]
+            outside.serve(served, self.device)
+            self.matrices |= {f"layers.{each.index}.{name}": w for each in served for name, w in each.matrices.items()}
         dim, local_dim = config.rotated_heads
         self.rope = Rope(config.rope, dim, config.local_rope, local_dim) if config.rope else None
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.dtype)

@@ -23,15 +23,12 @@ from headrace.parallel.link_store import LinkStore
 from headrace.parallel.listeners import stop_accepting
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
-from headrace.parallel.transport import Links, Tag, Transport
+from headrace.parallel.transport import Apart, Links, Tag, Transport
 
 log = logging.getLogger(__name__)
 
 NO_TIMEOUT = timedelta(days=365)
 """Of the process groups: one timeout there closes every link, and a wait may be as long as a prompt."""
-
-PROOF_GROUP = 511
-"""In place of a group's number in the tags of the proofs."""
 
 
 @dataclass
@@ -117,7 +114,7 @@ def prove(transport: Transport, secret: str, name: str) -> None:
 
 def _exchange(transport: Transport, messages: dict[int, bytes], piece: int) -> dict[int, bytes]:
     """Sends 32 bytes to each other rank and receives as many from each."""
-    tag = Tag(PROOF_GROUP, 0, piece)
+    tag = Tag(Apart.proof, 0, piece)
     arrived = {rank: torch.empty(32, dtype=torch.uint8) for rank in messages}
     works = [transport.irecv(x, rank, tag) for rank, x in arrived.items()]
     for rank, message in messages.items():

@@ -27,11 +27,9 @@ from torch import Tensor
 
 from headrace.device import Device, Stream
 from headrace.parallel.device_transfer import DeviceTransfer, check_sent
-from headrace.parallel.transport import Links, RankLost, Tag, Traffic, Transfer, flat
+from headrace.parallel.transport import Apart, Links, RankLost, Tag, Traffic, Transfer, flat
 from headrace.parallel.waiters import Waiters
 
-ANNOUNCED = 509
-"""In place of a group's number in the tags of announcements."""
 TURNS = 4096
 """Announcements that may be under way at a time from one rank to another."""
 
@@ -131,7 +129,7 @@ class NcclTransport:
             try:
                 message.transfer.begun.synchronize()
                 note = torch.tensor([message.tag.number, message.transfer.x.nbytes])
-                announced = self.host.isend(note, to, Tag(ANNOUNCED, 0, count % TURNS))
+                announced = self.host.isend(note, to, Tag(Apart.announced, 0, count % TURNS))
                 direction = self._to[to]
                 with torch.inference_mode(), self.device.on(stream):
                     bytes_of = flat(message.transfer.x)
@@ -163,7 +161,7 @@ class NcclTransport:
         while True:
             note = torch.zeros(2, dtype=torch.int64)
             try:
-                self.host.irecv(note, source, Tag(ANNOUNCED, 0, count % TURNS)).wait()
+                self.host.irecv(note, source, Tag(Apart.announced, 0, count % TURNS)).wait()
                 self._receive(incoming, self._source[source], *note.tolist())
             except RuntimeError as error:
                 self.fail(str(error))

@@ -20,7 +20,7 @@ from headrace.models.decoder import Decoder
 from headrace.parallel.messages import RankStep, StepGroup, StepPart
 from headrace.parallel.rank import Rank
 from headrace.parallel.states import StateHolders
-from headrace.parallel.transport import Tag
+from headrace.parallel.transport import Apart, Tag
 from headrace.planner.choice import predict, shards_for
 from headrace.planner.machine import ComputeRates, LayerTimes, Machine, ModelShape
 from headrace.planner.partition import causal_pairs
@@ -33,9 +33,6 @@ FLOPS = 100e9
 MOST_ROWS, LEAST_ROWS, MOST_LAYERS = 1024, 128, 4
 SLOW_S = 0.25
 """A prefill that takes longer is measured once instead of three times."""
-
-GROUP = 510
-"""In place of a group's number in the tags."""
 
 
 class Probe:
@@ -207,7 +204,7 @@ def meet(rank: Rank) -> None:
 
 def passed_on(rank: Rank, x: Tensor, piece: int) -> Tensor:
     """Sends x to the next rank; what came from the one before."""
-    transport, tag, there = rank.transport, Tag(GROUP, 0, piece), torch.empty_like(x)
+    transport, tag, there = rank.transport, Tag(Apart.probe, 0, piece), torch.empty_like(x)
     works = [
         transport.irecv(there, (transport.rank - 1) % transport.size, tag),
         transport.isend(x, (transport.rank + 1) % transport.size, tag),

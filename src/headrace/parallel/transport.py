@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,8 +26,17 @@ class RankLost(RuntimeError):
     """Another rank is gone or does not answer; nothing that was under way with it can be finished."""
 
 
+class Apart(IntEnum):
+    """In place of a group's number: what belongs to no step. A link may carry all of them at a time."""
+
+    proof = -1
+    probe = -2
+    announced = -3
+    memory = -4
+
+
 class Tag(NamedTuple):
-    """Names a message between two ranks: group counts the groups of all steps, layer may be LAST."""
+    """Names a message between two ranks: group counts the groups of all steps, or is Apart; layer may be LAST."""
 
     group: int
     layer: int
@@ -35,7 +45,8 @@ class Tag(NamedTuple):
     @property
     def number(self) -> int:
         """As one integer below 2**31, unique among messages that can be under way together."""
-        return ((self.group % 512) * 1024 + self.layer) * 4096 + self.piece
+        group = self.group % (512 - len(Apart)) if self.group >= 0 else 512 + self.group
+        return (group * 1024 + self.layer) * 4096 + self.piece
 
 
 LAST = 1023

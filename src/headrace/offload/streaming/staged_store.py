@@ -72,7 +72,7 @@ class StagedStore:
         self._passes, self._begun = [], 0
         projected = self.x.choose(groups) if self.x is not None else [{} for _ in groups]
         staged = [self._add(own, some) for own, some in zip(groups, projected, strict=True)]
-        for _ in range(BUFFERS):
+        for _ in range(min(BUFFERS, self.spec.layers)):  # of one layer the next group reads what this one writes
             self.begin_next()
         return staged
 
