@@ -102,8 +102,8 @@ def test_a_tensor_ranks_experts_have_the_bits_of_the_whole(form: str) -> None:
             return torch.cat((part, part), 1)
 
         for rank in ranks:
-            rank(x, logits, kept)
-        ours = [rank(x, logits, lambda part, parts=parts: torch.cat(parts[:2], 1)) for rank in ranks]  # type: ignore[misc]
+            rank(x, logits, gather=kept)
+        ours = [rank(x, logits, gather=lambda part, parts=parts: torch.cat(parts[:2], 1)) for rank in ranks]  # type: ignore[misc]
         assert torch.equal(torch.cat(ours, 1), whole(x, logits))
 
 

@@ -277,26 +277,27 @@ def test_what_has_not_passed_on_a_device_comes_first(tmp_path: Path, monkeypatch
     folder.mkdir()
     two = "@pytest.mark.parametrize('n', [1, 2])\ndef test_two(n): assert n < 2\n"
     body = f"import pytest\n\ndef test_one(): pass\n\n{two}"
-    for name in ("test_new.py", "test_triton_rows.py"):
+    order = ("test_triton_weights.py", "test_new.py", "test_triton_rows.py")
+    for name in order:
         (folder / name).write_text(body)
     tests = device_tests.DeviceTests(file, str(folder), at_once=2)
     try:
-        with pytest.raises(RuntimeError, match="2 failed, 4 passed"):
+        with pytest.raises(RuntimeError, match="3 failed, 6 passed"):
             tests.result(60.0)
     finally:
         tests.stop()
     lines = [line.split("/gpu/")[-1].split(" ")[-1] for line in file.read_text().splitlines()]
-    assert lines.index("test_new.py::test_two[1]") < lines.index("test_triton_rows.py::test_two[1]")
-    assert lines.index("test_new.py::test_one") < lines.index("test_triton_rows.py::test_one")
+    for test in ("test_one", "test_two[1]"):  # each by a process of its own
+        assert sorted(order, key=lambda name: lines.index(f"{name}::{test}")) == list(order)
     passed = pytest_outcomes.passed_in(file)
-    assert len(passed) == 4 and len(pytest_outcomes.outcomes_in(file)) == 6
+    assert len(passed) == 6 and len(pytest_outcomes.outcomes_in(file)) == 9
     (tmp_path / "2026-11-27-gpu-check.json").write_text(json.dumps({"tests": pytest_outcomes.outcomes_in(file)}))
     (tmp_path / "2026-11-28-gpu-check.json").write_text(json.dumps({"cases": []}))
     assert pytest_outcomes.passed_before(tmp_path) == passed
     file.write_text("".join(f"passed {name}\n" for name in pytest_outcomes.outcomes_in(file)))
     tests = device_tests.DeviceTests(file, str(folder), at_once=1)
     try:
-        assert tests.result(60.0).figures == {"pytest": "6 passed"}, "nothing is left to run"
+        assert tests.result(60.0).figures == {"pytest": "9 passed"}, "nothing is left to run"
     finally:
         tests.stop()
 
@@ -347,6 +348,8 @@ def test_sections_end_within_nine_minutes() -> None:
     assert sum(check.SECTIONS.values()) <= 9 * 60
     folder = Path(check.__file__).parent
     assert all((folder / f"{name}.py").is_file() for name in check.SECTIONS)
+    tests = folder.parent.parent / "tests" / "gpu"
+    assert all((tests / name).is_file() for name in (*pytest_outcomes.FIRST, *pytest_outcomes.ENDED))
 
 
 def test_make_runs_it() -> None:

@@ -21,6 +21,12 @@ import pytest
 RESULTS = Path("bench/results")
 ENDED = ("test_cuda_copy_streams.py", "test_gpu_sampling.py", "test_triton_rows.py")
 """Files all of whose tests passed on an H200 before outcomes were kept."""
+FIRST = (
+    "test_gpu_launching.py", "test_gpu_layer_check.py", "test_gpu_graphs.py", "test_triton_hybrid.py",
+    "test_gpu_gemma4.py", "test_cuda_drafts.py", "test_cuda_ranks.py", "test_triton_rounded.py",
+    "test_triton_weights.py",
+)  # fmt: skip
+"""Files that ask for what has never run on a device (docs/gpu.md): before others, which take as long, in this order."""
 SECONDS = 90.0
 """For one test and its fixtures, kernels compiled."""
 FAILED, LOST = 64, 65
@@ -41,6 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Orders the tests, those last that failed in this run, and keeps those of the part."""
     tried, before = outcomes_in(config.getoption("passed")), passed_before(RESULTS)
     left = [item for item in items if tried.get(item.nodeid) != "passed"]
+    left.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
     left.sort(key=lambda item: item.nodeid in before if before else item.path.name in ENDED)
     left.sort(key=lambda item: item.nodeid in tried)
     part, parts = map(int, str(config.getoption("part")).split("/"))
