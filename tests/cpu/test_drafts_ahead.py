@@ -4,7 +4,7 @@ before is under way, and takes the token that this one chooses there."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,7 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.engine.executor import Computed, table_of, wanted_rows
-from headrace.engine.programs import Launched
-from headrace.engine.sequence import SequenceState, Slice
+from headrace.engine.sequence import Slice
 from headrace.engine.speculation.draft_model import DraftModel
 from tests.support.delayed_device import DelayedDevice, delayed_device
 from tests.support.drafting import free_model
@@ -26,7 +25,7 @@ CHUNKS = 12
 
 
 class Drafter(TokenMachine):
-    """Logits of drafted rows as well. Passes of several rows of a sequence are waited for."""
+    """Logits of drafted rows as well."""
 
     def run(self, slices: Sequence[Slice]) -> Computed:
         super().run(slices)
@@ -35,15 +34,12 @@ class Drafter(TokenMachine):
         rows = [self.row(table_of(part).slots, end) for part, end in ends]
         return Computed(torch.stack(rows) if rows else torch.empty(0, 0), parts)
 
-    def launch(self, slices: Sequence[Slice], before: Mapping[SequenceState, int] | None = None) -> Launched | None:
-        return super().launch(slices, before) if all(part.length == 1 for part in slices) else None
-
 
 def drafting(late: DelayedDevice, refuses: bool) -> LLM:
     """An engine without a model whose draft model says what it does. refuses: some passes ahead are."""
     llm = LLM("tiny", kv_cache_tokens=1024)
     width, longest = llm.capacity.vocab_size, llm.capacity.max_model_len
-    draft: Any = Drafter(late, CHUNKS, width, 8, 8, refuses)
+    draft: Any = Drafter(late, CHUNKS, width, 32, 32, refuses)
     llm.engine.loaded = replace(llm.engine.loaded, draft=DraftModel(draft, longest, 0.1))
     llm.engine = core = machine_engine(llm, late, CHUNKS, ahead=False, speculative="ngram")
     core.loaded.executor = core.overlap.executor = Drafter(late, CHUNKS, width, 64, 64)

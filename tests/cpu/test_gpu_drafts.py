@@ -17,11 +17,14 @@ from headrace import LLM, SamplingParams
 from headrace.bench.shapes import write_checkpoint
 from headrace.engine import gpu_memory
 from headrace.engine.graphs import CudaGraphs
+from headrace.engine.programs import StepRows
 from headrace.engine.runner import Runner
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.triton import graph_step
 from headrace.models.config import read_config
 from headrace.models.sizes import weight_bytes
 from headrace.stats import GraphStats
+from headrace.types import Request
 from tests.support.drafting import answered, free_model
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.small_gpu_engines import SHAPE, tokens
@@ -84,6 +87,22 @@ def test_a_model_that_drafts_for_itself_is_always_right(folder: Path, fake: Fake
     told, stats = llm.engine.stats(), passes(llm)
     assert told.speculation.accepted == told.speculation.drafted == 4
     assert (told.graphs.replayed, stats.replayed, stats.ahead, stats.eager) == (2, 4, 1, 0)
+
+
+def test_a_pass_of_several_rows_is_launched(
+    folder: Path, other: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the graph of decoding, beside one of a single row: the first pass of a draft has the tokens that it lacks."""
+    core, given = engine(folder, speculative=str(other)).engine, list[StepRows]()
+    assert core.loaded.draft is not None
+    runner, parts = core.loaded.draft.runner, list[Slice]()
+    for count, drafted in ((5, 2), (3, 0)):
+        own = SequenceState(Request("a", tokens(count, 1), SEVEN), 0, count)
+        own.table, own.draft = core.cache.open(own.tokens), [1] * drafted
+        assert core.cache.extend(own.table, count + drafted, drafted=drafted)
+        parts.append(Slice(own, count - 1, 1 + drafted))
+    monkeypatch.setattr(runner.decoding, "launch", given.append)
+    assert runner.launch(parts) is None and [(step.wanted, step.planned.first.rows) for step in given] == [(None, 4)]
 
 
 @pytest.mark.matrix

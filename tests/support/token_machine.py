@@ -33,16 +33,21 @@ KINDS = 97
 
 
 class Place(NamedTuple):
-    """Where tokens start .. end-1 of a sequence go, and whether the next one is drawn behind them."""
+    """Where tokens start .. end-1 of a sequence go, and behind how many of the last ones the next is drawn."""
 
     slots: np.ndarray[Any, Any]
     start: int
     end: int
-    samples: bool
+    drawn: int
 
     @property
     def written(self) -> set[int]:
         return {int(self.slots[chunk]) for chunk in range(self.start // CHUNK, chunks_for(self.end))}
+
+
+def drawn_from(part: Slice) -> int:
+    """Rows of a slice that tokens are drawn from, those of its draft among them."""
+    return part.samples + len(part.sequence.draft)
 
 
 class TokenMachine(Executor):
@@ -80,7 +85,7 @@ class TokenMachine(Executor):
         if self.refuses is not None and self.refuses.random() < 0.2:
             return None
         ordered, unseen = list(reversed(slices)), before or {}
-        places = [Place(table_of(part).slots.copy(), part.start, part.end, part.samples) for part in ordered]
+        places = [Place(table_of(part).slots.copy(), part.start, part.end, drawn_from(part)) for part in ordered]
         known = [
             token
             for part in ordered
@@ -93,8 +98,7 @@ class TokenMachine(Executor):
         padded(self.arena.tokens.host, np.array(known, np.int32), 0)
         self.arena.send(tasks=False)
         self.late.begin(lambda: self._compute(places))
-        drawn = [part for part in ordered if part.samples]
-        rows = len(drawn)
+        drawn, rows = [part for part in ordered if part.samples], sum(each.drawn for each in places)
         reading = self._read_back.begin(self.best[: 2 * rows].view(2, rows))
         return Launched(drawn, rows, self.logits[:rows], self.chosen[:rows], reading)
 
@@ -114,7 +118,8 @@ class TokenMachine(Executor):
         for each in places:
             for position in range(each.start, each.end):
                 self.memory[each.slots[position // CHUNK], position % CHUNK] = next(known)
-        drawn = [self.row(each.slots, each.end) for each in places if each.samples]
+        ends = [(each.slots, end + 1) for each in places for end in range(each.end - each.drawn, each.end)]
+        drawn = [self.row(*each) for each in ends]
         for row, logits in enumerate(drawn):
             self.logits[row] = logits
         values, best = self.logits[: len(drawn)].max(1)

@@ -80,8 +80,8 @@ class Executor(Protocol):
         return False
 
     def launch(self, slices: Seq[Slice], before: Mapping[SequenceState, int] | None = None) -> Launched | None:
-        """Gives a step none of whose slices is drafted or reports to the device, and goes on; None if it has to be
-        `run`. before: see StepRows; not None: the step before is under way, and that before it has been waited for."""
+        """Gives a step none of whose slices reports to the device, and goes on; None if it has to be `run`. before: see
+        StepRows; not None: the step before is under way, and that before it has been waited for."""
         return None
 
     def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:

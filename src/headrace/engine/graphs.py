@@ -107,8 +107,9 @@ class Recordings:
 
     def _takes(self, step: StepRows) -> bool:
         """Whether there is room for the segments of its recurrent layers, which are taken then."""
-        if self.recurrence is None or step.segments is None:
+        if self.recurrence is None:
             return True
+        assert step.segments is not None, "a step of recurrent layers names its states"
         return self.recurrence.fill(step.segments, step.planned.first.rows)
 
     def _replay(self, recorded: Recorded) -> None:
