@@ -26,7 +26,7 @@ FIRST = (
     "test_gpu_gemma4.py", "test_cuda_drafts.py", "test_cuda_ranks.py", "test_triton_rounded.py",
     "test_triton_weights.py",
 )  # fmt: skip
-"""Files that ask for what has never run on a device (docs/gpu.md): before others, which take as long, in this order."""
+"""Files that ask for what has never run on a device (docs/gpu-check.md): before others, which take as long."""
 SECONDS = 90.0
 """For one test and its fixtures, kernels compiled."""
 FAILED, LOST = 64, 65
