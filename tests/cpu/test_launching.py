@@ -189,7 +189,7 @@ def test_a_direct_launch_asks_the_driver_for_what_triton_does(
     steps(SHAPE, monkeypatch)
     assert {"flash", "split", "product_of_few", "rotate_heads"} <= compared.keys()
     assert "walk" not in compared
-    steps(CheckpointShape(64, 1, 2, 1, 32, 64, vocab=64, context=1024), monkeypatch)
+    steps(CheckpointShape(64, 1, 2, 1, 512, 64, vocab=64, context=1024), monkeypatch)
     products(monkeypatch)
     codes()
     stores()

@@ -76,6 +76,17 @@ def test_segments_take_effect_in_their_order() -> None:
     assert torch.equal(run(alone, [[0, 8, 3, 1]])[0], out[rows])
 
 
+def test_what_is_no_number_stays_in_its_sequence() -> None:
+    """Neither rows beside a sequence nor what its slot held before reach it."""
+    segments = [[0, 1, 0, 0], [1, 3, -1, 1]]
+    case, other = (DeltaCase(SMALL, 3, torch.float32) for _ in range(2))
+    for x in (other.mixed[:1], other.gates[:1], other.states.last, other.states.matrices):
+        x.fill_(float("nan"))
+    (out, states), (found, after) = run(case, segments), run(other, segments)
+    assert torch.equal(found[1:], out[1:]) and found[0].isnan().all()
+    assert torch.equal(after.last[1], states.last[1]) and torch.equal(after.matrices[1], states.matrices[1])
+
+
 @pytest.mark.parametrize(
     "segment", [[0, 5, 5, 0], [0, 5, -2, 0], [0, 5, 0, -1], [0, 5, 0, 5], [-1, 5, 0, 0], [0, 7, 0, 0]]
 )

@@ -148,8 +148,10 @@ def test_append(cuda: torch.device) -> None:
 def test_what_is_refused(cuda: torch.device) -> None:
     from headrace.kernels.triton import backend, limits
 
-    with pytest.raises(ValueError, match="heads of up to 256"):
-        limits.check(torch.bfloat16, 512)
+    with pytest.raises(ValueError, match="heads of up to 512"):
+        limits.check(torch.bfloat16, 513)
+    with pytest.raises(ValueError, match="int8 heads of up to 256"):
+        limits.check_stored(torch.int8, 512)
     with pytest.raises(ValueError, match="bfloat16"):
         limits.check(torch.int8, 64)
     x = torch.empty(0)
