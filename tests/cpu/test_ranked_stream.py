@@ -98,13 +98,14 @@ TYPES: list[dict[str, Any]] = [{}, {"kv_cache_dtype": "int8"}, {"quantization": 
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_families_and_types(every: bool, types: dict[str, Any], folder_of: FolderOf) -> None:
     """GQA, MHA, windows, ALiBi, learned positions; int8 KV, weights of 8 and 4 bits that lie outside as well. Of all
-    families a quarter with each."""
+    families a quarter with each, in one order or the other."""
     streamed = [kind for kind in KINDS if kind not in MIXED]
-    for each in streamed[TYPES.index(types) :: len(TYPES)] if every else ["llama_gqa"]:
+    both: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("chain",), {}), (("ring-q", "ring-kv"), WEIGHTS)]
+    for turn, each in enumerate(streamed[TYPES.index(types) :: len(TYPES)] if every else ["llama_gqa"]):
         one = LLM(folder_of(each), kv_cache_tokens=4096, dtype="bfloat16", **types)
         asked = [words(one, n, seed=n) for n in (3, 400)] + [words(one, 400, seed=400)[:300]]
         expected = run(one, asked, PARAMS)
-        for allowed, outside in ((("chain",), {}), (("ring-q", "ring-kv"), WEIGHTS)):
+        for allowed, outside in both[turn % 2 :: 2] if every else both:
             llm = streamed_ranks(2, model=folder_of(each), allowed=allowed, **outside, **types)
             for _ in range(2):  # the second time on cached chunks
                 same(run(llm, asked, PARAMS), expected)

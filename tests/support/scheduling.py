@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 from random import Random
 
@@ -84,13 +85,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Tests and modules stay to the end: each full collection would look through some millions of objects."""
+    """Tests and modules stay to the end: each full collection would look through some millions of objects. Then torch
+    is there, and takes the worker's number of threads."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        share_the_cores(os.environ.get("PYTEST_XDIST_WORKER", "gw0"))
+
+
+def share_the_cores(worker: str) -> None:
+    """The first worker, and what it starts, computes on as many threads as torch chooses, each other one on a single
+    thread: together they have about as many as there are cores. Tests that ask for a number of threads have theirs."""
+    if worker == "gw0":
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 def pytest_sessionfinish() -> None:

@@ -1,19 +1,21 @@
-"""What `make test` leaves out of a matrix: never a pair of values. And what runs first."""
+"""What `make test` leaves out of a matrix: never a pair of values. And what runs first, on how many threads."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.sampling import FEW, SLOW, SPREAD, Case, draw, met
-from tests.support.scheduling import LONGEST, place
+from tests.support.scheduling import LONGEST, place, share_the_cores
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,3 +112,13 @@ def test_the_longest_files_are_there_and_come_first() -> None:
     assert all((ROOT / "tests" / name).exists() for name in (*LONGEST, *SLOW))
     names = ["unit/test_cut.py::a", "cpu/test_kernels.py::b[x]", "processes/test_links.py::c", f"{LONGEST[0]}::d"]
     assert sorted((f"tests/{name}" for name in names), key=place) == [f"tests/{name}" for name in reversed(names)]
+
+
+@pytest.mark.parametrize(("worker", "threads"), [("gw0", []), ("gw1", [1])])
+def test_one_worker_alone_has_all_threads(worker: str, threads: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a worker starts has as many as it."""
+    asked: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=asked.append))
+    share_the_cores(worker)
+    assert asked == threads and os.environ["OMP_NUM_THREADS"] == str([*threads, 7][0])
