@@ -171,6 +171,36 @@ def _walk_spans(
 
 
 @triton.jit
+def _walk_span(
+    rows, m, z, k, v, k_scale, v_scale, items, first, count, kv_head, columns, head, taken, position, last, bias,
+    factor, cap, bias_len, window, acc_of, m_of, z_of, state, kept,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, V: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
+    SPAN: tl.constexpr, RESUME: tl.constexpr, WINDOW: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Leaves the states of lanes `kept` behind `count` items of one span, at `state` of acc_of, m_of and z_of."""
+    if RESUME:
+        m = tl.load(m_of + state, mask=kept, other=float("-inf"))
+        z = tl.load(z_of + state, mask=kept, other=0.0)
+    # Every pass has the same m and z.
+    for turn in range(0, P // V):
+        column = turn * V + columns
+        there = kept[:, None] & (column < D)[None, :]
+        acc = tl.zeros((LANES, V), tl.float32)
+        if RESUME:
+            acc = tl.load(acc_of + state[:, None] * D + column[None, :], mask=there, other=0.0)
+        new_m, new_z, acc, _, _, _ = _walk_chunks(
+            rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, column, head,
+            taken, position, last, bias, factor, cap, bias_len, window,
+            KV_HEADS, D, P, K, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
+        )  # fmt: skip
+        if turn == P // V - 1:
+            tl.store(m_of + state, new_m, mask=kept)
+            tl.store(z_of + state, new_z, mask=kept)
+        tl.store(acc_of + state[:, None] * D + column[None, :], acc, mask=there)
+
+
+@triton.jit
 def walk(
     q, k, v, k_scale, v_scale, items, tasks, count, positions, bases, bias, sinks, acc_of, m_of, z_of, out, factor,
     cap, q_stride, bias_len, window,
@@ -234,25 +264,11 @@ def _walk_task(
     if SPLIT:
         kept = taken & (position >= key // SPAN * SPAN)  # rows before the span have no state there
         state = (tl.load(bases + row, mask=kept, other=0).to(tl.int64) + key // SPAN) * HEADS + head
-        if RESUME:
-            m = tl.load(m_of + state, mask=kept, other=float("-inf"))
-            z = tl.load(z_of + state, mask=kept, other=0.0)
-        # Every pass has the same m and z.
-        for turn in range(0, P // V):
-            column = turn * V + columns
-            there = kept[:, None] & (column < D)[None, :]
-            acc = tl.zeros((LANES, V), tl.float32)
-            if RESUME:
-                acc = tl.load(acc_of + state[:, None] * D + column[None, :], mask=there, other=0.0)
-            new_m, new_z, acc, _, _, _ = _walk_chunks(
-                rows, m, z, acc, m, z, acc, k, v, k_scale, v_scale, items, first, first + count, kv_head, column, head,
-                taken, position, last, bias, factor, cap, bias_len, window,
-                KV_HEADS, D, P, K, SPAN, True, False, WINDOW, BIAS, CAP, PRECISION,
-            )  # fmt: skip
-            if turn == P // V - 1:
-                tl.store(m_of + state, new_m, mask=kept)
-                tl.store(z_of + state, new_z, mask=kept)
-            tl.store(acc_of + state[:, None] * D + column[None, :], acc, mask=there)
+        _walk_span(
+            rows, m, z, k, v, k_scale, v_scale, items, first, count, kv_head, columns, head, taken, position, last,
+            bias, factor, cap, bias_len, window, acc_of, m_of, z_of, state, kept,
+            KV_HEADS, D, P, V, K, LANES, SPAN, RESUME, WINDOW, BIAS, CAP, PRECISION,
+        )  # fmt: skip
     else:
         acc = tl.zeros((LANES, V), tl.float32)
         m, z, acc = _walk_spans(

@@ -151,6 +151,32 @@ def _finished(total, scale, bias, SCALED: tl.constexpr, BIAS: tl.constexpr):
         return total
 
 
+@triton.jit
+def _of_segments(
+    from_x, from_w, scales, offsets, magic, read, taken, tiles, inputs, outputs,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, CODES: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, WHOLE: tl.constexpr, SEGMENTS: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sum [COLUMNS, ROWS] over the inputs of a program's segment, or of all segments from left to right."""
+    every = tl.cdiv(inputs, STEP * STEPS)
+    if APART or SEGMENTS == 1:
+        begins = tl.program_id(2) * tiles
+        total = _chain(
+            from_x, from_w, scales, offsets, magic, read, taken, begins, tl.minimum(begins + tiles, every),
+            inputs, outputs, ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
+        )  # fmt: skip
+    else:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for segment in range(SEGMENTS):
+            total += _chain(
+                from_x, from_w, scales, offsets, magic, read, taken, segment * tiles,
+                tl.minimum((segment + 1) * tiles, every), inputs, outputs,
+                ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
+            )  # fmt: skip
+    return total
+
+
 @triton.jit(do_not_specialize=["rows", "tiles", "magic"])
 def product(
     x, weight, scales, offsets, bias, out, table, begin, order, rows, inputs, outputs, x_stride, stride, out_stride,
@@ -189,21 +215,10 @@ def product(
     source = tl.load(order + row, mask=taken, other=0) // chosen if SENT else row
     from_w = weight + read.to(tl.int64)[:, None] * stride + word[None, :]
     from_x = x + source.to(tl.int64)[None, :] * x_stride + j[:, None]
-    every = tl.cdiv(inputs, STEP * STEPS)
-    if APART or SEGMENTS == 1:
-        begins = tl.program_id(2) * tiles
-        total = _chain(
-            from_x, from_w, scales, offsets, magic, read, taken, begins, tl.minimum(begins + tiles, every),
-            inputs, outputs, ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
-        )  # fmt: skip
-    else:
-        total = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for segment in range(SEGMENTS):
-            total += _chain(
-                from_x, from_w, scales, offsets, magic, read, taken, segment * tiles,
-                tl.minimum((segment + 1) * tiles, every), inputs, outputs,
-                ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, PRECISION,
-            )  # fmt: skip
+    total = _of_segments(
+        from_x, from_w, scales, offsets, magic, read, taken, tiles, inputs, outputs,
+        ROWS, COLUMNS, STEP, STEPS, CODES, BITS, GROUP, OFFSETS, WHOLE, SEGMENTS, APART, PRECISION,
+    )  # fmt: skip
     to = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     if APART:
         to += tl.program_id(2).to(tl.int64) * rows * out_stride
