@@ -17,7 +17,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has such engines on it", allow_module_level=True)
 
 from headrace import LLM, SamplingParams
-from headrace.engine.runner import Runner
 from headrace.host import GIB
 from headrace.kernels import ops
 from headrace.kernels.experts import OutsideColumn
@@ -28,7 +27,8 @@ from headrace.offload.weights.experts import PAGE
 from headrace.offload.weights.layers import tensors_of
 from headrace.offload.weights.streamed import ends_of, placed_in
 from tests.support.checkpoints import make_checkpoint
-from tests.support.fake_device import FakeDevice, fake_device
+from tests.support.fake_device import FakeDevice
+from tests.support.small_gpu_engines import recorded_when_needed
 from tests.support.traces import run, same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,8 +43,7 @@ SIZES: dict[str, Any] = dict(
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    monkeypatch.setattr(Runner, "record", lambda self: None)
-    with fake_device(monkeypatch) as device:
+    with recorded_when_needed(monkeypatch) as device:
         yield device
 
 

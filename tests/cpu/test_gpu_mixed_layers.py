@@ -15,12 +15,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
     pytest.skip("there is a GPU: tests/gpu has such models, compiled", allow_module_level=True)
 
 from headrace import LLM, SamplingParams
-from headrace.engine import graph_buckets
 from headrace.engine.runner import Runner
-from headrace.kernels.triton import graph_step, tile_schedule
 from tests.support.checkpoints import build_model, make_checkpoint
-from tests.support.fake_device import FakeDevice, fake_device
-from tests.support.small_gpu_engines import launched, tokens
+from tests.support.fake_device import FakeDevice
+from tests.support.small_gpu_engines import launched, recorded_when_needed, small_buckets, tokens
 from tests.support.traces import run, same
 
 SIZES: dict[str, Any] = dict(
@@ -44,12 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """As in test_graph_buckets: buckets of 2 and 4 rows and of the largest step; runs of more than two are long."""
-    monkeypatch.setattr(Runner, "record", lambda self: None)
-    monkeypatch.setattr(graph_buckets, "SMALL", (2, 4))
-    monkeypatch.setattr(tile_schedule, "SHORT", 2)
-    monkeypatch.setattr(graph_step, "PROGRAMS", 1)
-    with fake_device(monkeypatch) as device:
+    small_buckets(monkeypatch)
+    with recorded_when_needed(monkeypatch) as device:
         yield device
 
 

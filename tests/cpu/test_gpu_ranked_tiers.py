@@ -21,7 +21,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from headrace import LLM, SamplingParams
 from headrace.arrival import Arrival
-from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.bench.shapes import write_checkpoint
 from headrace.config import EngineConfig
 from headrace.engine import preflight, tiers
 from headrace.engine.stored_prefixes import StoredPrefixes
@@ -36,14 +36,13 @@ from headrace.parallel.coming import Coming
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import RankLost
 from tests.support.fake_device import FakeDevice
-from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
+from tests.support.gpu_ranks import SHAPE, computed, interpreted_on, ranks_of
 from tests.support.loopback_ranks import Conversation, LoopbackRanks
 from tests.support.offloading import MIXES, counters, flush, forced, watched
 from tests.support.small_gpu_engines import tokens
 from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import same
 
-SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=2048)
 NEW = 2
 
 

@@ -25,7 +25,7 @@ from gguf import GGMLQuantizationType as Kind
 from headrace import LLM, SamplingParams, device
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
-from headrace.bench.shapes import CheckpointShape, write_checkpoint
+from headrace.bench.shapes import write_checkpoint
 from headrace.config import Quantization
 from headrace.engine import gpu_memory, preflight
 from headrace.engine.runner import Runner
@@ -41,13 +41,12 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_nccl import HostLinks
 from tests.support.gguf_files import theirs, write_gguf
-from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
+from tests.support.gpu_ranks import SHAPE, computed, interpreted_on, ranks_of
 from tests.support.loopback_ranks import Late
 from tests.support.tensor_ranks import on_ranks
 from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import Trace, run, same
 
-SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=2048)
 NEW = 5
 
 

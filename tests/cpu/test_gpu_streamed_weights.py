@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
-from headrace.engine.runner import Runner
 from headrace.offload.weights.streamed import StreamedLayers
 from tests.support.fake_device import FakeDevice, fake_device
+from tests.support.small_gpu_engines import recorded_when_needed
 from tests.support.traces import Trace, run, same
 
 SHAPE = CheckpointShape(hidden=32, layers=3, heads=2, kv_heads=2, head_dim=16, mlp=32, vocab=64, context=256)
@@ -38,8 +38,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    monkeypatch.setattr(Runner, "record", lambda self: None)
-    with fake_device(monkeypatch) as device:
+    with recorded_when_needed(monkeypatch) as device:
         yield device
 
 

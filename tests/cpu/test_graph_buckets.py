@@ -20,11 +20,10 @@ from headrace.engine import graph_buckets
 from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
 from headrace.engine.runner import Runner
-from headrace.kernels.triton import graph_step, tile_schedule
 from headrace.offload.restore import timing
 from tests.support.drafting import answered, drafts_from
-from tests.support.fake_device import FakeDevice, FakeGraph, fake_device
-from tests.support.small_gpu_engines import SHAPE, launched, tokens
+from tests.support.fake_device import FakeDevice, FakeGraph
+from tests.support.small_gpu_engines import SHAPE, launched, recorded_when_needed, small_buckets, tokens
 from tests.support.traces import run, same
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -38,12 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """Buckets of 2 and 4 rows, and of 8; runs of more than two are long. Recordings are made when they are needed."""
-    monkeypatch.setattr(Runner, "record", lambda self: None)
-    monkeypatch.setattr(graph_buckets, "SMALL", (2, 4))
-    monkeypatch.setattr(tile_schedule, "SHORT", 2)
-    monkeypatch.setattr(graph_step, "PROGRAMS", 1)
-    with fake_device(monkeypatch) as device:
+    small_buckets(monkeypatch)
+    with recorded_when_needed(monkeypatch) as device:
         yield device
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace import device
+from headrace.bench.shapes import CheckpointShape
 from headrace.device import Device
 from headrace.models.decoder import Decoder
 from headrace.parallel.messages import StepGroup
@@ -20,6 +21,7 @@ from headrace.types import CHUNK
 from tests.support.fake_nccl import HostLinks
 from tests.support.loopback_ranks import Conversation, LoopbackRanks
 
+SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=2048)
 COMMON = 8
 """Chunks that both sequences have: a span. Each has one more of its own."""
 

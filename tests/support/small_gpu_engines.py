@@ -3,16 +3,37 @@ nothing is replayed (on tests.support.fake_device), and which way attention goes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape
-from headrace.kernels.triton import attention
+from headrace.engine import graph_buckets
+from headrace.engine.runner import Runner
+from headrace.kernels.triton import attention, graph_step, tile_schedule
+from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.traces import Trace, run
 from tools.gpu.bits import eager_steps
 
 SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
+
+
+@contextmanager
+def recorded_when_needed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    """A device whose engines record no step as they start: each recording takes a step's time here."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    with fake_device(monkeypatch) as device:
+        yield device
+
+
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prompts have buckets of 2 and 4 rows and of the largest step; runs of more than two rows are long."""
+    monkeypatch.setattr(graph_buckets, "SMALL", (2, 4))
+    monkeypatch.setattr(tile_schedule, "SHORT", 2)
+    monkeypatch.setattr(graph_step, "PROGRAMS", 1)
 
 
 def launched(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Trace]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,16 @@ from headrace.server.keyfile import Rules, digest, hashed, lines_for, new_key, p
 from headrace.server.keyring import changes
 from headrace.server.rates import Bucket
 from headrace.server.tenants import Tenant, salt_of
+from tests.support.tenant_keys import Write, key_file
 
 pytestmark = pytest.mark.unit
 
 KEY = "sha256:" + "ab" * 32
-Write = Callable[[str], str]
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    def to_file(text: str) -> str:
-        path = tmp_path / "keys.toml"
-        path.write_text(text)
-        path.chmod(0o600)
-        return str(path)
-
-    return to_file
+    return key_file(tmp_path)
 
 
 def test_tenants_with_their_keys_and_rules(write: Write) -> None:
