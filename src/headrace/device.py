@@ -3,16 +3,18 @@ one in its place (`use`), on which the same engine runs with its tensors in memo
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.cuda import memory as allocator
 
 from headrace import memory
 
@@ -84,7 +86,8 @@ class Device(Protocol):
 
     def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
         """Records what `run` launches on the current stream, which is not computed, and what it returns. All graphs
-        share their memory: what one returned is valid until another is replayed."""
+        share their memory: what one returned is valid until another is replayed. Raises what `run` does, and
+        RuntimeError for what cannot be recorded; others can be recorded afterwards."""
 
     def stream(self) -> Stream: ...
 
@@ -133,7 +136,7 @@ class Cuda(Device):
 
     def __init__(self, index: int = 0) -> None:
         self.place = torch.device("cuda", index)
-        self._side: torch.cuda.Stream | None = None
+        self._recording: torch.cuda.Stream | None = None
         self._memory: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
 
@@ -176,33 +179,51 @@ class Cuda(Device):
 
     def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
         if self._keeper is None:
-            self._side, self._memory = torch.cuda.Stream(self.place), torch.cuda.graph_pool_handle()
+            self._memory = torch.cuda.graph_pool_handle()
             # The shared memory goes with the last graph that has it, and cannot be asked for again: this one stays.
-            self._keeper, _ = self._recorded(self._side, lambda: torch.zeros(1, device=self.place))
-        assert self._side is not None
-        try:
-            return self._recorded(self._side, run)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            self._keeper = None  # a recording that broke off keeps the memory closed: the next one has another
-            raise
+            self._keeper, _ = self._recorded(lambda: torch.zeros(1, device=self.place))
+        return self._recorded(run)
 
-    def _recorded(self, side: torch.cuda.Stream, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.place)
+        graph, side, current = torch.cuda.CUDAGraph(), self._side, torch.cuda.current_stream(self.place)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            try:
-                made = run()
-            finally:
-                graph.capture_end()
+        with torch.cuda.stream(side), _uncollected(), self._capturing(graph):
+            made = run()
         current.wait_stream(side)
         return graph, made
 
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """An error ends the capture: otherwise all that the stream is given would be recorded for good."""
+        try:
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
+            # Where it cannot be ended, torch's allocator takes it for under way, and frees nothing from then on.
+            with suppress(RuntimeError):  # it was ended
+                allocator._cuda_endAllocateToPool(self.place.index, self._memory)
+                allocator._cuda_releasePool(self.place.index, self._memory)
+            raise
+
+    @property
+    def _side(self) -> torch.cuda.Stream:
+        """The stream that is recorded on."""
+        if self._recording is None:
+            self._recording = torch.cuda.Stream(self.place)
+        return self._recording
+
     def stream(self) -> Stream:
-        return cast(Stream, torch.cuda.Stream(self.place))
+        side, made = self._side, torch.cuda.Stream(self.place)
+        # torch has 32 and gives them out in turn. A copy on the one that is recorded on would become a part of the
+        # recording, and not be made.
+        return cast(Stream, torch.cuda.Stream(self.place) if made == side else made)
 
     def current_stream(self) -> Stream:
         return cast(Stream, torch.cuda.current_stream(self.place))
@@ -235,6 +256,19 @@ class Cuda(Device):
         launched = time.perf_counter() - began
         self.synchronize()
         return launched, time.perf_counter() - began
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: what it finalizes may call the driver as a thread that records must not, by
+    unpinning memory or unloading a kernel."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 _current: Device = Cuda()

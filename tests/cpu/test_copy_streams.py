@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from headrace.offload import emulated_link
-from headrace.offload.copy_streams import ThreadStream, copy_alone, open_copy_streams
+from headrace.offload.copy_streams import CudaStream, ThreadStream, copy_alone, open_copy_streams
 from headrace.offload.emulated_link import EmulatedLink
 from headrace.offload.ticket import Ticket
+from tests.support.fake_device import FakeDevice
 
 
 @pytest.fixture
@@ -111,6 +112,22 @@ def test_errors_are_handed_on(stream: ThreadStream) -> None:
     with pytest.raises(SystemExit):
         worse.wait()
     assert isinstance(bad.error, OSError)
+
+
+def test_a_lost_device_ends_all_transfers() -> None:
+    """After an illegal access every call fails, waiting for what was handed over before it too: nobody hangs."""
+
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    device = FakeDevice()
+    device.pinned = lambda shape, dtype: torch.zeros(1)  # type: ignore[method-assign]
+    stream = CudaStream("test", device)
+    stream.stream.synchronize = stream.stream.wait_event = fails  # type: ignore[method-assign, assignment]
+    for ticket in [stream.submit(lambda: None, 1, "kv") for _ in range(2)]:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            ticket.wait()
+    stream.close()
 
 
 def test_copies(stream: ThreadStream) -> None:

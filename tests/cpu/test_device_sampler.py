@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from headrace.engine.device_sampler import DeviceSampler, packed
 from headrace.engine.sampler import BadLogits, Sampled, SampleInput, _adjusted, sample
 from headrace.kernels.triton import replays as replays_of
 from headrace.kernels.triton import sampling
-from headrace.kernels.triton.replays import Launch, Replays
+from headrace.kernels.triton.replays import Replays
 from headrace.kernels.triton.sampling import Chooser, Needs
 from headrace.types import SamplingParams, Structured
+from tests.support.fake_device import FakeDevice
 from tests.support.sampler_rows import random_logits, row_input
 
 CPU = torch.device("cpu")
@@ -276,31 +278,38 @@ def test_nothing_left_is_an_error() -> None:
 
 def test_choices_from_the_same_place_are_replayed() -> None:
     """Recorded at the second choice; rows up to the next power of two are launched, whatever was asked before."""
-    recorded = []
-
-    def recorder(launch: Launch) -> Launch:
-        recorded.append(launch)
-        return launch
-
+    fake = FakeDevice()
     device, logits = DeviceSampler(), random_logits(1, 5, WIDTH)
-    device._replays = replays = Replays(Chooser(8, WIDTH, CPU), recorder)
+    device._replays = replays = Replays(Chooser(8, WIDTH, CPU), fake.graph)
     device.sample(logits, range(5), [None] * 5)
     few = logits[:3].clone()
     for turn in range(4):
         few[:] = random_logits(turn, 3, WIDTH)
         assert [one.token for one in device.sample(few, [2, 0, 1], [None] * 3)] == few.argmax(1)[[2, 0, 1]].tolist()
-    assert (len(recorded), replays.replayed) == (1, 3)
+    assert (len(fake.graphs), replays.replayed) == (1, 3)
     device.sample(few, [0], [row_input(SamplingParams(temperature=0.0, logprobs=3))])
-    assert (len(recorded), replays.replayed) == (1, 3)
+    assert (len(fake.graphs), replays.replayed) == (1, 3)
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays_of, "MOST", 1)
-    replays = Replays(Chooser(2, WIDTH, CPU), lambda launch: launch)
+    replays = Replays(Chooser(2, WIDTH, CPU), FakeDevice().graph)
     logits = random_logits(1, 4, WIDTH)
     for first in (0, 1, 0, 0):
         replays.choose(logits[first:], 1, Needs())
     assert replays.replayed == 1
+
+
+def test_a_choice_that_cannot_be_recorded_is_launched(caplog: pytest.LogCaptureFixture) -> None:
+    """It is tried once; all choices are right, and of as many rows as are asked for from then on."""
+    tried = Mock(side_effect=torch.OutOfMemoryError("no memory"))
+    device, logits = DeviceSampler(), random_logits(1, 3, WIDTH)
+    device._replays = replays = Replays(Chooser(4, WIDTH, CPU), tried)
+    for turn in range(4):
+        logits[:] = random_logits(turn, 3, WIDTH)
+        assert [one.token for one in device.sample(logits, range(3), [None] * 3)] == logits.argmax(1).tolist()
+    assert (tried.call_count, replays.replayed, replays.room(3)) == (1, 0, 3)
+    assert "choices of tokens are launched, not recorded: no memory" in caplog.text
 
 
 # ---- the chooser -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import write_checkpoint
+from headrace.device import Graph
 from headrace.engine import graph_buckets
 from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
@@ -162,10 +163,16 @@ def test_what_cannot_be_recorded(
     graphs, prompts = graphs_of(llm), [tokens(3, 1)]
     truth = launched(llm, prompts, ONE)
 
-    def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[FakeGraph, object]:
+    record = fake.graph
+
+    def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[Graph, object]:
+        def other() -> tuple[torch.Tensor, torch.Tensor]:
+            logits, chosen = run()
+            return logits.add_(1), chosen
+
         if why == "no memory":
             raise torch.OutOfMemoryError(why)
-        return FakeGraph(lambda: (made[0] + 1, made[1]), made := run(), []), made
+        return record(other)
 
     monkeypatch.setattr(fake, "graph", graph)
     same(run(llm, prompts, ONE), truth)

@@ -93,7 +93,7 @@ class DelayedDevice(FakeDevice):
     def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
         graph, made = super().graph(run)
         assert isinstance(graph, FakeGraph)
-        late = DelayedGraph(graph.run, graph.made, graph.others)
+        late = DelayedGraph(graph.tape, graph.made, graph.others)
         late.late = self
         self.graphs[-1] = late
         return late, made

@@ -1,4 +1,4 @@
-"""A GPU that is none: tensors in memory, Triton's kernels in its interpreter, graphs that are calls made again."""
+"""A GPU that is none: tensors in memory, Triton's kernels in its interpreter, graphs that are launches made again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace import device
 from headrace.device import Device, Event, Graph, Stream
 from headrace.engine import preflight
+from tests.support.launch_tape import LaunchTape, spoil, tensors_of
 
 T = TypeVar("T")
 
@@ -35,26 +36,18 @@ class FakeStream(Stream):
 
 
 class FakeGraph(Graph):
-    """Calls again what was recorded, and leaves what it returns where the first call left it: the memory is the
-    recording's. others: recordings that share it: a replay spoils what they returned (Device.graph)."""
+    """Repeats what was launched. others: recordings that share its memory: a replay spoils what they returned
+    (Device.graph)."""
 
-    def __init__(self, run: Callable[[], T], made: T, others: list[FakeGraph]) -> None:
-        self.run, self.made, self.replays, self.others = run, made, 0, others
+    def __init__(self, tape: LaunchTape, made: object, others: list[FakeGraph]) -> None:
+        self.tape, self.made, self.replays, self.others = tape, made, 0, others
 
     def replay(self) -> None:
         self.replays += 1
         for other in self.others:
             for place in tensors_of(other.made) if other is not self else []:
-                place.fill_(float("nan") if place.is_floating_point() else torch.iinfo(place.dtype).max)
-        for place, value in zip(tensors_of(self.made), tensors_of(self.run()), strict=True):
-            place.copy_(value)
-
-
-def tensors_of(made: object) -> list[Tensor]:
-    """The tensors of what a recording returns: a tensor, or a tuple of such things."""
-    if isinstance(made, Tensor):
-        return [made]
-    return [each for part in made for each in tensors_of(part)] if isinstance(made, tuple | list) else []
+                spoil(place)
+        self.tape.replay()
 
 
 class FakeDevice(Device):
@@ -79,10 +72,12 @@ class FakeDevice(Device):
         return torch.zeros(*shape, dtype=dtype)
 
     def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
-        made = run()
+        tape = LaunchTape()
+        with tape.noting():
+            made = run()
         for each in tensors_of(made):
-            each.zero_()  # a recording computes nothing
-        graph = FakeGraph(run, made, self.graphs)
+            spoil(each)  # a recording computes nothing
+        graph = FakeGraph(tape, made, self.graphs)
         self.graphs.append(graph)
         return graph, made
 

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.device import current
 from headrace.engine.device_changes import changed, changes
 from headrace.engine.logprobs import BadLogits
 from headrace.engine.sampler import Mask, Sampled, SampleInput, sample
-from headrace.kernels.triton.replays import Replays, record
+from headrace.kernels.triton.replays import Replays
 from headrace.kernels.triton.sampling import ABOVE, ASKED, LOGIT, NORM, STRAY, SURE, TOKEN, Chooser, Needs, leaders_of
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
@@ -109,7 +110,7 @@ class DeviceSampler:
         replays, width = self._replays, logits.shape[1]
         if replays is None or replays.chooser.rows < rows or replays.chooser.width != width:
             room = max(FEWEST, 1 << (rows - 1).bit_length())
-            recorder = record if logits.device.type == "cuda" else None
+            recorder = current().graph if logits.device.type == "cuda" else None
             self._replays = replays = Replays(Chooser(room, width, logits.device), recorder)
         return replays
 

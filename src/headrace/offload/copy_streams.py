@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -174,8 +175,9 @@ class CudaStream(ThreadStream):
                 run()
                 ticket.over.record(self.stream)
         except BaseException as raised:  # as above
-            self.stream.synchronize()  # what was handed over before the error
             error = raised
+            with suppress(RuntimeError):  # of a device that computes no more, on which nothing is under way
+                self.stream.synchronize()  # what was handed over before the error
         ticket.hand_over(error)
         self._under_way.put(ticket)
 

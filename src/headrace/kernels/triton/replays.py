@@ -6,42 +6,34 @@ R: rows of logits, V: vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from headrace.device import Graph
 from headrace.kernels.triton.sampling import MOST_LEADERS, Chooser, Needs
 
+log = logging.getLogger(__name__)
+
 Launch = Callable[[], None]
+Recorder = Callable[[Launch], tuple[Graph, None]]
+"""Device.graph. What it records has been launched before, and takes no memory."""
 MOST = 64
 """Graphs that are kept."""
-
-
-def record(launch: Launch) -> Launch:
-    """A CUDA graph of what `launch` launches: its replay. launch has been called before, and takes no memory."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # torch.cuda.graph would empty the allocator first.
-        graph.capture_begin(capture_error_mode="thread_local")
-        launch()
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay
 
 
 class Replays:
     """The launches of a chooser. Of a kind of choice from logits at one address the first is launched as it is, and
     compiles what is not compiled yet; the second is recorded, and replayed from then on. recorder: None records
-    nothing."""
+    nothing, nor does one that has failed."""
 
-    def __init__(self, chooser: Chooser, recorder: Callable[[Launch], Launch] | None) -> None:
+    def __init__(self, chooser: Chooser, recorder: Recorder | None) -> None:
         self.chooser, self.replayed = chooser, 0
         self._recorder = recorder
-        self._known: dict[tuple[object, ...], Launch | None] = {}
+        self._known: dict[tuple[object, ...], Graph | None] = {}
 
     def room(self, rows: int) -> int:
         """How many rows a choice of so many is launched for: those behind them must be filled in, too."""
@@ -60,8 +52,20 @@ class Replays:
             while len(self._known) > MOST:
                 del self._known[next(iter(self._known))]
             return
-        replay = self._known[key]
-        if replay is None:
-            replay = self._known[key] = self._recorder(launch)
-        replay()
+        found = self._known[key] or self._recorded(launch)
+        if found is None:
+            launch()
+            return
+        self._known[key] = found
+        found.replay()
         self.replayed += 1
+
+    def _recorded(self, launch: Launch) -> Graph | None:
+        """None, with a line in the log: it cannot be recorded. All choices are launched from then on."""
+        assert self._recorder is not None
+        try:
+            return self._recorder(launch)[0]
+        except RuntimeError as error:  # no memory, for one
+            log.warning("choices of tokens are launched, not recorded: %s", error)
+            self._recorder = None
+            return None
