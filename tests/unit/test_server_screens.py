@@ -281,6 +281,20 @@ def test_a_second_ctrl_c_ends_what_is_under_way() -> None:
     assert "  left      prompt       5" in left
 
 
+def test_requests_under_way_are_ended_when_their_time_is_over() -> None:
+    with logged() as out, serving(token_s=0.01, shutdown_timeout_s=0.1) as running:
+        sock = open_request(running.port, text(max_tokens=3000, stream=True))
+        until(lambda: running.engine.stats.scheduler.running == 1)
+        running.server.servers[0].get_loop().call_soon_threadsafe(running.server.handle_exit, signal.SIGTERM, None)
+        running.thread.join(5)
+        assert not running.thread.is_alive() and running.server.exit_code() == 0
+        sock.close()
+    *_, stopping, ended, left = without_times(out.getvalue()).splitlines()
+    assert stopping == "INFO  stopping: requests under way have up to 0.1 s"
+    assert ended == "INFO  stopping: ended what was under way: 1 request"
+    assert "  left      prompt       5" in left
+
+
 def test_lines_about_refusals() -> None:
     full, tokens = Refusal(429, "queue full"), Refusal(400, "max_tokens")
     assert refused_line(Counter([full]), 5.0, "12 requests are waiting") == (
