@@ -130,11 +130,17 @@ async def _told_text(state: ServerState, job: Job) -> str:
 
 
 async def read(request: Request) -> bytes:
+    """The body. Raises ApiError for one that comes too slowly, or is compressed."""
     try:
         async with asyncio.timeout(READ_S):
-            return await request.body()
+            raw = await request.body()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_S:.0f} s") from None
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        told = f"bodies with content-encoding {encoding[:40]!r} are not read; send plain JSON"
+        raise ApiError(415, told, None, "unsupported_encoding", {"Accept-Encoding": "identity"})
+    return raw
 
 
 def admission(state: ServerState, request: Request) -> AbstractContextManager[None]:
