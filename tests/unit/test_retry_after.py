@@ -23,8 +23,8 @@ pytestmark = pytest.mark.unit
     ],
 )
 def test_errors(error: Exception, seconds: int) -> None:
-    assert as_api_error(error).headers == {"Retry-After": str(seconds)}
-    assert as_api_error(ApiError(400, "wrong")).headers is None
+    assert as_api_error(error, "req_1").headers == {"Retry-After": str(seconds)}
+    assert as_api_error(ApiError(400, "wrong"), "req_1").headers is None
 
 
 def waits(reply: httpx.Response) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import httpx
@@ -152,10 +153,37 @@ def test_scores_and_embeddings_are_no_output(write: Write) -> None:
         check_refusal(post(running, text("a", max_tokens=2)), 400, "max_tokens")
 
 
+def slow_body(port: int, key: str) -> socket.socket:
+    """A request whose body does not come."""
+    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nX-Api-Key: {key}\r\n\r\n{{"
+    sock.sendall(head.encode())
+    return sock
+
+
 def test_a_full_queue_says_when_what_waits_of_the_tenant_is_done(write: Write) -> None:
-    """Also while bodies are being read, which nobody's tenant has caused."""
-    with serving(api_keys_file=write(limited("weight = 1"))) as running:
-        running.app.state.headrace.admitting = 1000
-        refused = post(running, text())
+    """Also while bodies are being read."""
+    with serving(api_keys_file=write(limited("weight = 1")), max_queued_requests=1) as running:
+        places = running.app.state.headrace.reading
+        with slow_body(running.port, ACME):
+            until(lambda: len(places) == 1)
+            refused = post(running, text())
         check_refusal(refused, 429, None)
-        assert refused.headers["retry-after"] == "3"
+        assert refused.headers["retry-after"] == "7"
+
+
+def test_bodies_that_one_tenant_sends_slowly_shut_no_other_out(write: Write) -> None:
+    """acme alone may take all 6 places; free, with a ninth of the weight, still gets one, and no more."""
+    with serving(api_keys_file=write(limited("weight = 9")), max_queued_requests=6) as running:
+        places = running.app.state.headrace.reading
+        socks = [slow_body(running.port, ACME) for _ in range(6)]
+        until(lambda: len(places) == 6)
+        check_refusal(post(running, text()), 429, None)
+        assert [post(running, text(), FREE).status_code for _ in range(8)] == [200] * 8, "one at a time"
+        socks.append(slow_body(running.port, FREE))
+        until(lambda: len(places) == 7)
+        check_refusal(post(running, text(), FREE), 429, None)
+        for sock in socks:
+            sock.close()
+        until(lambda: not len(places))
+        assert post(running, text()).status_code == 200

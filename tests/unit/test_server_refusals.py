@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +63,24 @@ def test_openai_client_raises_its_own_errors(fast: Running) -> None:
 def test_body_too_large(fast: Running) -> None:
     check_refusal(fast.http.post(TEXT, content=b" " * (33 * 2**20)), 413, None)
     assert fast.http.post(TEXT, json=text()).status_code == 200
+
+
+def test_compressed_body_is_refused_with_the_remedy(fast: Running) -> None:
+    packed = gzip.compress(json.dumps(text()).encode())
+    reply = fast.http.post(TEXT, content=packed, headers={"content-encoding": "gzip"})
+    check_refusal(reply, 415, None)
+    assert "send plain JSON" in reply.json()["error"]["message"] and reply.headers["accept-encoding"] == "identity"
+    assert fast.http.post(TEXT, json=text(), headers={"content-encoding": "identity"}).status_code == 200
+
+
+def test_probes_may_ask_for_the_head_alone(fast: Running) -> None:
+    reply = fast.http.head("/health")
+    assert reply.status_code == 200 and not reply.content
+
+
+def test_verbosity_of_openais_default_is_no_fault(fast: Running) -> None:
+    assert fast.http.post(CHAT, json=ask(verbosity="medium")).status_code == 200
+    check_refusal(fast.http.post(CHAT, json=ask(verbosity="low")), 400, "verbosity")
 
 
 def test_no_pages_for_developers(fast: Running) -> None:

@@ -97,7 +97,7 @@ def test_a_full_queue_is_told_at_once(
         check_refusal(refused, 429, None)
         assert refused.headers["retry-after"] == "1" and len(calls) < 4
         until(lambda: running.engine.stats.kv.chunks_used == 0)
-        assert running.metric("http_errors_total", status="429") == 1 and not running.app.state.headrace.admitting
+        assert running.metric("http_errors_total", status="429") == 1 and not len(running.app.state.headrace.reading)
 
 
 @pytest.mark.parametrize("route", MANY)

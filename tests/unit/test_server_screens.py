@@ -281,6 +281,20 @@ def test_a_second_ctrl_c_ends_what_is_under_way() -> None:
     assert "  left      prompt       5" in left
 
 
+def test_requests_under_way_are_ended_when_their_time_is_over() -> None:
+    with logged() as out, serving(token_s=0.01, shutdown_timeout_s=0.1) as running:
+        sock = open_request(running.port, text(max_tokens=3000, stream=True))
+        until(lambda: running.engine.stats.scheduler.running == 1)
+        running.server.servers[0].get_loop().call_soon_threadsafe(running.server.handle_exit, signal.SIGTERM, None)
+        running.thread.join(5)
+        assert not running.thread.is_alive() and running.server.exit_code() == 0
+        sock.close()
+    *_, stopping, ended, left = without_times(out.getvalue()).splitlines()
+    assert stopping == "INFO  stopping: requests under way have up to 0.1 s"
+    assert ended == "INFO  stopping: ended what was under way: 1 request"
+    assert "  left      prompt       5" in left
+
+
 def test_lines_about_refusals() -> None:
     full, tokens = Refusal(429, "queue full"), Refusal(400, "max_tokens")
     assert refused_line(Counter([full]), 5.0, "12 requests are waiting") == (
@@ -323,15 +337,42 @@ async def _turn() -> None:
 async def test_each_refusal_is_told_at_debug_and_faults_of_our_own_never() -> None:
     with logged(level=logging.DEBUG) as out:
         refusals = Refusals(60.0)
-        refusals.note(ApiError(500, "internal error"), "POST", "/v1/completions")
-        refusals.note(invalid("n: too\nmany", "n"), "POST", "/v1/completions")
+        refusals.note(ApiError(500, "internal error"), "POST", "/v1/completions", "req_1")
+        refusals.note(invalid("n: too\nmany", "n"), "POST", "/v1/completions", "req_1")
         await _turn()
     assert (
         without_times(out.getvalue())
         == """\
-DEBUG refused  POST /v1/completions with 400: n: too\\nmany
+DEBUG refused  req_1  POST /v1/completions with 400: n: too\\nmany
 INFO  refused one with 400: n: too\\nmany"""
     )
+
+
+def test_a_reply_and_the_lines_about_it_have_one_id() -> None:
+    """Under the name that the route's clients look for. A stream has it at its beginning."""
+    streamed = text(stream=True)
+    with logged("json", logging.DEBUG) as out, serving() as running:
+        client = running.client()
+        message = {"model": "fake", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+        ids = [running.http.post(TEXT, json=body).headers["x-request-id"] for body in (text(), streamed, text(n=0))]
+        ids.append(client.completions.create(model="fake", prompt="hi")._request_id)
+        ids.append(running.http.post("/v1/messages", json=message).headers["request-id"])
+        refused = running.http.post("/v1/messages", json={"model": "fake"})
+        assert refused.json()["request_id"] == refused.headers["request-id"]
+        ids.append(refused.headers["request-id"])
+        assert len({*ids, running.http.get("/v1/models").headers["x-request-id"]}) == 7
+        until(lambda: out.getvalue().count('"ended"') == 4)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line["request_id"] for line in lines if "request_id" in line] == ids
+
+
+def test_a_fault_is_told_with_the_id_of_its_reply() -> None:
+    with logged("json") as out, serving() as running:
+        running.engine.check = None
+        reply = running.http.post(TEXT, json=text())
+        assert reply.status_code == 500
+    (fault,) = (line for line in map(json.loads, out.getvalue().splitlines()) if line["level"] == "error")
+    assert fault["request_id"] == reply.headers["x-request-id"] and "TypeError" in fault["exception"]
 
 
 def test_refused_requests_have_no_line_of_their_own() -> None:

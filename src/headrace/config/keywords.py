@@ -242,6 +242,9 @@ class SettingKeywords(TypedDict, total=False):
     """When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it cached.
     A few at a time, and only while no other request waits."""
 
+    shutdown_timeout_s: float
+    """After SIGTERM or ctrl-c requests under way may go on for so many seconds; what is left is then ended."""
+
     stable_system_prompt: bool
     """On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, the
     date, git's status), so that prefixes are shared."""

@@ -123,6 +123,11 @@ class ServerSettings(SettingsRecord):
         "When a client leaves during its prefill: stop at once, or finish the prefill, so that its retry finds it "
         "cached. A few at a time, and only while no other request waits.",
     )
+    shutdown_timeout_s: float = setting(
+        10.0,
+        "After SIGTERM or ctrl-c requests under way may go on for so many seconds; what is left is then ended.",
+        check=NOT_NEGATIVE,
+    )
     stable_system_prompt: bool = setting(
         False,
         "On /v1/messages: keep out of the system text what Anthropic's coding client changes in it (a billing header, "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -20,12 +20,12 @@ from headrace.server.job import Job
 from headrace.server.prompt_progress import PromptProgress
 from headrace.server.protocol import AskingBody, StreamedBody, read_body
 from headrace.server.replies import OpenAIReplies, Replies
+from headrace.server.request_ids import SCOPE
 from headrace.server.reuse import Nearest, described
 from headrace.server.run import JobRun, outcome_of
 from headrace.server.state import CLIENT_GONE, ServerState
 from headrace.server.stream import EventStream, Note, unless_gone
 from headrace.server.turns import naming
-from headrace.types import Overloaded
 
 READ_S = 60.0
 """A client that sends its body slower than this does not hold a place among the admitted any longer."""
@@ -58,7 +58,7 @@ class Api(Protocol[B]):
 async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
     """One request, from its body to its reply or to the beginning of its stream."""
     arrival_s = time.monotonic()
-    with admission(state):
+    with admission(state, request):
         body = await read_body(api.body, await read(request))
         if body.model is not None:
             check_model(state, body.model)
@@ -82,6 +82,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
 async def start(state: ServerState, request: Request, job: Job) -> JobRun:
     """The job in the engine's queue. What the engine refuses it with before that is raised: the answer's status can
     still tell it."""
+    request.scope[SCOPE] = job.request_id
     try:
         state.arrived(job, await _told_text(state, job))
         run = JobRun(state, job)
@@ -129,23 +130,23 @@ async def _told_text(state: ServerState, job: Job) -> str:
 
 
 async def read(request: Request) -> bytes:
+    """The body. Raises ApiError for one that comes too slowly, or is compressed."""
     try:
         async with asyncio.timeout(READ_S):
-            return await request.body()
+            raw = await request.body()
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_S:.0f} s") from None
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        told = f"bodies with content-encoding {encoding[:40]!r} are not read; send plain JSON"
+        raise ApiError(415, told, None, "unsupported_encoding", {"Accept-Encoding": "identity"})
+    return raw
 
 
-@contextmanager
-def admission(state: ServerState) -> Iterator[None]:
-    """Bounds what is read and tokenized at one time, before the engine's own queue bounds what waits."""
-    if state.admitting >= state.config.server.max_queued_requests:
-        raise Overloaded(f"{state.admitting} requests are being read", state.engine.retry_after_s("", 1.0))
-    state.admitting += 1
-    try:
-        yield
-    finally:
-        state.admitting -= 1
+def admission(state: ServerState, request: Request) -> AbstractContextManager[None]:
+    """Bounds what is read and tokenized at one time, before the engine's own queue bounds what waits. Raises
+    Overloaded."""
+    return state.reading.place(request.scope[TENANT], state.retry_after_of)
 
 
 @asynccontextmanager

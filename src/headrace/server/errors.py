@@ -15,7 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from headrace.server.anthropic.errors import REQUEST_ID, error_body, speaks
+from headrace.logs import fields, short_id
+from headrace.server.anthropic.errors import error_body, speaks
+from headrace.server.request_ids import SCOPE as REQUEST_ID
 from headrace.types import EngineDead, InvalidRequest, Overloaded
 
 log = logging.getLogger("headrace.server")
@@ -28,6 +30,7 @@ TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -74,7 +77,7 @@ def broken_off(reason: object) -> ApiError:
     return ApiError(500, told, None, "aborted", {"x-should-retry": "false"})
 
 
-def as_api_error(error: BaseException) -> ApiError:
+def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """The answer that an exception of any layer becomes. What a fault inside says goes to the log, not to clients."""
     if isinstance(error, ApiError):
         return error
@@ -87,7 +90,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, f"the engine has failed: {error}", None, "engine_dead")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), None, None, dict(error.headers or {}))
-    log.error("internal error", exc_info=error)
+    log.error("internal error in %s", short_id(request_id), exc_info=error, extra=fields(request_id=request_id))
     return ApiError(500, "internal error; the server's log has the details", None, "internal_error")
 
 
@@ -104,8 +107,8 @@ def error_reply(told: ApiError, scope: Scope) -> JsonReply:
     """In the shape that the request's client knows."""
     if not speaks(scope["path"], scope["headers"]):
         return JsonReply(told.body(), status_code=told.status, headers=told.headers)
-    body = error_body(told.status, told.message, told.param)
-    return JsonReply(body, status_code=told.status, headers={**(told.headers or {}), REQUEST_ID: body["request_id"]})
+    body = error_body(told.status, told.message, scope[REQUEST_ID], told.param)
+    return JsonReply(body, status_code=told.status, headers=told.headers)
 
 
 async def _handle(request: Request, error: Exception) -> Response:
@@ -115,8 +118,9 @@ async def _handle(request: Request, error: Exception) -> Response:
         what = "unknown route" if error.status_code == 404 else "method not allowed"
         headers = {"Allow": ", ".join(_methods(request))} if error.status_code == 405 else {}
         error = ApiError(error.status_code, f"{what}: {request.method} {request.url.path}", headers=headers)
-    told = as_api_error(error)
-    request.app.state.headrace.refusals.note(told, request.method, request.url.path)
+    told = as_api_error(error, request.scope[REQUEST_ID])
+    refusals = request.app.state.headrace.refusals
+    refusals.note(told, request.method, request.url.path, request.scope[REQUEST_ID])
     return error_reply(told, request.scope)
 
 

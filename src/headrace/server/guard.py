@@ -9,6 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.server.errors import ApiError, ClientGone, as_api_error, error_reply
+from headrace.server.request_ids import SCOPE, id_header, new_id
 from headrace.server.state import ServerState
 from headrace.server.tenants import Tenant
 from headrace.types import Overloaded
@@ -35,7 +36,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        reply = _Reply(send, self.state)
+        scope[SCOPE] = new_id()
+        reply = _Reply(send, scope, self.state)
         try:
             if scope["path"] != "/health":
                 tenant = self._check(scope)
@@ -49,8 +51,8 @@ class Guard:
         except Exception as error:
             if reply.started:
                 raise
-            told = as_api_error(error)
-            self.state.refusals.note(told, scope["method"], scope["path"])
+            told = as_api_error(error, scope[SCOPE])
+            self.state.refusals.note(told, scope["method"], scope["path"], scope[SCOPE])
             await error_reply(told, scope)(scope, receive, reply.send)
 
     def _check(self, scope: Scope) -> Tenant:
@@ -87,10 +89,11 @@ class Guard:
 
 
 class _Reply:
-    """`send` that counts errors, tells where the limits of the tenant stand, and knows whether an answer has begun."""
+    """`send` that counts errors, tells the request's id and where the limits of its tenant stand, and knows whether an
+    answer has begun."""
 
-    def __init__(self, send: Send, state: ServerState) -> None:
-        self._send, self._state = send, state
+    def __init__(self, send: Send, scope: Scope, state: ServerState) -> None:
+        self._send, self._scope, self._state = send, scope, state
         self.started = False
         self.tenant: Tenant | None = None
 
@@ -99,8 +102,8 @@ class _Reply:
             self.started = True
             if message["status"] >= 400:
                 self._state.metrics.refused.labels(str(message["status"])).inc()
-            if self.tenant is not None and (told := self.tenant.standing()):
-                message = {**message, "headers": [*message["headers"], *told]}
+            told = [] if self.tenant is None else self.tenant.standing()
+            message = {**message, "headers": [*message["headers"], id_header(self._scope), *told]}
         await self._send(message)
 
 

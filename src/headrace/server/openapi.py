@@ -112,6 +112,7 @@ ROUTES = (
     Route("GET", MODELS, "The served model, by all names.", None, (shapes.ModelList, shapes.AnthropicModelList)),
     Route("GET", f"{MODELS}/{{name}}", "It by one name.", None, (shapes.ModelCard, shapes.AnthropicModel)),
     Route("GET", OPEN, "Whether requests are answered.", None, (shapes.Health,)),
+    Route("HEAD", OPEN, "The same, by the status alone."),
     Route("GET", "/metrics", "Figures for Prometheus."),
     Route("GET", "/openapi.json", "This document.", None, (dict[str, Any],)),
 )
@@ -200,6 +201,8 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 
 
 def _responses(route: Route) -> dict[str, Any]:
+    if route.method == "HEAD":
+        return {"200": {"description": "Ready."}, "503": {"description": "Not ready."}}
     content = _json(*route.replies) if route.replies else {"text/plain": {"schema": {"type": "string"}}}
     if route.streams:
         content["text/event-stream"] = {}
@@ -213,6 +216,7 @@ def _responses(route: Route) -> dict[str, Any]:
         told |= {"404": "It is not there, or another model."}
     if route.body is not None:
         told |= {"400": "A field is wrong.", "408": "The body is slow.", "413": "The body is too large.",
+                 "415": "The body is compressed.",
                  "429": "Too many requests wait, or a limit of the key is reached."}  # fmt: skip
     told["default"] = "Another refusal, or a fault of the server."
     refusals = {code: {"description": words, "content": _json(*route.errors)} for code, words in told.items()}

@@ -44,6 +44,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "suffix": ("",),
+    "verbosity": ("medium",),
 }
 
 SPECIAL = ("logit_bias", "max_tokens")

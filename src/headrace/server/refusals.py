@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
-from headrace.logs import fields, shown
+from headrace.logs import fields, short_id, shown
 from headrace.server.errors import ApiError
 from headrace.server.tally import Tally
 
@@ -43,14 +43,16 @@ class Refusals:
         self._tally = Tally(every_s, self._tell, lambda refusal: refusal._replace(reason="other"))
         self._last: ApiError | None = None
 
-    def note(self, error: ApiError, method: str, path: str) -> None:
+    def note(self, error: ApiError, method: str, path: str, request_id: str) -> None:
         if error.status == 500:
             return
         self._last = error
         self._tally.note(Refusal(error.status, reason_of(error)))
         log.debug(
-            "refused  %s %s with %d: %s", method, shown(path, 60), error.status, shown(error.message),
-            extra=fields(status=error.status, code=error.code, param=error.param, method=method, path=path[:200]),
+            "refused  %s  %s %s with %d: %s", short_id(request_id), method, shown(path, 60), error.status,
+            shown(error.message),
+            extra=fields(request_id=request_id, status=error.status, code=error.code, param=error.param, method=method,
+                         path=path[:200]),
         )  # fmt: skip
 
     def _tell(self, counts: Counter[Refusal], seconds: float) -> None:

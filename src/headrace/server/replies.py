@@ -145,7 +145,7 @@ class OpenAIReplies:
         return [sse(self.usage_chunk()), DONE] if self.shown.usage else [DONE]
 
     def failure(self, error: BaseException) -> list[bytes]:
-        return [sse_error(error)]
+        return [sse_error(error, self.job.request_id)]
 
     def progress(self, told: dict[str, Any]) -> bytes:
         """A chunk without choices that tells how far the prompt is read (server.prompt_progress)."""

@@ -104,7 +104,7 @@ def _install_models(router: APIRouter, state: ServerState) -> None:
 
 
 def _install_status(router: APIRouter, state: ServerState) -> None:
-    @router.get("/health")
+    @router.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         return _health(state)
 

@@ -39,11 +39,8 @@ DEADLINE_S = 7.0
 BACKLOG = 1024
 """Connections that the system holds until they are accepted."""
 
-FINISH_S = 10
-"""After SIGTERM running requests may go on for so long."""
-
 SPARE_S = 2
-"""So long may it take until they have heard of their end."""
+"""So long may it take until requests have heard of their end."""
 
 
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
@@ -98,8 +95,9 @@ class HTTPServer(uvicorn.Server):
         elif not self.asked_to_end:
             self.asked_to_end = True
             again = "; ctrl-c again ends them at once" if sig == signal.SIGINT else ""
-            log.info("stopping%s", f": requests under way have up to {FINISH_S} s{again}" if self._busy() else "")
-            asyncio.get_running_loop().call_later(FINISH_S, self._end_requests)
+            seconds = self.state.config.server.shutdown_timeout_s
+            log.info("stopping%s", f": requests under way have up to {seconds:g} s{again}" if self._busy() else "")
+            asyncio.get_running_loop().call_later(seconds, self._end_requests)
             super().handle_exit(sig, frame)
         elif sig == signal.SIGINT:
             self._end_requests()
@@ -144,7 +142,8 @@ def make_server(app: FastAPI) -> HTTPServer:
     """Raises ValueError where the settings ask for more connections than there are file descriptors."""
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(LOG_THROTTLE)
-    connections = Connections(limit(app.state.headrace.config.server.max_connections))
+    settings = app.state.headrace.config.server
+    connections = Connections(limit(settings.max_connections))
     return HTTPServer(
         uvicorn.Config(
             app,
@@ -157,7 +156,7 @@ def make_server(app: FastAPI) -> HTTPServer:
             lifespan="on",
             backlog=ACCEPTED_AT_ONCE,
             timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
-            timeout_graceful_shutdown=FINISH_S + SPARE_S,
+            timeout_graceful_shutdown=math.ceil(settings.shutdown_timeout_s) + SPARE_S,
         ),
         app.state.headrace,
         connections,

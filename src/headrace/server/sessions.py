@@ -97,7 +97,7 @@ def install_sessions(router: APIRouter, state: ServerState) -> None:
 async def _save(state: ServerState, request: Request) -> Response:
     """Computes what is not cached, as any request does, and saves it."""
     arrival_s, tenant = time.monotonic(), request.scope[TENANT]
-    with admission(state):
+    with admission(state, request):
         body = await read_body(SaveSessionBody, await read(request))
         if body.model is not None:
             check_model(state, body.model)
@@ -126,7 +126,7 @@ async def _save(state: ServerState, request: Request) -> Response:
 async def _load(state: ServerState, request: Request, name: str) -> Response:
     """What is public of the session's tokens is found out here, as for every request: its file may not say so."""
     tenant: Tenant = request.scope[TENANT]
-    with admission(state):
+    with admission(state, request):
         body = await read_body(LoadSessionBody, await read(request) or b"{}")
         if body.model is not None:
             check_model(state, body.model)

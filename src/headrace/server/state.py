@@ -25,6 +25,7 @@ from headrace.server.metrics import ServerCounts, ServerMetrics
 from headrace.server.parsers.registry import Formats, formats_of
 from headrace.server.prompt_pins import PromptPins
 from headrace.server.public import PublicPrefixes, prefixes_of, read_texts
+from headrace.server.reading import ReadingPlaces
 from headrace.server.refusals import Refusals
 from headrace.server.responses.store import ResponseStore
 from headrace.server.restarts import MOST, WINDOW_S, RestartLimit
@@ -83,7 +84,7 @@ class ServerState:
         if answers is not None:
             self.metrics.watch("answers_remembered", "Conversations whose answers are.", lambda: len(answers))
             self.metrics.watch("answers_remembered_tokens", "Tokens of these answers.", lambda: answers.tokens)
-        self.admitting = 0
+        self.reading = ReadingPlaces(config.server.max_queued_requests)
         self.listens = False
         self._was_ready = False
         self._earlier = EngineStats()

@@ -31,9 +31,9 @@ def sse(content: Any) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-def sse_error(error: BaseException) -> bytes:
+def sse_error(error: BaseException, request_id: str) -> bytes:
     """The OpenAI clients raise on an event of this name."""
-    return b"event: error\n" + sse(as_api_error(error).body())
+    return b"event: error\n" + sse(as_api_error(error, request_id).body())
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

@@ -61,7 +61,7 @@ class DetokenizeBody(Body):
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:
-    with admission(state):
+    with admission(state, request):
         body = await read_body(TokenizeBody, await read(request))
         _check_model(state, body)
         body.check()
@@ -76,7 +76,7 @@ async def tokenize(state: ServerState, request: Request) -> Response:
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     """Special tokens are part of the text."""
-    with admission(state):
+    with admission(state, request):
         body = await read_body(DetokenizeBody, await read(request))
         _check_model(state, body)
         size = state.engine.capacity.vocab_size

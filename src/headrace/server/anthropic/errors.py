@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from uuid import uuid4
 
 MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
-
-REQUEST_ID = "request-id"
-"""Header of a refusal, from which Anthropic's clients take the id they show."""
 
 TYPES = {
     401: "authentication_error",
@@ -39,9 +35,9 @@ NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["threa
 """Details by which the client's tool runner knows that it has to send all messages; it then asks again."""
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, request_id: str, param: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error: dict[str, Any] = {"type": kind, "message": message}
     if param == "thread":
         error["details"] = NO_THREADS
-    return {"type": "error", "error": error, "request_id": f"req_{uuid4().hex}"}
+    return {"type": "error", "error": error, "request_id": request_id}

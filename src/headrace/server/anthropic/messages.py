@@ -74,7 +74,7 @@ class Messages:
 
     async def count(self, state: ServerState, request: Request) -> Response:
         """How many tokens the prompt of such a request has, whether or not it fits."""
-        with admission(state):
+        with admission(state, request):
             body = await read_body(CountBody, await read(request))
             if body.model is not None:
                 check_model(state, body.model)
@@ -125,8 +125,8 @@ class MessageReplies:
         return [frame(each) for each in [*self.blocks.finish(), last, {"type": "message_stop"}]]
 
     def failure(self, error: BaseException) -> list[bytes]:
-        told = as_api_error(error)
-        return [frame(error_body(told.status, told.message))]
+        told = as_api_error(error, self.job.request_id)
+        return [frame(error_body(told.status, told.message, self.job.request_id))]
 
     def _add(self, event: Event) -> list[dict[str, Any]]:
         return self.blocks.add(event.parts) if self.asked else []

@@ -89,7 +89,7 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/v1/responses/input_tokens")
     async def input_tokens(request: Request) -> Response:
-        with admission(state):
+        with admission(state, request):
             body = await read_body(ResponsesBody, await read(request))
             if body.model is not None:
                 check_model(state, body.model)

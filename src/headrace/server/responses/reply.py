@@ -64,7 +64,7 @@ class ResponseReplies:
     def failure(self, error: BaseException) -> list[bytes]:
         """An error in both of its shapes: flat as OpenAI documents it, nested as OpenAI sends it. Clients raise at it,
         or read on to response.failed."""
-        told = as_api_error(error)
+        told = as_api_error(error, self.job.request_id)
         nested = told.body()["error"]
         flat = {"type": "error", "code": told.code, "message": told.message, "param": told.param, "error": nested}
         response = self.response("failed", {"code": "server_error", "message": told.message})
