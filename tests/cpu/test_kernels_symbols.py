@@ -53,6 +53,7 @@ def leaks(bodies: list[Body], instructions: list[str]) -> set[str]:
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 @pytest.mark.skipif(not (shutil.which("nm") and shutil.which("objdump")), reason="there is no nm or no objdump")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
+@pytest.mark.matrix  # make test-matrix has kernels for all sets
 def test_no_set_lends_its_bodies() -> None:
     library = extension.require().__file__
     symbols = output("nm", "-DCS", "--defined-only", library) + output("nm", "-CS", "--defined-only", library)
