@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
-DEV := $(VENV)/.installed-dev# with the tools for development, and kernels for all instruction sets
+DEV := $(VENV)/.installed-dev# with the tools for development, and kernels for the instruction sets that run here
+ALL := $(VENV)/.installed-all# with Ray and the documentation's tools besides, and kernels for all instruction sets
 USE := $(if $(wildcard $(DEV)),$(DEV),$(READY))# what there is, for those whom either serves
 AT_ONCE ?= 3# tests that run at the same time: of three on two cores one often waits
 # A worker that crashes ends the run: pytest-xdist would start another and wait for it for ever.
@@ -30,10 +31,14 @@ $(READY): $(NATIVE)
 	@touch $@
 
 $(DEV): $(NATIVE)
-	@$(PYTHON) tools/install.py --extra dev --extra docs --isas all
+	@$(PYTHON) tools/install.py --extra dev --isas runnable
 	@touch $@ $(READY)
 
-install: $(USE) ## .venv with headrace, its dependencies and its kernels (HEADRACE_ISA_BUILD=native, all or names)
+$(ALL): $(NATIVE)
+	@$(PYTHON) tools/install.py --extra dev --extra docs --extra ray --isas all
+	@touch $@ $(DEV) $(READY)
+
+install: $(USE) ## .venv with headrace, its dependencies and its kernels (HEADRACE_ISA_BUILD=native, runnable, all or names)
 
 demo: $(USE) ## answer real requests on the shipped model and show what the cache saved
 	@$(BIN)/python -m headrace.cli.main demo
@@ -41,7 +46,7 @@ demo: $(USE) ## answer real requests on the shipped model and show what the cach
 test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SEED=2 for another)
 	@$(BIN)/python -m pytest $(SHARED)
 
-test-matrix: $(DEV) ## what make test leaves out of the matrices, and tests that take long
+test-matrix: $(ALL) ## what make test leaves out: of the matrices, kernels that do not run here, tests that take long
 	@$(BIN)/python -m pytest $(SHARED) --matrices rest
 
 test-clients: $(USE) ## real clients, unmodified, against a server; schemathesis (SCHEMATHESIS_SECONDS=600 for longer)
@@ -78,7 +83,7 @@ lint: $(DEV) ## ruff (rules and format), mypy and clang-format
 wheel: ## sdist and wheel, into dist/; the wheel has to answer where there is no compiler (ARCH=aarch64: cross-compiled)
 	@$(PYTHON) tools/wheel/run.py $(if $(ARCH),--arch $(ARCH))
 
-docs: $(DEV) ## the documentation site, into build/docs; links are checked, pages load nothing from elsewhere
+docs: $(ALL) ## the documentation site, into build/docs; links are checked, pages load nothing from elsewhere
 	@NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict
 	@echo "build/docs/index.html"
 

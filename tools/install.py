@@ -122,7 +122,7 @@ def project(python: str) -> tuple[str, list[str], dict[str, list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extra", action="append", default=[], help="of pyproject.toml, to be installed too")
-    parser.add_argument("--isas", help="kernels to build: native, all or names (default: HEADRACE_ISA_BUILD or native)")
+    parser.add_argument("--isas", help="kernels to build (default: HEADRACE_ISA_BUILD or native)")
     args = parser.parse_args()
     if sys.version_info < OLDEST_PYTHON:
         sys.exit("Headrace needs Python 3.11 or later; set PYTHON=")

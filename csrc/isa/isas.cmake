@@ -14,7 +14,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
 endif()
 
 # Sets `chosen` to the instruction sets that kernels are built for: HEADRACE_ISA_BUILD, a setting of CMake or else of the
-# environment, is `native` (the fastest that this processor has, and the default), `all`, or names separated by commas.
+# environment, is `native` (the fastest that this processor has, and the default), `runnable` (each that it has), `all`, or names
+# separated by commas.
 function(headrace_choose_isas chosen)
   set(wanted "${HEADRACE_ISA_BUILD}")
   if(wanted STREQUAL "")
@@ -23,21 +24,24 @@ function(headrace_choose_isas chosen)
   if(wanted STREQUAL "")
     set(wanted native)
   endif()
-  if(wanted STREQUAL "native" AND CMAKE_CROSSCOMPILING)
+  if(wanted MATCHES "^(native|runnable)$" AND CMAKE_CROSSCOMPILING)
     set(wanted all)
   endif()
 
   if(wanted STREQUAL "all")
     set(names ${HEADRACE_ISAS})
-  elseif(wanted STREQUAL "native")
-    headrace_native(names)
+  elseif(wanted MATCHES "^(native|runnable)$")
+    headrace_runnable(names)
+    if(wanted STREQUAL "native")
+      list(GET names -1 names)
+    endif()
   else()
     string(REPLACE "," ";" names "${wanted}")
   endif()
   foreach(name IN LISTS names)
     if(NOT name IN_LIST HEADRACE_ISAS)
       list(JOIN HEADRACE_ISAS ", " known)
-      message(FATAL_ERROR "HEADRACE_ISA_BUILD: '${name}' cannot be built here; there are native, all and ${known}")
+      message(FATAL_ERROR "HEADRACE_ISA_BUILD: '${name}' cannot be built here; there are native, runnable, all and ${known}")
     endif()
   endforeach()
   list(JOIN names ", " told)
@@ -45,16 +49,16 @@ function(headrace_choose_isas chosen)
   set(${chosen} "${names}" PARENT_SCOPE)
 endfunction()
 
-# The fastest set here, which only a program can tell: the system has to allow AMX.
-function(headrace_native name)
+# The sets that run here, the fastest last, which only a program can tell: the system has to allow AMX.
+function(headrace_runnable names)
   unset(headrace_ran CACHE) # the folder may have been used on another machine
   unset(headrace_compiled CACHE)
   try_run(headrace_ran headrace_compiled "${CMAKE_CURRENT_BINARY_DIR}/native" "${CMAKE_CURRENT_SOURCE_DIR}/isa/native.cpp"
           CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${CMAKE_CURRENT_SOURCE_DIR}" COMPILE_DEFINITIONS -DHEADRACE_KNOWS_AMX=${HEADRACE_KNOWS_AMX}
-          COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE best)
+          COMPILE_OUTPUT_VARIABLE errors RUN_OUTPUT_VARIABLE told)
   if(NOT headrace_compiled OR NOT headrace_ran EQUAL 0)
     message(FATAL_ERROR "headrace: cannot tell what this processor runs; set HEADRACE_ISA_BUILD=all\n${errors}")
   endif()
-  string(STRIP "${best}" best)
-  set(${name} "${best}" PARENT_SCOPE)
+  string(REGEX MATCHALL "[a-z0-9]+" told "${told}")
+  set(${names} "${told}" PARENT_SCOPE)
 endfunction()

@@ -22,8 +22,10 @@ from tests.support.small_tokenizers import KINDS, save
 transformers.utils.logging.disable_progress_bar()
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):  # Triton is built for Linux only
     from tests.support.interpreter import prepare_once
+    from tests.support.interpreter_types import keep_types
 
     prepare_once()
+    keep_types()
 
 
 @pytest.fixture(params=cpu.available_isas() if cpu.available() else ())

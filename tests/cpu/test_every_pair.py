@@ -179,8 +179,8 @@ def look_at_once(llm: LLM) -> None:
 
     def looked(*asked: Any) -> Any:
         lookup = look(*asked)
-        lookup.wait_briefly(20)
-        assert lookup.done
+        while not lookup.done:
+            lookup.wait_briefly(1)
         return lookup
 
     source.look = looked

@@ -17,7 +17,7 @@ from headrace.offload.state_codec import StateCodec
 from headrace.offload.tiers.base import name_of
 from tests.support.checkpoints import VOCAB
 from tests.support.hybrid_checkpoints import make_checkpoint
-from tests.support.offloading import forced, watched
+from tests.support.offloading import forced, stored, watched
 from tests.support.redis_servers import Proxy, fake_server
 from tests.support.traces import Trace, run, same
 
@@ -85,7 +85,8 @@ def test_a_damaged_state_is_computed_again(folder: Path, truth: list[Trace], tmp
     llm = engine(folder, kv_offloading_size=0.05)
     same(watched(llm, prompts()[:1], SHORT), truth[:1])
     offload = llm.engine.offload
-    assert offload is not None and offload.states is not None and offload.writeback.wait(20)
+    assert offload is not None and offload.states is not None
+    stored(llm)
     offload.states.store_all(20)
     table = llm.engine.cache.open(prompts()[0])
     name = name_of(table.digest(4), "s")
@@ -106,7 +107,8 @@ def test_a_state_that_is_gone_is_computed_again(folder: Path, truth: list[Trace]
     llm = engine(folder, kv_offloading_size=0.05)
     same(watched(llm, prompts()[:1], SHORT), truth[:1])
     offload = llm.engine.offload
-    assert offload is not None and offload.states is not None and offload.writeback.wait(20)
+    assert offload is not None and offload.states is not None
+    stored(llm)
     table = llm.engine.cache.open(prompts()[0])
     llm.engine.cache.tree.clear()
     offload.states.tiers.drop([name_of(table.digest(chunk), "s") for chunk in range(5)])
@@ -124,7 +126,7 @@ def test_a_remote_tier_is_shared_and_may_vanish(folder: Path, truth: list[Trace]
         first, second = (engine(folder, kv_remote_url=url, kv_offload_timeout_s=20.0) for _ in range(2))
         same(watched(first, prompts(), SHORT), truth)
         assert first.engine.offload is not None and first.engine.offload.states is not None
-        assert first.engine.offload.writeback.wait(20)
+        stored(first)
         first.engine.offload.states.store_all(20)
         same(watched(second, prompts(), SHORT), truth)
         assert restored(second) >= 320 and second.engine.stats().restore.failures == 0
@@ -145,7 +147,8 @@ def test_a_damaged_state_on_a_remote_server(folder: Path, truth: list[Trace]) ->
         llm = engine(folder, kv_remote_url=f"redis://{host}:{port}/0", kv_offload_timeout_s=20.0)
         same(watched(llm, prompts()[:1], SHORT), truth[:1])
         offload = llm.engine.offload
-        assert offload is not None and offload.states is not None and offload.writeback.wait(20)
+        assert offload is not None and offload.states is not None
+        stored(llm)
         offload.states.store_all(20)
         llm.engine.cache.tree.clear()
         server = redis.Redis(host, port, protocol=2)

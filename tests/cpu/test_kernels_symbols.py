@@ -53,7 +53,9 @@ def leaks(bodies: list[Body], instructions: list[str]) -> set[str]:
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
 @pytest.mark.skipif(not (shutil.which("nm") and shutil.which("objdump")), reason="there is no nm or no objdump")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only")
-def test_no_set_lends_its_bodies() -> None:
+@pytest.mark.parametrize("kernels", ["runnable", pytest.param("all", marks=pytest.mark.matrix)])
+def test_no_set_lends_its_bodies(kernels: str) -> None:
+    """The same twice: make test has kernels for the sets that run here, make test-matrix those for all sets."""
     library = extension.require().__file__
     symbols = output("nm", "-DCS", "--defined-only", library) + output("nm", "-CS", "--defined-only", library)
     bodies = shared_bodies(symbols)

@@ -18,7 +18,7 @@ from headrace import LLM, SamplingParams
 from headrace.offload import frame
 from headrace.offload.tiers.base import TierStats
 from headrace.types import CHUNK
-from tests.support.offloading import forced
+from tests.support.offloading import flush, forced
 from tests.support.redis_servers import Proxy, fake_server
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -78,14 +78,6 @@ def ask(llm: LLM) -> tuple[list[int], int]:
     return output.token_ids, output.metrics.restored_tokens // CHUNK
 
 
-def settle(llm: LLM) -> None:
-    """Until all is stored; the pool then forgets everything."""
-    offload = llm.engine.offload
-    assert offload is not None and offload.writeback.wait(20) and offload.tiers.flush(20)
-    llm.engine.cache.tree.clear()
-    llm.engine.cache.check()
-
-
 def counts(llm: LLM, tier: str = "disk") -> TierStats:
     assert llm.engine.offload is not None
     return llm.engine.offload.tiers.stats()[tier]
@@ -116,7 +108,7 @@ def test_undamaged(kv: Path, right: list[int]) -> None:
 def test_an_engine_that_rounds_shares_nothing_with_one_that_does_not(kv: Path, right: list[int]) -> None:
     rounding = engine(kv_offload_path=str(kv), kv_disk_format="int8")
     assert ask(rounding) == (right, 0)
-    settle(rounding)
+    flush(rounding)
     assert ask(rounding)[1] == CHUNKS
     rounding.close()
     llm = engine(kv_offload_path=str(kv))
@@ -134,7 +126,7 @@ def test_flipped_bytes(place: str, kv: Path, name_of_hit: Path, right: list[int]
     answer, chunks = ask(llm)
     assert answer == right and chunks == HIT, "what stands before the damaged chunk is good"
     assert counts(llm).bad == failures(llm) == 1
-    settle(llm)
+    flush(llm)
     assert ask(llm) == (right, CHUNKS), "the chunk is not stored again"
     assert counts(llm).bad == failures(llm) == 1
     llm.close()
@@ -173,7 +165,7 @@ def test_harmed_files(harm: Callable[[Path, Path], None], kv: Path, name_of_hit:
     llm = engine(kv_offload_path=str(kv))
     answer, chunks = ask(llm)
     assert answer == right and chunks in (HIT, CHUNKS if harm is grown else HIT)
-    settle(llm)
+    flush(llm)
     assert ask(llm) == (right, CHUNKS), "the chunk is not stored again"
     llm.close()
 
@@ -184,10 +176,10 @@ def test_harmed_under_a_running_engine(
 ) -> None:
     llm = engine(kv_offload_path=str(kv))
     assert ask(llm) == (right, CHUNKS)
-    settle(llm)
+    flush(llm)
     harm(kv, kv / name_of_hit)
     assert ask(llm)[0] == right
-    settle(llm)
+    flush(llm)
     assert ask(llm)[0] == right
     llm.close()
 
@@ -210,10 +202,10 @@ def test_index(harm: str, kv: Path, right: list[int]) -> None:
 def test_all_of_it_removed_under_a_running_engine(kv: Path, right: list[int]) -> None:
     llm = engine(kv_offload_path=str(kv))
     assert ask(llm) == (right, CHUNKS)
-    settle(llm)
+    flush(llm)
     shutil.rmtree(kv)
     assert ask(llm)[0] == right
-    settle(llm)
+    flush(llm)
     assert ask(llm)[0] == right
     llm.close()
 
@@ -235,7 +227,7 @@ def test_full_disk(small_disk: Path, right: list[int], caplog: pytest.LogCapture
     room = CHUNKS // 2 * (HEADER + LAYERS * SECTION)
     (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
     assert ask(llm) == (right, 0)
-    settle(llm)
+    flush(llm)
     told = counts(llm)
     assert told.dropped > 0 and told.errors > 0 and told.degraded
     assert FULL.search(told.reason) and FULL.search(caplog.text)
@@ -252,7 +244,7 @@ def test_read_only(kv: Path, right: list[int], caplog: pytest.LogCaptureFixture)
         assert ask(llm) == (right, CHUNKS), "reading needs no writing"
         other = [token + 1 for token in PROMPT]
         llm.generate([other], PARAMS)
-        settle(llm)
+        flush(llm)
         assert counts(llm).dropped > 0 and counts(llm).degraded and "Read-only" in caplog.text
         llm.close()
     finally:
@@ -290,7 +282,7 @@ def test_remote_that_misbehaves(
 ) -> None:
     llm = remote(proxy)
     ask(llm)
-    settle(llm)
+    flush(llm)
     before = counts(llm, "remote")
     size = CHUNKS * LAYERS * SECTION
     caplog.set_level(logging.WARNING)
@@ -308,7 +300,7 @@ def test_remote_stopped_and_replaced(proxy: Proxy, right: list[int]) -> None:
     """Stopped, then another server at its address that has nothing; nobody is told."""
     llm = remote(proxy)
     ask(llm)
-    settle(llm)
+    flush(llm)
     proxy.stop()
     assert ask(llm)[0] == right
     assert counts(llm, "remote").degraded
@@ -324,7 +316,7 @@ def test_remote_replaced_in_mid_restore(proxy: Proxy, right: list[int]) -> None:
     """The connection ends half-way, and who connects again meets a server that has nothing."""
     llm = remote(proxy)
     ask(llm)
-    settle(llm)
+    flush(llm)
     with fake_server() as empty:
         proxy.target = empty
         proxy.misbehave("cut", after=CHUNKS * LAYERS * SECTION // 2)
@@ -333,7 +325,7 @@ def test_remote_replaced_in_mid_restore(proxy: Proxy, right: list[int]) -> None:
         answer, chunks = ask(llm)
         heals.join()
         assert answer == right and chunks < CHUNKS and proxy.misbehaved.is_set() and failures(llm) == 1
-        settle(llm)
+        flush(llm)
         assert ask(llm)[0] == right
         llm.close()
 
@@ -341,7 +333,7 @@ def test_remote_replaced_in_mid_restore(proxy: Proxy, right: list[int]) -> None:
 def test_remote_that_was_never_there(right: list[int], caplog: pytest.LogCaptureFixture) -> None:
     llm = engine(kv_remote_url="redis://user:secret@127.0.0.1:1/0")
     assert ask(llm) == (right, 0)
-    settle(llm)
+    flush(llm)
     assert ask(llm) == (right, 0) and counts(llm, "remote").degraded
     llm.close()
     assert "remote" in caplog.text and "secret" not in caplog.text

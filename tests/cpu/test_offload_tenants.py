@@ -14,7 +14,7 @@ from headrace import LLM, SamplingParams
 from headrace.kv.cache import KVCache
 from headrace.offload.tiers.base import Read, Tier
 from headrace.types import CHUNK
-from tests.support.offloading import forced
+from tests.support.offloading import forced, stored
 from tests.support.redis_servers import fake_server
 
 PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -84,7 +84,7 @@ class Watched:
         return output.token_ids
 
     def settle(self) -> None:
-        assert self.offload.writeback.wait(30) and self.offload.tiers.flush(30)
+        stored(self.llm)
         self.llm.engine.cache.tree.clear()
 
     def own(self, asked: Asked) -> set[bytes]:
@@ -157,7 +157,7 @@ def test_a_flood_leaves_the_quota_of_others(tier: str, tmp_path: Path) -> None:
         for number in range(16):
             flood = [token + number for token in Asked(2, 330, None, 0).tokens]
             llm.generate([flood], PARAMS, cache_salt="flood")
-        assert offload.writeback.wait(30) and offload.tiers.flush(30)
+        stored(llm)
         llm.engine.cache.tree.clear()
         told = offload.tiers.stats()[tier]
         assert told.evictions > 40 and told.used_bytes <= told.budget_bytes
@@ -178,11 +178,11 @@ def test_quotas_of_two_tenants(tmp_path: Path) -> None:
         truth = []
         for salt in ("one", "two"):
             truth += llm.generate([quiet], PARAMS, cache_salt=salt, **acme)
-            assert offload.writeback.wait(30) and offload.tiers.flush(30)
+            stored(llm)
         for number in range(12):
             own: dict[str, Any] = {"cache_salt": f"guest {number}", "tenant": "guests", "tier_quota": 0.1}
             llm.generate([Asked(2, 330, None, 0).tokens], PARAMS, **own)
-            assert offload.writeback.wait(30) and offload.tiers.flush(30)
+            stored(llm)
         llm.engine.cache.tree.clear()
         (index,) = (tier._index for tier in offload.tiers.peers.agents[0].opened.tiers.tiers)  # type: ignore[attr-defined]
         assert [blobs for _, blobs in index.usage().values()] == [10, 10], "a tenant counts once, whatever its salts"

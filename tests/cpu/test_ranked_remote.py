@@ -11,7 +11,7 @@ import pytest
 from headrace import LLM
 from headrace.config import EngineConfig
 from tests.support.checkpoints import FolderOf
-from tests.support.offloading import counters, flush, forced, prompts_of, watched
+from tests.support.offloading import counters, flush, forced, prompts_of, stored, watched
 from tests.support.ranked_offloading import PARAMS, ConfigOf, RankedLLM, close, loads, over_ranks
 from tests.support.redis_servers import Address, Proxy, fake_server, wait_for
 from tests.support.traces import Trace, run, same
@@ -72,7 +72,8 @@ def test_shared_by_two_engines(size: int, tensor: int, server: Address, answers:
     flush(first)
     second = opened(answers, (size + 1, tensor), server[1])
     loads(second, answers.prompts, answers.truth)
-    assert second.engine.offload is not None and second.engine.offload.tiers.flush(20)
+    assert second.engine.offload is not None
+    stored(second)
     assert second.engine.offload.tiers.stats()["remote"].written_bytes == 0, "what is there is not written again"
     close(first), close(second)
 
@@ -105,7 +106,7 @@ def test_server_fails_in_mid_restore(
         same(watched(llm, answers.prompts, PARAMS), answers.truth)
         assert proxy.misbehaved.is_set()
         assert llm.engine.offload is not None
-        llm.engine.offload.tiers.flush(20)
+        stored(llm)
         assert llm.engine.offload.tiers.stats()["remote"].errors >= 1
         proxy.close()
         close(llm)

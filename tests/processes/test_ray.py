@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,17 @@ from tests.support.rank_answers import CHAIN, answers
 from tests.support.rank_groups import MAKER, ROOT, echoes, opened, runs
 from tests.support.server_process import process
 
-pytestmark = pytest.mark.usefixtures("importable")
+pytestmark = [
+    pytest.mark.usefixtures("importable"),
+    pytest.mark.matrix,  # make test installs no Ray
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'headrace[ray]'"),
+]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two Ray nodes on this machine. They can hold two workers of one CPU each."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'headrace[ray]'")
+    import ray
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +51,6 @@ def cluster() -> Iterator[Any]:
             cluster.shutdown()
 
 
-@pytest.mark.matrix
 def test_ray_and_an_actor_that_is_killed(cluster: Any) -> None:
     import ray
 
@@ -62,7 +66,6 @@ def test_ray_and_an_actor_that_is_killed(cluster: Any) -> None:
             group.workers.check()
 
 
-@pytest.mark.matrix
 def test_ray_without_room(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.parallel.on_ray.PLACE_S", 1)
     with pytest.raises(ValueError, match="no room for 4 workers of 1 CPUs"):
@@ -94,7 +97,6 @@ def command(process: psutil.Process) -> list[str]:
         return []
 
 
-@pytest.mark.matrix
 def test_answers_and_a_killed_actor(cluster: Any, tmp_path: Path, right: list[list[int]]) -> None:
     with process(tmp_path, "-cp", "2", "--distributed-backend", "ray", *CHAIN) as server:
         server.wait_ready()

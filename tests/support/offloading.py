@@ -53,10 +53,18 @@ def offloading(model: str | Path, mix: str = "load", **settings: Any) -> LLM:
     return llm
 
 
+def stored(llm: LLM) -> None:
+    """Returns when all is stored. The thread that stores yields to all others: on a busy machine no number of seconds
+    is enough, and of one that hangs pytest's own limit tells."""
+    offload = llm.engine.offload
+    assert offload is not None
+    while not (offload.writeback.wait(1) and offload.tiers.flush(1)):
+        pass
+
+
 def flush(llm: LLM) -> None:
     """Everything stored, and nothing left in the pool."""
-    offload = llm.engine.offload
-    assert offload is not None and offload.writeback.wait(20) and offload.tiers.flush(20)
+    stored(llm)
     llm.engine.cache.tree.clear()
     llm.engine.cache.check()
 

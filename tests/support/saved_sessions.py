@@ -11,6 +11,7 @@ from headrace import LLM, SamplingParams
 from headrace.engine.call_handlers import CallHandlers
 from headrace.engine.calls import EngineCall
 from headrace.types import InvalidRequest
+from tests.support.offloading import stored
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 TINY = {"dtype": "bfloat16", "kv_cache_tokens": 4096, "max_batch_tokens": 256}
@@ -27,7 +28,7 @@ def ask(llm: LLM, call: EngineCall) -> Any:
 def checked(llm: LLM) -> None:
     """Nothing is held, and nothing is lost."""
     if llm.engine.offload is not None:
-        assert llm.engine.offload.writeback.wait(20)
+        stored(llm)
     cache = llm.engine.cache
     cache.check()
     assert not cache.tables and not cache.parked and not cache.loose
