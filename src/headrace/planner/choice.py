@@ -44,12 +44,23 @@ class StrategyChoice:
     reason: str
 
 
+class Pace(NamedTuple):
+    """What follows in a prefill when a rank has what it loads: from when it has the first layer's, or the last layer's,
+    until the end. own_s: of a layer's time, what the rank computes itself."""
+
+    first_s: float
+    last_s: float
+    own_s: float
+
+    def scaled(self, by: float) -> Pace:
+        return Pace(*(seconds * by for seconds in self))
+
+
 class Estimate(NamedTuple):
-    """Seconds of a prefill whose cached tokens are there. last_s: by each rank that loads, from when it has the last
-    layer's cached tokens until the end."""
+    """Seconds of a prefill whose cached tokens are there, and the pace of each rank that loads."""
 
     seconds: float
-    last_s: Mapping[int, float]
+    paces: Mapping[int, Pace]
 
 
 def shards_for(strategy: str, prefill: Prefill) -> Shards:
@@ -120,13 +131,16 @@ def _estimated(strategy: str, prefill: Prefill, loads: Collection[int]) -> Estim
         shape = msgspec.structs.replace(prefill.shape, layers=min(layers, most))
         return predict(strategy, prefill.machine, shape, prefill.ranks, bounds, prefill.P, prefill.cached_on, loads)
 
-    cost = walk(SHALLOW)
-    seconds, begins = cost.ttft_s + max(0, layers - SHALLOW) * cost.period_s, min(layers, LAST) - 1
-    late, last_s = 2 * cost.ttft_s, dict[int, float]()
+    cost, last = walk(SHALLOW), min(layers, LAST) - 1
+    seconds, late = cost.ttft_s + max(0, layers - SHALLOW) * cost.period_s, 2 * cost.ttft_s
+    paces = dict[int, Pace]()
     for rank in loads:
-        arrives = Loads((0.0,) * (begins + 1), (0.0,) * begins + (late,))
-        last_s[rank] = prefill.corrected(strategy, walk(LAST, {rank: arrives}).ttft_s - late)
-    return Estimate(prefill.corrected(strategy, seconds), last_s)
+        arrives = Loads((0.0,) * (last + 1), (0.0,) * last + (late,))
+        last_s = walk(LAST, {rank: arrives}).ttft_s - late
+        first_s = min(seconds, (layers - 1) * cost.period_s + last_s)
+        pace = Pace(first_s, last_s, cost.own_s[rank] if cost.own_s else seconds)
+        paces[rank] = pace.scaled(prefill.corrected(strategy, 1.0))
+    return Estimate(prefill.corrected(strategy, seconds), paces)
 
 
 def _considered(ranks: int, P: int, allowed: Collection[str]) -> list[str]:

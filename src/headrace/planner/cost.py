@@ -60,12 +60,15 @@ def single(
     times, T, end = LayerTimes(machine.alone, shape), bounds[-1] - P, bounds[-1]
     run, rank, lies = Timeline(times, ranks, full_last_layer, loads), home(cached_on, ranks), shares(cached_on, ranks)
     copied = P > 0 and lies[rank] < 1
-    fetched = _cached_ahead(run, rank, P, lies, copied)
+    holders = lies if copied else ()
+    fetched = _ahead(run, [rank], P, holders)
     for more, tail in run.layers():
-        arrived = _latest(fetched)
+        cached = fetched
         run.work(rank, times.qkv(T))
-        fetched = _cached_ahead(run, rank, P, lies, copied) if more else []
-        run.until(rank, arrived)
+        if more:
+            fetched = _ahead(run, [rank], P, holders)
+        _later(run, cached, P, holders)
+        run.until(rank, max(run.there(rank), _latest(cached[rank])))
         rows = (end - 1, end) if tail else (P, end)
         run.work(rank, times.attend(length(rows), causal_pairs(rows, (0, end)), end) + times.rest(length(rows)))
         run.work(rank, times.copy(T if copied else 0))
@@ -78,20 +81,19 @@ def home(cached_on: Sequence[float] | None, ranks: int) -> int:
     return lies.index(max(lies))
 
 
-def _cached_ahead(run: Timeline, rank: int, P: int, lies: Sequence[float], copied: bool) -> list[tuple[float, float]]:
-    """As `_ahead` for one reader, which may read its pool itself."""
-    if copied:
-        return _ahead(run, [rank], P, lies)[rank]
-    run.ask()
-    return [(run.there[rank], float(P))]
-
-
 def _ahead(
     run: Timeline, readers: Sequence[int], P: int, lies: Sequence[float]
 ) -> dict[int, list[tuple[float, float]]]:
-    """Cached K and V of one layer on their way to every reader: see Timeline.fetch."""
+    """Cached K and V of the next layer on their way to every reader: see Timeline.fetch."""
     run.load(P, lies)
-    return {rank: run.fetch(rank, P, lies) for rank in readers}
+    return {rank: run.fetch(rank, P, lies, ahead=1) for rank in readers}
+
+
+def _later(run: Timeline, fetched: dict[int, list[tuple[float, float]]], P: int, lies: Sequence[float]) -> None:
+    """What of this layer is projected, or comes only now, goes to every reader, too."""
+    run.project()
+    for rank, parts in fetched.items():
+        parts += run.fetch(rank, P, lies, ahead=0)
 
 
 def _latest(parts: Sequence[tuple[float, float]]) -> float:
@@ -122,14 +124,15 @@ def gather(
     readers = [rank for rank in range(ranks) if length(blocks[rank])]
     fetched = _ahead(run, readers, P, lies)
     for more, tail in run.layers():
-        arrived = [_latest(fetched.get(rank, [])) for rank in range(ranks)]
+        cached = fetched
         for rank in range(ranks):
             run.work(rank, times.qkv(length(blocks[rank])))
         if more:
             fetched = _ahead(run, readers, P, lies)
-        _everybody_to_everybody(run, [length(block) * shape.kv_bytes for block in blocks], arrived)
+        arrived = _everybody_to_everybody(run, [length(block) * shape.kv_bytes for block in blocks])
+        _later(run, cached, P, lies)
         for rank in range(ranks):
-            run.until(rank, arrived[rank])
+            run.until(rank, max(arrived[rank], _latest(cached.get(rank, []))))
             for rows in tails[rank] if tail else [blocks[rank]]:
                 pairs = length(rows) * end if full else causal_pairs(rows, (0, end))
                 run.work(rank, times.attend(length(rows), pairs, end if full else rows[1]) + times.rest(length(rows)))
@@ -140,14 +143,15 @@ def gather(
 gather_full = partial(gather, full=True)
 
 
-def _everybody_to_everybody(run: Timeline, sizes: Sequence[float], arrived: list[float]) -> None:
-    """Books the all-gather; `arrived` becomes the moment at which a rank has all."""
-    ready = list(run.clock)
+def _everybody_to_everybody(run: Timeline, sizes: Sequence[float]) -> list[float]:
+    """Books the all-gather; returns when each rank has all."""
+    ready, arrived = list(run.clock), [0.0] * run.ranks
     for step in range(1, run.ranks):
         for source in range(run.ranks):
             to = (source + step) % run.ranks
             here = run.send(source, to, sizes[source], ready[source])
             arrived[to] = max(arrived[to], here if sizes[source] else 0.0)
+    return arrived
 
 
 def chain(
@@ -171,7 +175,7 @@ def chain(
     times, lies, blocks = LayerTimes(machine, shape), shares(cached_on, ranks), list(pairwise(bounds))
     run = Timeline(times, ranks, full_last_layer, loads)
     last, tails = last_row([[block] for block in blocks])
-    after, sizes = [chain_next(rank, ranks) for rank in range(ranks)], [length(b) * shape.kv_bytes for b in blocks]
+    sizes = [length(block) * shape.kv_bytes for block in blocks]
     readers = [rank for rank in range(ranks) if length(blocks[rank])]
     fetched = _ahead(run, readers, P, lies)
     for more, tail in run.layers():
@@ -180,20 +184,28 @@ def chain(
             run.work(rank, times.qkv(length(blocks[rank])))
         if more:
             fetched = _ahead(run, readers, P, lies)
-        relayed: list[tuple[float, int]] = []  # when each earlier block is on this rank, and whose it is
+        relayed = _relayed(run, sizes)
+        _later(run, cached, P, lies)
         for rank in range(ranks):
-            own = run.clock[rank]
             if more or rank == last:
-                earlier = [(here, length(blocks[block])) for here, block in relayed]
+                earlier = [(here, length(blocks[block])) for here, block in relayed[rank]]
                 rows = tails[rank][0] if tail else blocks[rank]
                 _attend_chain(run, rank, rows, blocks[rank], [*cached.get(rank, []), *earlier])
-            relayed = sorted([*relayed, (own, rank)])
-            to = after[rank]
-            if to is not None:
-                relayed = [(run.send(rank, to, sizes[block], ready), block) for ready, block in relayed]
-        run.until(ranks - 1, _latest(relayed))
+        run.until(ranks - 1, _latest(relayed[ranks - 1]))
         run.work(ranks - 1, times.copy(bounds[-1] - P))
     return run.cost(last)
+
+
+def _relayed(run: Timeline, sizes: Sequence[float]) -> list[list[tuple[float, int]]]:
+    """Books the way of each rank's new K and V, of so many bytes, along the chain. Returns for each rank when the
+    blocks before its own are there, and whose they are."""
+    found: list[list[tuple[float, int]]] = [[] for _ in sizes]
+    for rank in range(run.ranks):
+        to = chain_next(rank, run.ranks)
+        if to is not None:
+            passed = sorted([*found[rank], (run.clock[rank], rank)])
+            found[to] = [(run.send(rank, to, sizes[block], ready), block) for ready, block in passed]
+    return found
 
 
 def _attend_chain(run: Timeline, rank: int, rows: Range, block: Range, pieces: Sequence[tuple[float, float]]) -> None:

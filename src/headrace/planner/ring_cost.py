@@ -157,10 +157,10 @@ def ring_kv(
     for more, tail in run.layers():
         for rank in range(ranks):
             run.work(rank, times.qkv(ring.rows[rank]))
-        there = list(run.there)
+        run.project()
         if more:
             run.load(P, ring.lies)
-        now, here = last if tail else ring, [max(pair) for pair in zip(run.clock, there, strict=True)]
+        now, here = last if tail else ring, [max(run.clock[rank], run.there(rank)) for rank in range(ranks)]
         for step in range(ranks):
             origins = [ring_origin(rank, step, ranks) for rank in range(ranks)]
             after = _pass_on(run, here, [ring.keys[shard] * shape.kv_bytes for shard in origins], step)
@@ -200,9 +200,9 @@ def ring_q(
     for _, tail in run.layers():
         for rank in range(ranks):
             run.work(rank, times.qkv(ring.rows[rank]))
-        run.ask()
-        stored = [max(pair) for pair in zip(run.clock, run.there, strict=True)]
         ready = list(run.clock)
+        run.project()
+        stored = [max(run.clock[rank], run.there(rank)) for rank in range(ranks)]
         for home, owner, tokens in moved:
             stored[owner] = max(stored[owner], run.send(home, owner, tokens * shape.kv_bytes, ready[home]))
         (last if tail else every).book(run, ready, stored)

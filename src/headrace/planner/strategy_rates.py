@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.planner.choice import Estimate
+from headrace.planner.choice import Estimate, Pace
 from headrace.planner.estimators import LATEST, MANY, WEIGHT, FloatArray, Smoothed
 
 Predict = Callable[[int, int, tuple[float, ...], tuple[int, ...]], Mapping[str, Estimate]]
@@ -37,13 +37,17 @@ GENTLY = 0.3
 
 class Closing(NamedTuple):
     """How the step that computes the new tokens may be computed. strategy: "" where there is one rank. seconds: with
-    all chunks there; beside_s: how much longer it takes (or less, below 0) where chunks arrive meanwhile. last_s: by
-    rank, from when it has loaded the last layer's until the end; where it is not told, a layer's share of all."""
+    all chunks there; beside_s: how much longer it takes (or less, below 0) where chunks arrive meanwhile. paces: of
+    ranks that load."""
 
     strategy: str
     seconds: float
     beside_s: float = 0.0
-    last_s: Mapping[int, float] = {}
+    paces: Mapping[int, Pace] = {}
+
+    def pace(self, rank: int, layers: int) -> Pace:
+        """Where it is not told, that of a rank which computes everything."""
+        return self.paces.get(rank) or Pace(self.seconds, self.seconds / layers, self.seconds / layers)
 
 
 class Kind(NamedTuple):
@@ -125,8 +129,8 @@ class StrategyRates:
 
     def _closing(self, kind: Kind, predicted: Estimate) -> Closing:
         scale, beside = self._scaled(kind), self._beside.get(kind)
-        last_s = {rank: seconds * scale for rank, seconds in predicted.last_s.items()}
-        return Closing(kind.strategy, predicted.seconds * scale, beside.value if beside else 0.0, last_s)
+        paces = {rank: pace.scaled(scale) for rank, pace in predicted.paces.items()}
+        return Closing(kind.strategy, predicted.seconds * scale, beside.value if beside else 0.0, paces)
 
     def observe(self, strategy: str, start: float, count: float, seconds: float) -> None:
         """A step with nothing on its way meanwhile."""

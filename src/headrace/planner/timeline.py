@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
 from typing import Protocol
 
 from headrace.planner.machine import LayerTimes, Machine, ModelShape
@@ -13,12 +14,14 @@ from headrace.planner.machine import LayerTimes, Machine, ModelShape
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Predicted time to first token; per rank the time spent waiting for arrivals and the bytes sent. period_s: what
-    the last layer but one took, which is what a further layer takes; 0 of models without one."""
+    the last layer but one took, which is what a further layer takes; own_s: of it, what each rank computed itself. None
+    of models without one."""
 
     ttft_s: float
     wait_s: tuple[float, ...]
     bytes_sent: tuple[float, ...]
     period_s: float = 0.0
+    own_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,10 @@ class Loads:
     x_s: Sequence[float]
     kv_s: Sequence[float]
     project_s: float = 0.0
+
+    def arrivals(self) -> list[float]:
+        """When X of layer j has come, [2 j], and its K and V, [2 j + 1]."""
+        return list(accumulate(chain.from_iterable(zip(self.x_s, self.kv_s, strict=True))))
 
 
 class CostModel(Protocol):
@@ -44,11 +51,33 @@ NO_LOADS: Mapping[int, Loads] = {}
 
 
 @dataclass(slots=True)
+class Port:
+    """Stretches in which it is busy, one after the other; until: the end of the latest that was booked in turn."""
+
+    begins: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    until: float = 0.0
+
+    def free(self, moment: float, seconds: float) -> float:
+        """From when on, not before this moment, nothing is booked for so long."""
+        for at in range(bisect_right(self.ends, moment), len(self.ends)):
+            if moment + seconds <= self.begins[at]:
+                break
+            moment = self.ends[at]
+        return moment
+
+    def book(self, begin: float, end: float, in_turn: bool) -> None:
+        at = bisect_right(self.ends, begin)
+        self.begins.insert(at, begin)
+        self.ends.insert(at, end)
+        if in_turn:
+            self.until = end
+
+
+@dataclass(slots=True)
 class Timeline:
     """Clocks of the ranks, and of their ports and links to tiers: a rank sends one message at a time, receives one at a
     time, and loads from its tiers beside both.
-
-    there: when each rank has what it loads of the latest layer that was asked for.
 
     full_last_layer: the last layer is computed for all rows, as in the papers' models, not for the last row alone.
     """
@@ -60,16 +89,15 @@ class Timeline:
     clock: list[float] = field(init=False)
     wait: list[float] = field(init=False)
     sent: list[float] = field(init=False)
-    out: list[float] = field(init=False)
-    into: list[float] = field(init=False)
-    tier: list[float] = field(init=False)
-    there: list[float] = field(init=False)
-    _asked: int = 0
-    _began: list[float] = field(default_factory=list)
+    out: list[Port] = field(init=False)
+    into: list[Port] = field(init=False)
+    _arrivals: dict[int, list[float]] = field(init=False)
+    _began: list[tuple[float, list[float]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.clock, self.wait, self.sent, self.out, self.into = ([0.0] * self.ranks for _ in range(5))
-        self.tier, self.there = [0.0] * self.ranks, [0.0] * self.ranks
+        self.clock, self.wait, self.sent = ([0.0] * self.ranks for _ in range(3))
+        self.out, self.into = ([Port() for _ in range(self.ranks)] for _ in range(2))
+        self._arrivals = {rank: each.arrivals() for rank, each in self.loads.items()}
 
     @property
     def machine(self) -> Machine:
@@ -79,38 +107,48 @@ class Timeline:
         """For each layer: whether another follows, and whether only the last row is computed after the projections."""
         for layer in range(self.times.shape.layers):
             more = layer + 1 < self.times.shape.layers
-            self._began.append(max(self.clock))
-            self._project(layer)
+            computed = [now - waited for now, waited in zip(self.clock, self.wait, strict=True)]
+            self._began.append((max(self.clock), computed))
             yield more, not (more or self.full_last_layer)
 
-    def send(self, source: int, to: int, size: float, ready: float) -> float:
+    def send(self, source: int, to: int, size: float, ready: float, in_turn: bool = True) -> float:
         """Books a message of `size` bytes that can leave at `ready`; returns when it has arrived.
+
+        Ports serve messages in the order in which they are booked. One not `in_turn`, of what is still to come, holds
+        up none of them: it leaves when it is ready, in the first gap.
 
         The link's own work is taken from the clocks of both ranks where they stand; a rank that waits for the message
         does it meanwhile.
         """
         if not size:
             return ready
-        end = max(ready, self.out[source], self.into[to]) + size / self.machine.link_bytes_s
-        self.out[source] = self.into[to] = end
+        out, into, seconds = self.out[source], self.into[to], size / self.machine.link_bytes_s
+        begin = max(ready, out.until, into.until) if in_turn else ready
+        while begin != (later := into.free(out.free(begin, seconds), seconds)):
+            begin = later
+        end = begin + seconds
+        for port in (out, into):
+            port.book(begin, end, in_turn)
         self.sent[source] += size
         for rank in (source, to):
             self.work(rank, size * self.machine.link_cpu_s_per_byte)
         return end + self.machine.latency_s
 
-    def _project(self, layer: int) -> None:
-        """Each rank projects the activations that it loaded of this layer, all at the same time."""
+    def project(self) -> None:
+        """Each rank projects the activations that it loaded of this layer, all at the same time: where it waits for its
+        cached tokens, behind the projections of its rows."""
         for rank, each in self.loads.items():
             if each.project_s:
-                self.until(rank, sum(each.x_s[: layer + 1]) + sum(each.kv_s[:layer]))
+                self.until(rank, self._arrivals[rank][2 * self._layer])
                 self.work(rank, each.project_s)
 
-    def ask(self) -> None:
-        """Books what every rank loads of the next layer on its link to its tiers."""
-        for rank, each in self.loads.items():
-            self.tier[rank] += each.x_s[self._asked] + each.kv_s[self._asked]
-            self.there[rank] = self.tier[rank]
-        self._asked += 1
+    def there(self, rank: int, ahead: int = 0) -> float:
+        """When the rank has loaded what it loads of this layer, or of one so far ahead."""
+        return self._arrivals[rank][2 * (self._layer + ahead) + 1] if rank in self._arrivals else 0.0
+
+    @property
+    def _layer(self) -> int:
+        return len(self._began) - 1
 
     def work(self, rank: int, seconds: float) -> None:
         self.clock[rank] += seconds
@@ -122,25 +160,28 @@ class Timeline:
             self.clock[rank] = moment
 
     def load(self, P: int, lies: Sequence[float]) -> None:
-        """Every holder of cached tokens has those of the next layer come, and copies them from its pool into the
-        workspace."""
-        self.ask()
+        """Every holder of cached tokens copies those of the next layer from its pool into the workspace."""
         for holder, share in enumerate(lies):
             self.work(holder, self.times.copy(P * share))
 
-    def fetch(self, rank: int, P: int, lies: Sequence[float]) -> list[tuple[float, float]]:
-        """Books the way of all cached K and V of one layer to a rank, each from where its holder's clock stands, or
-        from when the holder has them.
+    def fetch(self, rank: int, P: int, lies: Sequence[float], ahead: int) -> list[tuple[float, float]]:
+        """Books the way of cached K and V of one layer to a rank, each from where its holder's clock stands, or from
+        when the holder has them: of the next layer (ahead 1), but for those of holders that project some, which leave
+        behind `project` (0).
 
-        Returns (when it is there, how many tokens) for every holder of some. A layer's are sent one layer ahead: to be
-        called after the projections of the layer before and before its new K and V are sent (a port serves messages in
-        the order in which they are booked).
+        Returns (when it is there, how many tokens) for every holder of some. To be called after the projections of the
+        layer before and before its new K and V are sent (0: behind them).
         """
         parts = []
         for holder, share in enumerate(lies):
-            tokens, here = P * share, max(self.clock[holder], self.there[holder])
+            projects = holder in self.loads and self.loads[holder].project_s > 0
+            if ahead == projects:
+                continue
+            tokens, now, there = P * share, self.clock[holder], self.there(holder, ahead)
+            here = max(now, there)
             if holder != rank:
-                here = self.send(holder, rank, tokens * self.times.shape.kv_bytes, here)
+                size = tokens * self.times.shape.kv_bytes
+                here = self.send(holder, rank, size, here, in_turn=not projects and there <= now)
             if tokens:
                 parts.append((here, tokens))
         return parts
@@ -153,8 +194,12 @@ class Timeline:
         waited_for = [last] if alone else range(self.ranks) if self.full_last_layer else [0, last]
         hops = 0.0 if alone or self.ranks == 1 else 2 * self.machine.latency_s
         end = max(self.clock[rank] for rank in waited_for)
-        period = self._began[-1] - self._began[-2] if len(self._began) > 1 else 0.0
-        return Cost(end + self.times.head() + hops, tuple(self.wait), tuple(self.sent), period)
+        cost = Cost(end + self.times.head() + hops, tuple(self.wait), tuple(self.sent))
+        if len(self._began) < 2:
+            return cost
+        (before, had), (began, have) = self._began[-2:]
+        own = tuple(now - then for then, now in zip(had, have, strict=True))
+        return replace(cost, period_s=began - before, own_s=own)
 
 
 def check_bounds(bounds: Sequence[int], ranks: int, start: int) -> None:

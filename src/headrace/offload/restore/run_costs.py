@@ -19,11 +19,18 @@ second until that ends and by 1 a second after it; measured in work that could h
 is. What threads that meet after every product lose beyond that, and the copy stream to them, is observed:
 Costs.contention.
 
-Of several ranks each loads and projects its own chunks, all at the same time. X and KV then are each rank's own (or
-what their tier gives to all of them together), and P is that of the rank that projects most. L S is what the planner
-predicts for the strategy that computes the suffix; the last line's S is what its timeline (planner.timeline) says is
-left when the last layer has come to a rank, which others may wait for as well. C and S depend on the strategies; the
-end never rises where one of them falls, so the best of each can be taken by itself, C at each split and S by trying
+Of several ranks each loads and projects its own chunks, all at the same time, and may have few rows of the suffix, or
+none: it then projects while others compute. X and KV are each rank's own (or what their tier gives to all of them
+together), and so are P and three figures of the planner's timeline (planner.choice.Pace): A from when the rank has the
+first layer's chunks until the end, D from when it has the last layer's, and W, what it computes itself of a layer. With
+B = (L - 1) (P + W) + D of the rank of which that is longest, and T all of the suffix with everything there:
+
+    end = max(C + T,  and of each rank: C + min(T - A, W) + P + max(A, B),       W: the projections of its rows
+              X + P + max(A, B),  X + KV + max(A, B),
+              (L - 1) (X + KV) + X + P + D,  L (X + KV) + D)
+
+which is the formula above where one rank computes everything: A = T = L S, D = W = S. C and T depend on the strategies;
+the end never rises where one of them falls, so the best of each can be taken by itself, C at each split and T by trying
 all.
 """
 
@@ -188,7 +195,6 @@ class CostTables:
             prefix_s=prefill(self.costs, self.run.first * CHUNK, np.asarray(some * CHUNK, np.float64), self.most)[
                 places
             ],
-            project_s=self.project_s[_most([each.projected for each in carried.values()], np.zeros_like(x))],
             busy_s=self.run.layers * _most([each.x_s + each.kv_s for each in carried.values()], none),
             taken_s=_most([each.cpu_s for each in carried.values()], none),
         )
@@ -211,37 +217,47 @@ class CostTables:
 
     def predict(self, of: Splits) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The first four figures of Prediction: [closings, splits]."""
-        layers, project = self.run.layers, of.project_s
-        suffix_s, beside_s = np.array([(c.seconds, c.beside_s) for c in self.closings]).T[:, :, None]
         free = 1.0 - np.minimum(of.taken_s / np.maximum(of.busy_s, 1e-12), MOST_TAKEN)
-        work = layers * project + suffix_s
-        # In work that could have been done: a moment m of the copy stream is m * free.
-        end = of.prefix_s + work
-        for rank, each in of.carried.items():
-            layer_s = each.x_s + each.kv_s
-            last_s = np.array([c.last_s.get(rank, c.seconds / layers) for c in self.closings])[:, None]
-            first = np.maximum(each.x_s * free, layer_s * free - project)
-            last = np.maximum(((layers - 1) * layer_s + each.x_s) * free + project, layers * layer_s * free)
-            end = np.maximum(end, np.maximum(first + work, last + last_s))
+        work, end = self._ends(of, free)
         idle = np.clip((end - of.prefix_s - work) / free, 0.0, of.busy_s)
         shared = np.minimum(of.taken_s, of.prefix_s + work)
         seconds = np.where(end <= of.busy_s * free, end / free, end + of.busy_s * (1.0 - free)) + self.after_s
         losing = self.costs.contention(loading=True), self.costs.contention(loading=False)
+        beside_s = np.array([[each.beside_s] for each in self.closings])
         seconds = seconds + np.where(of.tokens + of.x == 0, *losing) * shared + beside_s
         none = of.tokens == self.run.chunks
         busy_s = np.broadcast_to(of.busy_s, end.shape)
         return np.where(none, self.all_s, seconds), busy_s, np.where(none, 0.0, idle), shared
 
+    def _ends(self, of: Splits, free: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Of the suffix, what it takes if everything is there but projected, and its end, in work that could have been
+        done: a moment m of the copy stream is m * free."""
+        layers, suffix_s = self.run.layers, np.array([[each.seconds] for each in self.closings])
+        paces = {
+            rank: np.array([each.pace(rank, layers) for each in self.closings]).T[:, :, None] for rank in of.carried
+        }
+        projects = {rank: self.project_s[each.projected] for rank, each in of.carried.items()}
+        longest = _most([(layers - 1) * (projects[rank] + own) + last for rank, (_, last, own) in paces.items()], 0.0)
+        work = suffix_s + np.zeros(of.tokens.shape)
+        arrived = np.zeros(work.shape)
+        for rank, each in of.carried.items():
+            layer_s, project, (first_s, last_s, own_s) = each.x_s + each.kv_s, projects[rank], paces[rank]
+            left = np.maximum(first_s, longest)
+            work = np.maximum(work, np.minimum(suffix_s - first_s, own_s) + project + left)
+            first = np.maximum(each.x_s * free + project, layer_s * free) + left
+            last = np.maximum(((layers - 1) * layer_s + each.x_s) * free + project, layers * layer_s * free) + last_s
+            arrived = np.maximum(arrived, np.maximum(first, last))
+        return work, np.maximum(of.prefix_s + work, arrived)
+
 
 class Splits(NamedTuple):
-    """Splits of a run, elementwise: chunks recomputed and projected; what each rank brings; seconds of recomputing and,
-    in a layer, of projecting; seconds that the copy streams are at work, and that they take from the cores."""
+    """Splits of a run, elementwise: chunks recomputed and projected; what each rank brings; seconds of recomputing;
+    seconds that the copy streams are at work, and that they take from the cores."""
 
     tokens: Ints
     x: Ints
     carried: Mapping[int, Carried]
     prefix_s: FloatArray
-    project_s: FloatArray
     busy_s: FloatArray
     taken_s: FloatArray
 
