@@ -33,7 +33,8 @@ FOREIGN_FLAGS = {"--node-rank", "--nproc-per-node", "--strict"}  # torchrun, mkd
 MADE_WHEN_RUN = {
     "/openapi.json",
     "build/gpu-check.json",
-    "build/gpu-tests.failures.txt",
+    "build/gpu-check.tests.failures.txt",
+    "build/gpu-check.tests.txt",
     "build/int8.txt",
     "notes.txt",
     "config.json",

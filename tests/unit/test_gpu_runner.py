@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -217,6 +219,7 @@ def test_another_process_goes_on_behind_what_ends_one(
     command = (sys.executable, str(tmp_path / "child.py"), str(tmp_path / "outcomes"), str(tmp_path / "ran"))
     monkeypatch.setattr(check, "COMMAND", command)
     monkeypatch.setattr(check, "machine", lambda: {})
+    monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
     names, file = ["limits", "bits", "attention", "products"], tmp_path / "found.json"
     report = check.supervised(names, 60.0, file, runner.Report())
     assert [(case["case"], case["status"].partition(" (")[0]) for case in report.cases] == [
@@ -302,6 +305,51 @@ def test_what_has_not_passed_on_a_device_comes_first(tmp_path: Path, monkeypatch
         tests.stop()
 
 
+def test_tests_that_run_go_on_into_their_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same processes; they are ended where another section comes first, and by the section that has them."""
+
+    class Tests:
+        def __init__(self, running: bool) -> None:
+            self.runs = running
+
+        def running(self) -> bool:
+            return self.runs
+
+        def stop(self) -> None:
+            self.runs = False
+
+        def result(self, seconds: float) -> Row:
+            return ROW
+
+    begun: list[Path] = []
+    monkeypatch.setattr(device_tests, "DeviceTests", lambda file: begun.append(file) or Tests(True))
+    ours = Tests(True)
+    device_tests.leave(ours, follows=True)
+    assert ours.runs and [case.name for case in device_tests.cases()] == ["tests/gpu"]
+    assert not begun and not ours.runs, "the section had them, and ended them"
+    for tests, follows in ((Tests(True), False), (Tests(False), True)):
+        device_tests.leave(tests, follows)
+        assert not tests.runs
+    assert list(device_tests.cases()) and begun == [device_tests.OUTCOMES], "what has failed is run again"
+
+
+@pytest.mark.parametrize(("names", "follows"), [
+    (("bits", "device_tests"), True), (("bits", "limits", "device_tests"), False), (("device_tests",), False),
+])  # fmt: skip
+def test_tests_go_on_only_into_the_next_section(
+    names: tuple[str, ...], follows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is timed between them would be disturbed."""
+    found: list[bool] = []
+    monkeypatch.setattr(device_tests, "FOLLOWS", None)
+    monkeypatch.setattr(check, "machine", lambda: {})
+    monkeypatch.setattr(check, "cases_of", lambda name: section(name).cases)
+    monkeypatch.setattr(check, "run", lambda *given: found.append(device_tests.FOLLOWS))
+    (tmp_path / "found.json").write_text('{"cases": []}')
+    check.here(dict.fromkeys(names, 1.0), 1.0, tmp_path / "found.json")
+    assert found == [follows]
+
+
 @pytest.mark.matrix
 def test_a_test_that_ends_its_process_costs_itself_alone(tmp_path: Path) -> None:
     """One that crashes, one that hangs, one that loses the device: those behind them run in other processes."""
@@ -328,12 +376,88 @@ def test_a_test_that_ends_its_process_costs_itself_alone(tmp_path: Path) -> None
 
 
 def test_without_a_device_nothing_is_checked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The result says so; what an earlier one has is not lost."""
     monkeypatch.setattr(check, "no_device", lambda: "no CUDA device")
+    monkeypatch.setattr(check, "machine", lambda: {})
     monkeypatch.setattr(check, "run", lambda *args: pytest.fail("a section began"))
-    assert check.main([]) == 1
+    monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"cases": [{"section": "limits", "case": "limits", "status": "measured"}]}))
+    assert check.main(["--json", str(file), "--skip-passed", str(file)]) == 1
     assert capsys.readouterr().err == "gpu-check: no CUDA device; nothing was checked\n"
+    found = json.loads(file.read_text())["cases"]
+    assert [(case["section"], case["status"]) for case in found] == [
+        ("limits", "measured"), ("check", "failed: no CUDA device"),
+    ]  # fmt: skip
+
+
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = check.find_spec
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name in ("msgspec", "xxhash") else find(name))
+    assert check.no_device() == "python has no msgspec, xxhash: install what is missing"
+
+
+def test_a_machine_that_cannot_be_told_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> str:
+        raise check.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(check.metadata, "version", broken)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = check.machine.__wrapped__()
+    assert found["triton"] == found["torch"] == "" and found["gpu"].startswith("unknown: ")
+
+
+@pytest.mark.parametrize("text", [None, '{"cases": ['])
+def test_an_earlier_result_that_cannot_be_read_ends_nothing(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "earlier.json"
+    if text is not None:
+        file.write_text(text)
+    assert check._earlier(file) == check._earlier(None) == {"cases": []}
+    assert f"nothing is skipped: {file}: " in capsys.readouterr().err
+
+
+def test_processes_that_end_as_they_begin_are_not_started_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    monkeypatch.setattr(check, "machine", lambda: {})
+    monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
+    report = check.supervised(["limits", "bits"], 60.0, tmp_path / "found.json", runner.Report())
+    assert [(case["section"], case["case"], case["status"]) for case in report.cases] == [
+        ("limits", "section", "failed: its process ended (status 7)"),
+        ("limits", "process", "failed: another process ended as it began (status 7)"),
+    ]  # fmt: skip
+    assert len(json.loads((tmp_path / "found.json").read_text())["cases"]) == 2
+
+
+STARTER = """
+import sys
+from tools.gpu import check
+check.end_by_signal()
+check._run_to_its_end([sys.executable, "-c", sys.argv[1]], float("inf"))
+"""
+STARTED = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getsid(0), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    """By SIGTERM, as `timeout` does it; and all are of one session, so who ends that misses none."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, STARTED], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert process.stdout is not None
+    assert int(process.stdout.readline()) == os.getsid(0)
+    process.send_signal(signal.SIGTERM)
+    told, _ = process.communicate(timeout=60)  # to the end of what anyone that is left may write
+    assert told == "" and process.returncode == 128 + signal.SIGTERM
 
 
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

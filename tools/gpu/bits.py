@@ -17,8 +17,8 @@ import torch
 
 from headrace import LLM, SamplingParams
 from tests.support.traces import GREEDY, Trace, alone, prompts_of, run, same
-from tools.gpu import timing
-from tools.gpu.device_tests import OUTCOMES, DeviceTests
+from tools.gpu import device_tests, timing
+from tools.gpu.device_tests import DeviceTests
 from tools.gpu.engine import release
 from tools.gpu.models import MODELS, USUAL, drawn_model
 from tools.gpu.runner import Case, LeftOut, Row
@@ -39,7 +39,7 @@ Make = Callable[..., LLM]
 
 
 def cases() -> Iterator[Case]:
-    tests, warming = DeviceTests(OUTCOMES), Warming([name for name in MODELS if name != "S1"])
+    tests, warming = DeviceTests(device_tests.OUTCOMES), Warming([name for name in MODELS if name != "S1"])
     try:
         yield from of_model("tiny", shipped)
         drawn = drawn_model(MODELS["S1"], timing.CUDA)
@@ -47,7 +47,7 @@ def cases() -> Iterator[Case]:
         yield Case("tests/gpu", partial(tests.result, TESTS_SECONDS), TESTS_SECONDS)
         yield Case("kernels of larger models", partial(warming.result, WARMING_SECONDS))
     finally:
-        tests.stop()
+        device_tests.leave(tests, device_tests.FOLLOWS)
         warming.stop()
         release()
 

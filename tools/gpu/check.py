@@ -4,9 +4,10 @@
 
 Sections run in the order of SECTIONS, each within its seconds: bits first, while kernels compile beside. They run in a
 process of their own; where a case ends it, or loses the device (an illegal access of memory ends all CUDA work of a
-process), another goes on behind that case. The JSON is written again after each case; --skip-passed goes on from one:
-what it has measured, and tests that passed, are not run again. The last lines are a summary. Exit status: 1 without a
-CUDA device and after a failure; goals that are not met are printed (short) and fail nothing.
+process), another goes on behind that case. The JSON is there from the beginning, says why where nothing can run, and is
+written again after each case; --skip-passed goes on from one: what it has measured, and tests that passed, are not run
+again. Beside it lie the outcomes of tests, as they come, and what failures say. The last lines are a summary. Exit
+status: 1 without a CUDA device and after a failure; goals that are not met are printed (short) and fail nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib import import_module, metadata
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tools.gpu import device_tests
+from tools.gpu.processes import end_by_signal, ended, started
 from tools.gpu.pytest_outcomes import outcomes_in
 from tools.gpu.runner import GRACE, Case, DeviceLost, Guard, Report, Section, run
 
@@ -50,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip-passed", type=Path, help="a result to go on from")
     parser.add_argument("--here", action="store_true", help="in this process, which may end with a case")
     given = parser.parse_args(arguments)
+    device_tests.OUTCOMES = given.json.with_suffix(".tests.txt")
     names = [name for name in given.only.split(",") if name] or list(SECTIONS)
     for name in names:
         if name not in SECTIONS:
@@ -57,16 +61,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stretch = max(1.0, given.seconds / sum(SECTIONS[name] for name in names)) if given.only else 1.0
     if given.here:
         return here({name: SECTIONS[name] * stretch for name in names}, given.seconds, given.json)
+    end_by_signal()
+    earlier = _earlier(given.skip_passed)
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    device_tests.begin(earlier.get("tests", {}))
+    report = Report.resumed(earlier)
     why = no_device()
     if why is not None:
         print(f"gpu-check: {why}; nothing was checked", file=sys.stderr)
+        report.note("check", "begin", f"failed: {why}")
+        _write(given.json, report)
         return 1
-    earlier = json.loads(given.skip_passed.read_text()) if given.skip_passed else {"cases": []}
-    device_tests.begin(earlier.get("tests", {}))
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    report = supervised(names, given.seconds, given.json, Report.resumed(earlier), bool(given.only))
+    report = supervised(names, given.seconds, given.json, report, bool(given.only))
     print(f"wrote {given.json}")
     return 1 if report.count("failed") else 0
+
+
+def _earlier(file: Path | None) -> dict[str, Any]:
+    """The result to go on from. One that cannot be read costs what it would have saved, and no more."""
+    if file is not None:
+        try:
+            found: dict[str, Any] = json.loads(file.read_text())
+            return found
+        except (OSError, ValueError) as error:
+            print(f"gpu-check: nothing is skipped: {file}: {error}", file=sys.stderr)
+    return {"cases": []}
 
 
 def supervised(names: Sequence[str], seconds: float, file: Path, report: Report, stretched: bool = True) -> Report:
@@ -76,6 +95,7 @@ def supervised(names: Sequence[str], seconds: float, file: Path, report: Report,
     report.under = left[0], ""
     _write(file, report)
     while True:
+        before = len(report.cases)
         given = ["--here", "--json", str(file), "--seconds", str(max(1.0, ends - time.monotonic()))]
         given += ["--only", ",".join(left)] if stretched or left != list(SECTIONS) else []
         status = _run_to_its_end([*COMMAND, *given], ends + 2 * GRACE)
@@ -85,11 +105,15 @@ def supervised(names: Sequence[str], seconds: float, file: Path, report: Report,
             return report
         section, case = found["under"]
         report.under = section, case
-        if not report.has(section, case or "section"):
+        noted = report.has(section, case or "section")
+        began = not noted or len(report.cases) > before
+        if not noted:
             report.note(section, case or "section", f"failed: its process ended (status {status})")
+        elif not began:
+            report.note(section, "process", f"failed: another process ended as it began (status {status})")
         left = left[left.index(section) :]
         _write(file, report)
-        if time.monotonic() >= ends:
+        if not began or time.monotonic() >= ends:
             print(report.summary(), flush=True)
             return report
         print(f"another process goes on behind {section}/{case or 'section'}", flush=True)
@@ -97,21 +121,20 @@ def supervised(names: Sequence[str], seconds: float, file: Path, report: Report,
 
 def _run_to_its_end(command: Sequence[str], ends: float) -> int:
     """The exit status of a command that has until then, and leaves no process behind."""
-    process = subprocess.Popen(command, start_new_session=True)
+    process = started(command)
     try:
         return process.wait(max(1.0, ends - time.monotonic()))
     except subprocess.TimeoutExpired:
         return -signal.SIGKILL
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        ended(process)
 
 
 def here(sections: dict[str, float], seconds: float, file: Path) -> int:
     """Runs sections (their seconds by name) in this process, behind what the file has. The exit status."""
     report = Report.resumed(json.loads(file.read_text()), again=False)
     report.kept = lambda report: _write(file, report)
+    device_tests.FOLLOWS = ("bits", "device_tests") in pairwise(sections)
     try:
         run([Section(name, each, cases_of(name)) for name, each in sections.items()], seconds, report,
             Guard(usable, hard=True))  # fmt: skip
@@ -139,8 +162,18 @@ def _write(file: Path, report: Report) -> None:
     whole.replace(file)
 
 
+NEEDED = (
+    "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "xxhash", "jinja2",
+    "hypothesis", "pytest",
+)  # fmt: skip
+"""Packages without which sections or tests fail; all else that the engine depends on may be missing."""
+
+
 def no_device() -> str | None:
-    """Why no kernel can run here; None where one can."""
+    """Why nothing can be checked here, packages that are missing among it; None where all is there."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        return f"python has no {', '.join(missing)}: install what is missing"
     from headrace.kernels.triton import backend
 
     return backend.missing()
@@ -173,16 +206,30 @@ def result(report: Report) -> dict[str, Any]:
 @cache
 def machine() -> dict[str, Any]:
     """What figures depend on. Asked once: a device that is lost does not answer."""
-    import torch
-
     from headrace import cores, host
 
     found = {"processor": host.processor_name(), "cores": cores.usable(), "python": platform.python_version()}
-    found |= {"torch": torch.__version__, "triton": metadata.version("triton"), "cuda": str(torch.version.cuda)}
-    return found | {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else ""}
+    found |= {name: _version(name) for name in ("torch", "triton", "transformers")}
+    try:
+        import torch
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return found | {"torch": torch.__version__, "cuda": str(torch.version.cuda), "gpu": gpu}
+    except (ImportError, RuntimeError) as error:  # the result says what it can
+        return found | {"cuda": "", "gpu": f"unknown: {error}"}
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except SystemExit as end:
+        status = int(end.code or 0)
     sys.stdout.flush()
     os._exit(status)  # where the device is lost, the interpreter might wait for it for ever

@@ -19,16 +19,30 @@ from pathlib import Path
 from tools.gpu.pytest_outcomes import FAILED, failures_beside, outcomes_in
 from tools.gpu.runner import Case, LeftOut, Row
 
-OUTCOMES = Path("build/gpu-tests.txt")
-"""A line for each test that has ended in this run, or in the one that it goes on from."""
+OUTCOMES = Path("build/gpu-check.tests.txt")
+"""A line for each test that has ended in this run, or in the one that it goes on from. It lies beside the result."""
+FOLLOWS = False
+"""Whether this section follows that of bits (set by check.here)."""
 AT_ONCE = 6
 """Processes: most of the time goes into compiling kernels."""
 SECONDS = 600.0
 """The section's own time ends it before."""
 
 
+_going_on: list[DeviceTests] = []
+"""What the section before this one has left running."""
+
+
+def leave(tests: DeviceTests, follows: bool) -> None:
+    """Ends the processes; if this section follows, those that run go on into it: to begin again takes some 20 s."""
+    if follows and tests.running():
+        _going_on.append(tests)
+    else:
+        tests.stop()
+
+
 def cases() -> Iterator[Case]:
-    tests = DeviceTests(OUTCOMES)
+    tests = _going_on.pop() if _going_on else DeviceTests(OUTCOMES)
     try:
         yield Case("tests/gpu", partial(tests.result, SECONDS), SECONDS)
     finally:
@@ -64,7 +78,7 @@ class DeviceTests:
         ends = self.began + seconds
         for part in self.parts:
             part.join(max(0.1, ends - time.monotonic()))
-        slow = any(part.is_alive() for part in self.parts)
+        slow = self.running()
         found = outcomes_in(self.file)
         wrong = [n for n, outcome in found.items() if outcome == "failed" or (outcome == "unended" and not slow)]
         broken = [part for part in self.parts if part.broken]
@@ -76,6 +90,10 @@ class DeviceTests:
         if slow:
             raise LeftOut(f"not at their end after {seconds:.0f} s: {told(Counter(found.values()))}")
         return Row("tests/gpu", {"pytest": told(Counter(found.values()))})
+
+    def running(self) -> bool:
+        """Whether a process has tests left."""
+        return any(part.is_alive() for part in self.parts)
 
     def stop(self) -> None:
         """Ends the processes that run."""

@@ -3,22 +3,22 @@ on an H200, in a replayed step, and the setting is refused since.
 
     python -m tools.gpu.int8_kv
 
-Each step runs in a process of its own, the smallest first: an illegal access ends all CUDA work of a process. The first
-that fails runs again with launches that are waited for (whether it is a race), and under compute-sanitizer, where there
-is one: that names the kernel, the address and the thread. `python -m tools.gpu.int8_kv STEP` runs one. T: rows of a
-recording.
+Each step runs in a process of its own, all at once: an illegal access ends all CUDA work of a process, and of no other.
+The smallest that fails runs again with launches that are waited for (whether it is a race), and under
+compute-sanitizer, where there is one: that names the kernel, the address and the thread. `python -m tools.gpu.int8_kv
+STEP` runs one. T: rows of a recording.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +39,7 @@ from headrace.kernels.triton.heads import Heads
 from headrace.types import CHUNK
 from tests.support.traces import prompts_of, run, same
 from tools.gpu.bits import eager_steps
+from tools.gpu.processes import end_by_signal, ended, started
 
 HEADS = Heads(8, 4, 32)
 """The shipped model's."""
@@ -144,41 +145,57 @@ def _layer(step: TritonGraphStep, rounds: int, pool: Pool, q: Tensor, k: Tensor,
     return lambda: step.layers(rounds, 4)(pool, q, k, v, None)
 
 
-def apart(name: str, *before: str, waited: bool = False, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
-    """A step in a process of its own. before: what runs it. waited: each launch is waited for, which would hide a race,
-    and tells which one failed."""
-    command = [*before, sys.executable, "-m", "tools.gpu.int8_kv", name]
-    environment = os.environ | ({"CUDA_LAUNCH_BLOCKING": "1"} if waited else {})
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+class Apart:
+    """A step in a process of its own, from now on. before: what runs it. waited: each launch is waited for, which would
+    hide a race, and tells which one failed."""
+
+    def __init__(self, name: str, *before: str, waited: bool = False) -> None:
+        environment = os.environ | ({"CUDA_LAUNCH_BLOCKING": "1"} if waited else {})
+        self.command = [*before, sys.executable, "-m", "tools.gpu.int8_kv", name]
+        self.began = time.monotonic()
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until `done` has read it
+        self.process = started(self.command, env=environment, stdout=self.output, stderr=subprocess.STDOUT)
+
+    def done(self, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
+        """Waits until so many seconds after the beginning; what runs then is ended."""
         try:
-            status = process.wait(seconds)
+            status = self.process.wait(max(0.1, self.began + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # what a sanitizer runs, too
-            process.wait()
             status = LATE
-        output.seek(0)
-        return subprocess.CompletedProcess(command, status, output.read())
+        self.end()
+        self.output.seek(0)
+        return subprocess.CompletedProcess(self.command, status, self.output.read())
+
+    def end(self) -> None:
+        """Ends what runs, a sanitizer's too."""
+        ended(self.process)
 
 
 def main() -> int:
     """The exit status: 1 where a step fails."""
-    done = {}
-    for name in STEPS:
-        done[name] = apart(name)
-        print(f"{name}: {told(done[name])}", flush=True)
-    failed = [name for name in STEPS if done[name].returncode]
-    if not failed:
-        return 0
-    first = failed[0]
-    print(done[first].stdout[-3000:])
-    again = apart(first, waited=True)
-    print(f"{first}, each launch waited for: {told(again)}\n{again.stdout[-1500:]}", flush=True)
-    if sanitizer := shutil.which("compute-sanitizer"):
-        named = apart(first, sanitizer, "--print-limit", "3", seconds=SANITIZED_SECONDS)
-        print(f"{first}, under compute-sanitizer: {told(named)}\n{named.stdout[-6000:]}")
+    end_by_signal()
+    with ExitStack() as ending:
+
+        def begun(name: str, *before: str, waited: bool = False) -> Apart:
+            made = Apart(name, *before, waited=waited)
+            ending.callback(made.end)
+            return made
+
+        running = {name: begun(name) for name in STEPS}
+        failed = None
+        for name, step in running.items():
+            done = step.done()
+            print(f"{name}: {told(done)}", flush=True)
+            if done.returncode and failed is None:
+                failed = name
+                print(done.stdout[-3000:], flush=True)
+        if failed is None:
+            return 0
+        again = begun(failed, waited=True).done()
+        print(f"{failed}, each launch waited for: {told(again)}\n{again.stdout[-1500:]}", flush=True)
+        if sanitizer := shutil.which("compute-sanitizer"):
+            named = begun(failed, sanitizer, "--print-limit", "3").done(SANITIZED_SECONDS)
+            print(f"{failed}, under compute-sanitizer: {told(named)}\n{named.stdout[-6000:]}", flush=True)
     return 1
 
 
