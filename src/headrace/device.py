@@ -50,10 +50,12 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """type: as backends declare it; place: where tensors lie; processors: those that run one program at a time."""
+    """type: as backends declare it; place: where tensors lie; processors: those that run one program at a time. lost:
+    why this process cannot use it any more; nothing waits for it then, or gives its memory back."""
 
     type: str
     place: torch.device
+    lost: str | None = None
 
     @property
     def name(self) -> str: ...
@@ -122,8 +124,15 @@ class _Registered(mmap.mmap):
         self.address = address
 
     def __del__(self) -> None:
-        if self.address is not None and not sys.is_finalizing():
+        if self.address is None or sys.is_finalizing():
+            return
+        if current().lost is not None:  # the driver would wait for the device, which may yet write here
+            _STAYING.append(self)
+        else:
             torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+_STAYING: list[_Registered] = []
 
 
 class Cuda(Device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from headrace.models.plain_config import plain_config
 from headrace.offload.chunk_codec import _Outward
 from headrace.offload.copy_streams import CudaStream
 from headrace.parallel import devices, torchrun_environment
+from headrace.parallel.nccl_groups import SETTINGS, NcclGroups
 from headrace.parallel.nccl_transport import NcclTransport
 from headrace.parallel.staged_transport import StagedTransport
 from headrace.parallel.transport import Tag
@@ -117,7 +119,7 @@ def group_of(rank: int, context: int, tensor: int, others: str = "1", on: str = 
     mesh = SimpleNamespace(size=lambda axis: (context, tensor)[axis])
     store = SimpleNamespace(set=kept.__setitem__, get=lambda name: kept[name].encode())
     return SimpleNamespace(
-        rank=rank, size=context * tensor, mesh=mesh, store=store, communicators=[],
+        rank=rank, size=context * tensor, mesh=mesh, store=store, nccl=NcclGroups(),
         context=host_links(context)[rank // tensor], tensor=host_links(tensor)[rank % tensor],
     )  # fmt: skip
 
@@ -132,6 +134,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         asked.append(ranks)
         return SimpleNamespace(ranks=sorted(ranks))
 
+    monkeypatch.setattr(os, "environ", {each: value for each, value in os.environ.items() if each not in SETTINGS})
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "new_group", new_group)
     return asked
@@ -169,7 +172,18 @@ def test_each_direction_has_a_communicator(rank: int, made: list[list[int]]) -> 
             [direction] = ends.values()
             assert direction.communicator.ranks[direction.other] == other  # type: ignore[attr-defined]
         links.close()
-    assert len(group.communicators) == 4
+    assert len(group.nccl) == 4
+
+
+def test_torch_ends_no_process_for_an_error_of_nccl(made: list[list[int]]) -> None:
+    """It may be a user's. What the environment says holds."""
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "1"
+    group = group_of(0, 2, 1)
+    with device.use(SeveralDevices()):
+        devices.connect(group, "nccl", True, "127.0.0.1")
+    group.context.close()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
 
 
 @pytest.mark.parametrize(("asked", "others"), [("host", "1"), ("auto", "0")])

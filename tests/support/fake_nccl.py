@@ -145,3 +145,41 @@ class _Done:
         self.arrive()
 
     def drain(self) -> None: ...
+
+
+class StuckKernels:
+    """Those of NCCL on a device, each of which waits for a rank that is gone. killed: the test is over."""
+
+    def __init__(self) -> None:
+        self.killed = threading.Event()
+        self._changed = threading.Condition()
+        self._left = 0
+
+    def begun(self) -> None:
+        self._left += 1
+
+    def end(self) -> None:
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> bool:
+        """As what waits for the whole device (cudaFree): whether it came."""
+        with self._changed:
+            while self._left and not self.killed.is_set():
+                self._changed.wait(0.01)
+        return not self._left
+
+
+class StuckGroup:
+    """A direction whose kernel waits. Its abort ends that, if it heeds it, and then waits for the device (NVIDIA/nccl
+    issue 1013)."""
+
+    def __init__(self, kernels: StuckKernels, heeds: bool = True) -> None:
+        self.kernels, self.heeds, self.aborted = kernels, heeds, False
+        kernels.begun()
+
+    def abort(self) -> None:
+        if self.heeds:
+            self.kernels.end()
+        self.aborted = self.kernels.wait()

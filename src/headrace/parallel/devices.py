@@ -14,6 +14,7 @@ from headrace.config.ranks import RankTransport
 from headrace.device import Device, current
 from headrace.parallel.group import NO_TIMEOUT, Group
 from headrace.parallel.interfaces import interface_name
+from headrace.parallel.nccl_groups import ask_for_no_watchdog
 from headrace.parallel.nccl_transport import Direction, NcclTransport
 from headrace.parallel.staged_transport import StagedTransport
 from headrace.parallel.torchrun_environment import started_this
@@ -56,6 +57,7 @@ def connect(group: Group, asked: RankTransport, alone: bool, interface: str) -> 
         group.context, group.tensor = StagedTransport(group.context, device), StagedTransport(group.tensor, device)
         return "pinned memory"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_name(interface)}")
+    ask_for_no_watchdog()
     by_nccl = _Nccl(group, device)
     group.context, group.tensor = by_nccl.links(group.context, "context"), by_nccl.links(group.tensor, "tensor")
     return "NCCL"
@@ -113,7 +115,7 @@ class _Nccl:
                     made = dist.new_group([begin, end], timeout=NO_TIMEOUT, backend="nccl")
                     if self.group.rank in (begin, end):
                         found[line.index(begin), line.index(end)] = made
-                        self.group.communicators.append(made)
+                        self.group.nccl.add(made)
         return found
 
     def links(self, host: Links, name: str) -> NcclTransport:
