@@ -51,14 +51,21 @@ class Graph(Protocol):
 
 class Device(Protocol):
     """type: as backends declare it; place: where tensors lie; processors: those that run one program at a time. lost:
-    why this process cannot use it any more; nothing waits for it then, or gives its memory back."""
+    why this process cannot use it any more; nothing waits for it then, or gives its memory back. sharers: ranks that
+    compute on it, once they know of each other."""
 
     type: str
     place: torch.device
     lost: str | None = None
+    sharers: int | None = None
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def identity(self) -> str:
+        """Names the device itself, whatever its number in this process."""
+        return f"{self.type} {self.place.index or 0}"
 
     @property
     def processors(self) -> int: ...
@@ -149,6 +156,10 @@ class Cuda(Device):
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.place)
+
+    @property
+    def identity(self) -> str:
+        return str(torch.cuda.get_device_properties(self.place).uuid)
 
     @property
     def processors(self) -> int:

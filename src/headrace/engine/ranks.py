@@ -134,8 +134,8 @@ def connect(config: EngineConfig, group: Group) -> str:
     """Gives a rank on a GPU its device, and the group links for its tensors; what they are, empty on a CPU."""
     if not config.model.on_gpu:
         return ""
-    alone = devices.claim(group.rank, ranks_here(config))
-    return devices.connect(group, config.ranks.transport, alone, config.ranks.interface)
+    devices.claim(group.rank)
+    return devices.connect(group, config.ranks.transport, config.ranks.interface)
 
 
 def _facts(config: EngineConfig) -> ModelConfig:

@@ -14,7 +14,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -26,11 +29,23 @@ SETTINGS = {
 """torch's own watchdog would end the process after an error of NCCL, which may be a user's: the supervisor sees to lost
 ranks here. The last two: nor does it poll the store for others' errors, or sleep after one, for which `close` waits."""
 
+MOST_CTAS = 16
+"""Of a direction: more carry no more over one link."""
+
 
 def ask_for_no_watchdog() -> None:
     """Has groups that are made from now on leave errors to their owner. What the environment says holds."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def nccl_options(ctas: int, timeout: timedelta) -> Any:
+    """Of a group: so many processors of the device at most, before what computes on them. Its stream is one of high
+    priority, of which torch has as many again."""
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    made._timeout = timeout
+    made.config.max_ctas = ctas
+    return made
 
 
 class NcclGroups:
