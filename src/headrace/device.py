@@ -52,13 +52,22 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """type: as backends declare it; place: where tensors lie; processors: those that run one program at a time."""
+    """type: as backends declare it; place: where tensors lie; processors: those that run one program at a time. lost:
+    why this process cannot use it any more; nothing waits for it then, or gives its memory back. sharers: ranks that
+    compute on it, once they know of each other."""
 
     type: str
     place: torch.device
+    lost: str | None = None
+    sharers: int | None = None
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def identity(self) -> str:
+        """Names the device itself, whatever its number in this process."""
+        return f"{self.type} {self.place.index or 0}"
 
     @property
     def processors(self) -> int: ...
@@ -125,8 +134,15 @@ class _Registered(mmap.mmap):
         self.address = address
 
     def __del__(self) -> None:
-        if self.address is not None and not sys.is_finalizing():
+        if self.address is None or sys.is_finalizing():
+            return
+        if current().lost is not None:  # the driver would wait for the device, which may yet write here
+            _STAYING.append(self)
+        else:
             torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+_STAYING: list[_Registered] = []
 
 
 class Cuda(Device):
@@ -143,6 +159,10 @@ class Cuda(Device):
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.place)
+
+    @property
+    def identity(self) -> str:
+        return str(torch.cuda.get_device_properties(self.place).uuid)
 
     @property
     def processors(self) -> int:

@@ -229,7 +229,7 @@ class Echo:
         return True
 
 
-def by_nccl(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+def by_nccl(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> FakeCommunicator:
     """A rank whose messages come back to it, by the transport's own threads; the last two before they are asked for."""
     ordered_threads(order, monkeypatch, (device_transfer, nccl_transport))
     with device.use(order), order.recording():
@@ -246,10 +246,12 @@ def by_nccl(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:
 
         layers(order, links, deliver)
         links.close()
+        return communicator
 
 
 NCCL = {
-    ("_send_all", "synchronize"), ("_receive", "synchronize"), ("copy", "wait_event"), ("wait in layers", "wait_event"),
+    ("_send_all", "synchronize"), ("_receive", "synchronize"), ("copy", "synchronize"),
+    ("wait in layers", "wait_event"), ("wait in _ended", "wait_event"),
 }  # fmt: skip
 KEPT = {("keep", "synchronize")}
 """So long is memory kept that is under way; nobody writes it."""
@@ -260,6 +262,12 @@ def test_all_is_ordered_that_goes_by_nccl(monkeypatch: pytest.MonkeyPatch) -> No
     by_nccl(order, monkeypatch)
     assert not order.violations
     assert order.seen == NCCL | KEPT
+
+
+def test_no_message_is_posted_behind_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two ranks could each wait for what the other has posted behind something else."""
+    behind = by_nccl(StreamOrder(), monkeypatch).behind
+    assert len(behind) == 10 and not any(stream.used for stream in behind)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("place", sorted(NCCL), ids="-".join)

@@ -23,7 +23,7 @@ from headrace.kernels.experts import OutsideColumn
 from headrace.models.layers import Matrices
 from headrace.models.slots import expert_of
 from headrace.offload.weights.expert_slots import ExpertSlots, GpuExpertFile
-from headrace.offload.weights.experts import PAGE
+from headrace.offload.weights.experts import PAGE, ExpertFile
 from headrace.offload.weights.layers import tensors_of
 from headrace.offload.weights.streamed import ends_of, placed_in
 from tests.support.checkpoints import make_checkpoint
@@ -91,6 +91,25 @@ def test_room_for_them(fake: FakeDevice, tmp_path: Path) -> None:
         engine(folder, expert_offload_path=str(tmp_path))
     with pytest.raises(ValueError, match=r"expert_memory_size: a layer has 2 experts.*2.29e-05 GiB of the GPU"):
         engine(folder, expert_offload_path=str(tmp_path), expert_memory_size=2e-5)
+
+
+@pytest.mark.parametrize(("rounding", "written"), [("none", 0), ("int8", 2)])
+def test_too_little_room_is_refused_before_experts_are_written(
+    rounding: str, written: int, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their facts, or by the first of them."""
+    names: list[str] = []
+    place = ExpertFile.place
+
+    def noted(self: ExpertFile, name: str, weight: ops.Weight) -> ops.Weight:
+        names.append(name)
+        return place(self, name, weight)
+
+    monkeypatch.setattr(ExpertFile, "place", noted)
+    folder = make_checkpoint("qwen3_moe", tmp_path / "model", **SIZES)
+    with pytest.raises(ValueError, match="expert_memory_size: a layer has 2 experts"):
+        engine(folder, expert_offload_path=str(tmp_path), expert_memory_size=4e-6, quantization=rounding)
+    assert len(names) == written
 
 
 def test_what_rows_meet_is_in_slots() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +19,14 @@ import torch.distributed as dist
 from headrace import device
 from headrace.config import EngineConfig
 from headrace.device import Stream
-from headrace.engine import ranked_pools
+from headrace.engine import gpu_memory, ranked_pools
 from headrace.engine.folders import model_folder
 from headrace.engine.preflight import check_fit
 from headrace.models.plain_config import plain_config
 from headrace.offload.chunk_codec import _Outward
 from headrace.offload.copy_streams import CudaStream
 from headrace.parallel import devices, torchrun_environment
+from headrace.parallel.nccl_groups import SETTINGS, NcclGroups
 from headrace.parallel.nccl_transport import NcclTransport
 from headrace.parallel.staged_transport import StagedTransport
 from headrace.parallel.transport import Tag
@@ -33,22 +37,19 @@ from tests.support.fake_nccl import directions, host_links
 class SeveralDevices(FakeDevice):
     count = 2
     claimed = -1
+    identity = "GPU-0"
 
     def claim(self, index: int) -> None:
         self.claimed = index
 
 
-@pytest.mark.parametrize(("rank", "here", "index"), [(0, 2, 0), (1, 2, 1), (2, 3, 0)])
-def test_a_rank_takes_the_device_of_its_number(
-    rank: int, here: int, index: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("rank", "index"), [(0, 0), (1, 1), (2, 0)])
+def test_a_rank_takes_the_device_of_its_number(rank: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    caplog.set_level(logging.INFO)
     made = SeveralDevices()
     with device.use(made):
-        assert devices.claim(rank, here) == (here == 2)
+        devices.claim(rank)
     assert made.claimed == index
-    assert ("3 ranks here have 2" in caplog.text) == (here == 3)
 
 
 def test_torchrun_says_which_number_a_rank_has_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +57,11 @@ def test_torchrun_says_which_number_a_rank_has_on_its_host(monkeypatch: pytest.M
     monkeypatch.setenv("LOCAL_RANK", "1")
     made = SeveralDevices()
     with device.use(made):
-        devices.claim(0, 2)
+        devices.claim(0)
         assert made.claimed == 0
         for name in torchrun_environment.VARIABLES:
             monkeypatch.setenv(name, "6")
-        devices.claim(6, 2)
+        devices.claim(6)
     assert made.claimed == 1
 
 
@@ -84,9 +85,10 @@ def test_threads_of_links_use_the_device_of_the_rank(kind: str) -> None:
         StagedTransport(host, made) if kind == "staged" else NcclTransport(host, made, *of(host.rank)) for host in hosts
     )
     there = torch.empty(3)
-    came = two.irecv(there, 0, Tag(1, 0, 0))
-    one.isend(torch.arange(3.0), 1, Tag(1, 0, 0)).wait()
-    came.wait()
+    with device.use(made):
+        came = two.irecv(there, 0, Tag(1, 0, 0))
+        one.isend(torch.arange(3.0), 1, Tag(1, 0, 0)).wait()
+        came.wait()
     assert torch.equal(there, torch.arange(3.0)) and len(used) >= 2 and all(used)
     one.close(), two.close()
 
@@ -110,16 +112,22 @@ def test_threads_of_tiers_use_the_device_of_the_rank() -> None:
     assert entered == {"headrace-restore", "headrace-restore-end", "storing"}
 
 
-def group_of(rank: int, context: int, tensor: int, others: str = "1", on: str = FakeDevice.name) -> Any:
-    """A group of which the others have said whether they have devices to themselves, and what these are."""
-    kept = {f"headrace/alone/{each}": others for each in range(context * tensor) if each != rank}
+def group_of(rank: int, context: int, tensor: int, same: bool = False, on: str = FakeDevice.name) -> Any:
+    """A group of which the others have said which devices they have: this rank's (`same`), or each one of its own."""
+    ours = SeveralDevices.identity
+    kept = {f"headrace/device/{each}": ours if same else f"GPU-{each + 1}" for each in range(context * tensor)}
     kept |= {f"headrace/computes/{each}": f"{on}, Triton {devices._triton()}" for each in range(context * tensor)}
     mesh = SimpleNamespace(size=lambda axis: (context, tensor)[axis])
     store = SimpleNamespace(set=kept.__setitem__, get=lambda name: kept[name].encode())
     return SimpleNamespace(
-        rank=rank, size=context * tensor, mesh=mesh, store=store, communicators=[],
+        rank=rank, size=context * tensor, mesh=mesh, store=store, nccl=NcclGroups(),
         context=host_links(context)[rank // tensor], tensor=host_links(tensor)[rank % tensor],
     )  # fmt: skip
+
+
+def _first_use(made: Any, way: str, x: list[torch.Tensor], other: int, tag: int) -> Any:
+    made.first.append((way, made.ranks[other]))
+    return SimpleNamespace(wait=lambda: None)
 
 
 @pytest.fixture
@@ -127,11 +135,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """World ranks of the communicators that were asked of torch, in that order."""
     asked: list[list[int]] = []
 
-    def new_group(ranks: list[int], timeout: Any, backend: str) -> object:
-        assert backend == "nccl"
+    def new_group(ranks: list[int], timeout: Any, backend: str, pg_options: Any) -> object:
+        assert backend == "nccl" and pg_options._timeout == timeout and pg_options.is_high_priority_stream
         asked.append(ranks)
-        return SimpleNamespace(ranks=sorted(ranks))
+        made = SimpleNamespace(ranks=sorted(ranks), ctas=pg_options.config.max_ctas, first=[])
+        made.send, made.recv = (partial(_first_use, made, way) for way in ("send", "recv"))
+        return made
 
+    class Options(SimpleNamespace):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(config=SimpleNamespace(), **given)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(os, "environ", {each: value for each, value in os.environ.items() if each not in SETTINGS})
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "new_group", new_group)
     return asked
@@ -161,34 +177,113 @@ def test_each_direction_has_a_communicator(rank: int, made: list[list[int]]) -> 
     """Two context ranks of two tensor ranks each: every rank asks for all of them in one order."""
     group = group_of(rank, 2, 2)
     with device.use(SeveralDevices()):
-        assert devices.connect(group, "auto", True, "127.0.0.1") == "NCCL"
+        assert devices.connect(group, "auto", "127.0.0.1") == "NCCL"
+        assert device.current().sharers == 1
     assert made == [[0, 2], [2, 0], [1, 3], [3, 1], [0, 1], [1, 0], [2, 3], [3, 2]]
     for links, other in ((group.context, (rank + 2) % 4), (group.tensor, rank ^ 1)):
         assert isinstance(links, NcclTransport)
         for ends in (links._to, links._source):
             [direction] = ends.values()
-            assert direction.communicator.ranks[direction.other] == other  # type: ignore[attr-defined]
+            communicator: Any = direction.communicator
+            assert communicator.ranks[direction.other] == other
+            assert communicator.first == [("send" if ends is links._to else "recv", other)], "used before it is needed"
         links.close()
-    assert len(group.communicators) == 4
+    assert len(group.nccl) == 4
 
 
-@pytest.mark.parametrize(("asked", "others"), [("host", "1"), ("auto", "0")])
-def test_otherwise_tensors_go_through_the_host(asked: Any, others: str, made: list[list[int]]) -> None:
-    group = group_of(0, 2, 1, others)
+def test_torch_ends_no_process_for_an_error_of_nccl(made: list[list[int]]) -> None:
+    """It may be a user's. What the environment says holds."""
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "1"
+    group = group_of(0, 2, 1)
     with device.use(SeveralDevices()):
-        assert devices.connect(group, asked, True, "127.0.0.1") == "pinned memory"
+        devices.connect(group, "nccl", "127.0.0.1")
+    group.context.close()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+
+
+@pytest.mark.parametrize(("asked", "same"), [("host", False), ("auto", True)])
+def test_otherwise_tensors_go_through_the_host(
+    asked: Any, same: bool, made: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    group = group_of(0, 2, 1, same)
+    with device.use(SeveralDevices()), caplog.at_level(logging.INFO):
+        assert devices.connect(group, asked, "127.0.0.1") == "pinned memory"
+        assert device.current().sharers == 1 + same
     assert isinstance(group.context, StagedTransport) and not made
+    assert ("2 ranks share it" in caplog.text) == ("ranks share a device" in caplog.text) == same
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_ranks_that_each_see_one_device(same: bool, made: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As number 0, whichever it is (CUDA_VISIBLE_DEVICES by rank): what names it tells, and what memory each has."""
+    one, group = SeveralDevices(), group_of(1, 2, 1, same)
+    one.count = 1
+    config = EngineConfig(attention_backend="triton", context_parallel_size=2, kv_cache_tokens=4096)
+    with device.use(one):
+        for name in torchrun_environment.VARIABLES:
+            monkeypatch.setenv(name, "2")
+        assert gpu_memory.sharing(config) == 1, "nobody knows yet"
+        assert devices.connect(group, "auto", "127.0.0.1") == ("pinned memory" if same else "NCCL")
+        assert gpu_memory.sharing(config) == 1 + same
+    group.context.close()
+
+
+@pytest.mark.parametrize(("context", "ctas"), [(2, 16), (8, 4), (11, 3)])
+def test_kernels_of_all_communicators_run_at_the_same_time(context: int, ctas: int, made: list[list[int]]) -> None:
+    """One that has no place would wait for another, which may wait for a rank where it is the other way round."""
+    group, there = group_of(0, context, 1), SeveralDevices()
+    there.processors = 132
+    with device.use(there):
+        assert devices.connect(group, "auto", "127.0.0.1") == "NCCL"
+    assert {each.communicator.ctas for each in group.context._to.values()} == {ctas}
+    assert 2 * (context - 1) * ctas <= 132 // 2
+    group.context.close()
+
+
+def test_streams_of_a_device_are_enough_for_all_links(made: list[list[int]]) -> None:
+    """Those that share a queue wait for each other, be it on two ranks in turn."""
+    with device.use(SeveralDevices()):
+        with pytest.raises(ValueError, match="exchanges with 11 others, and a GPU carries the streams of 10"):
+            devices.connect(group_of(0, 12, 1), "nccl", "127.0.0.1")
+        assert devices.connect(group_of(0, 12, 1), "auto", "127.0.0.1") == "pinned memory"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_ranks_use_their_communicators_in_one_order(size: int, made: list[list[int]]) -> None:
+    """Each waits for the other end of what it begins with."""
+    used: list[list[tuple[int, int]]] = []
+    for rank in range(size):
+        group, order = group_of(rank, size, 1), list[tuple[int, int]]()
+        with pytest.MonkeyPatch.context() as patch, device.use(SeveralDevices()):
+            patch.setattr(SeveralDevices, "synchronize", lambda self: None)
+            patch.setattr(sys.modules[__name__], "_first_use", partial(_note_pair, order, rank))
+            devices.connect(group, "nccl", "127.0.0.1")
+        group.context.close()
+        used.append(order)
+    while any(used):
+        ready = {each[0] for each in used if each}
+        met = [pair for pair in ready if all(used[end] and used[end][0] == pair for end in pair)]
+        assert met, used
+        for begin, end in met:
+            used[begin].pop(0), used[end].pop(0)
+
+
+def _note_pair(order: list[tuple[int, int]], me: int, made: Any, way: str, x: Any, other: int, tag: int) -> Any:
+    there = made.ranks[other]
+    order.append((me, there) if way == "send" else (there, me))
+    return SimpleNamespace(wait=lambda: None)
 
 
 def test_nccl_is_refused_where_a_device_is_shared(made: list[list[int]]) -> None:
     with device.use(SeveralDevices()), pytest.raises(ValueError, match="ranks share a device; use 'host' or 'auto'"):
-        devices.connect(group_of(0, 2, 1, "0"), "nccl", True, "127.0.0.1")
+        devices.connect(group_of(0, 2, 1, True), "nccl", "127.0.0.1")
 
 
 def test_gpus_of_several_kinds_are_refused() -> None:
     """Each computes bits of its own."""
     with device.use(SeveralDevices()), pytest.raises(ValueError, match=r"rank 1 computes on an H9, .*use GPUs of one"):
-        devices.connect(group_of(0, 2, 1, on="an H9"), "host", True, "127.0.0.1")
+        devices.connect(group_of(0, 2, 1, on="an H9"), "host", "127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from headrace.kernels import dispatch, reference
 from headrace.kernels.records import Pool, StepInputs
 from headrace.offload import copy_streams, ticket
 from headrace.offload.copy_streams import open_copy_streams
+from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.weights.streamed import StreamedLayers
 from tests.support.stream_order import StreamOrder, ordered_threads
 from tests.support.traces import run, same, words
@@ -112,6 +113,23 @@ def test_all_is_ordered(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert min(transfers.throughput.link._latest) > 0, "a transfer counted before its end"
     assert not order.violations
     assert order.seen == NEEDED.get(form, EVERY) | TIMES
+
+
+def test_hidden_states_of_a_batch_leave_to_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all layers: memory is pinned once for each batch of a step."""
+    order, pinned, sent = StreamOrder(), list[int](), list[Tensor]()
+    pin, send = order.pinned, Transfers.send_hidden
+
+    def sending(self: Transfers, x: Tensor, *before: Any) -> Any:
+        sent.append(x)
+        return send(self, x, *before)
+
+    with streaming(order, monkeypatch, **FORMS["column"]) as llm:
+        monkeypatch.setattr(order, "pinned", lambda *asked: (pinned.append(1), pin(*asked))[1])
+        monkeypatch.setattr(Transfers, "send_hidden", sending)
+        answers(llm)
+    layers = llm.engine.loaded.decoder.config.attention.layers
+    assert layers > 2 and len(sent) == (layers - 1) * len(pinned) > 0
 
 
 @pytest.mark.parametrize(

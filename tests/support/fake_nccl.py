@@ -13,31 +13,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.device import Event, Stream, current
 from headrace.parallel.nccl_transport import Direction
 from headrace.parallel.transport import Loopback, LoopbackHub
 
 
 class FakeCommunicator:
     """One direction between two ranks. As in NCCL messages have no tags: they meet in the order in which they are
-    posted. A receive ends when its message has been posted, a send at once: its message is copied."""
+    posted. A receive ends when its message has been posted, a send at once: its message is copied.
+
+    As torch has it, a communicator has a stream of its own, which waits for the current one; `wait` has the stream wait
+    that is current then. behind: streams that were current when messages were posted."""
 
     def __init__(self) -> None:
         self.messages: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self.posted: list[tuple[str, int]] = []
+        self.behind: list[Stream] = []
+        self._own: dict[str, Stream] = {}
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
         self.posted.append(("send", tag))
-        self.messages.put(tensors[0].clone())
-        return _Ended()
+        return self._run("send", lambda: self.messages.put(tensors[0].clone()))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
         self.posted.append(("recv", tag))
-        tensors[0].copy_(self.messages.get(timeout=20))
-        return _Ended()
+        return self._run("recv", lambda: tensors[0].copy_(self.messages.get(timeout=20)))
+
+    def _run(self, end: str, kernel: Callable[[], object]) -> _Ended:
+        there = current()
+        own, behind = self._own.setdefault(end, there.stream()), there.current_stream()
+        self.behind.append(behind)
+        if getattr(behind, "used", False):  # what is recorded on an idle stream has happened
+            own.wait_event(behind.record_event())
+        with there.on(own):
+            kernel()
+            return _Ended(own.record_event())
 
 
 class _Ended:
-    def wait(self) -> None: ...
+    def __init__(self, over: Event) -> None:
+        self.over = over
+
+    def wait(self) -> None:
+        current().current_stream().wait_event(self.over)
 
 
 class GlooCommunicator:
@@ -145,3 +163,41 @@ class _Done:
         self.arrive()
 
     def drain(self) -> None: ...
+
+
+class StuckKernels:
+    """Those of NCCL on a device, each of which waits for a rank that is gone. killed: the test is over."""
+
+    def __init__(self) -> None:
+        self.killed = threading.Event()
+        self._changed = threading.Condition()
+        self._left = 0
+
+    def begun(self) -> None:
+        self._left += 1
+
+    def end(self) -> None:
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> bool:
+        """As what waits for the whole device (cudaFree): whether it came."""
+        with self._changed:
+            while self._left and not self.killed.is_set():
+                self._changed.wait(0.01)
+        return not self._left
+
+
+class StuckGroup:
+    """A direction whose kernel waits. Its abort ends that, if it heeds it, and then waits for the device (NVIDIA/nccl
+    issue 1013)."""
+
+    def __init__(self, kernels: StuckKernels, heeds: bool = True) -> None:
+        self.kernels, self.heeds, self.aborted = kernels, heeds, False
+        kernels.begun()
+
+    def abort(self) -> None:
+        if self.heeds:
+            self.kernels.end()
+        self.aborted = self.kernels.wait()

@@ -93,11 +93,14 @@ class RecordedEvent(Event):
 
 
 class RecordedStream(Stream):
+    """used: whether it ever had something to do or to wait for."""
+
     def __init__(self, order: StreamOrder, name: str) -> None:
-        self.order, self.name = order, name
+        self.order, self.name, self.used = order, name, False
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, RecordedEvent)
+        self.used = True
         self.order.known_to_stream(self, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -247,6 +250,7 @@ class StreamOrder(Device):
         """An operation on the thread's current stream that touches these addresses."""
         with self.lock:
             stream = self.current_stream()
+            stream.used = True  # type: ignore[attr-defined]
             step = self.launch(stream)[stream]
             for low, high, writes in ranges:
                 self._touch(low, high, writes, stream, step, what)

@@ -63,9 +63,13 @@ class ThreadGroup:
     store: ThreadStore
     workers: ThreadWorkers | None = None
 
-    def close(self) -> None:
+    def released(self) -> bool:
+        return True
+
+    def close(self) -> bool:
         if self.workers is not None:
             self.workers.close()
+        return True
 
 
 def open_group(config: EngineConfig, maker: str, start: object = None) -> ThreadGroup:

@@ -172,6 +172,7 @@ class EngineCore:
         self.cache.commit()
         ended = self._observe(computed)
         deltas = ended + self._advance(computed)
+        self.loaded.executor.confirm()
         for part in slices if self.speculator is not None else ():
             self._settle(part.sequence)
         self._stats.scheduler.steps += 1

@@ -57,7 +57,7 @@ class Driver(Executor):
     """Has steps computed by all ranks. send(step) hands a step to all other ranks, or raises RankLost.
 
     counts: prefills by strategy. end(): ends the other ranks. staged: chunks that a rank can have of a group at a time,
-    if not any number; streams: what ranks have streamed, if they do.
+    if not any number; streams: what ranks have streamed, if they do. confirm(): see Executor.
     """
 
     rank: Rank
@@ -70,6 +70,7 @@ class Driver(Executor):
     end: Callable[[], None] = lambda: None
     staged: int | None = None
     streams: RankedStreams | None = None
+    confirm: Callable[[], None] = lambda: None
     holders: StateHolders | None = field(init=False)
     _planned: dict[SequenceState, StrategyChoice] = field(default_factory=dict)
 

@@ -84,6 +84,11 @@ class Executor(Protocol):
         StepRows; not None: the step before is under way, and that before it has been waited for."""
         return None
 
+    def confirm(self) -> None:
+        """Called when a step's tokens have been drawn: raises RankLost if they may be wrong, as a rank is gone that a
+        device had waited for."""
+        return None
+
     def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:
         """Who shall own the new chunks of a slice that is about to be taken (Scheduler.owners)."""
         return None

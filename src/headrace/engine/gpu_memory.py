@@ -22,6 +22,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.models.packing import HEAD
 from headrace.models.sizes import compute_type, weight_bytes
+from headrace.parallel.torchrun_environment import started_this
 from headrace.types import CHUNK, chunks_for
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,12 @@ TWICE = 2
 
 
 def sharing(config: EngineConfig) -> int:
-    """Ranks on a device, of that which has most."""
-    return -(-ranks_here(config) // current().count)
+    """Ranks on a device; before they know of each other, on that which has most. Processes of torchrun that see one
+    device may each see another."""
+    device = current()
+    if device.sharers is not None:
+        return device.sharers
+    return 1 if device.count == 1 and started_this() else -(-ranks_here(config) // device.count)
 
 
 def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
@@ -65,7 +70,7 @@ def check_pool(config: EngineConfig, model: ModelConfig, tokens: int, bytes_per_
     """Raises ValueError for a KV cache that a GPU has no memory for."""
     left, asked = max(0, beside_weights(config, model)), tokens * bytes_per_token
     if asked > left:
-        each = " of each rank" if ranks_here(config) > current().count else ""
+        each = " of each rank" if sharing(config) > 1 else ""
         raise ValueError(
             f"kv_cache_tokens {tokens:,} needs {gib(asked)}; {gib(left)} are free on the GPU beside the weights{each}: "
             f"at most {left // bytes_per_token // CHUNK * CHUNK:,} tokens fit"

@@ -97,8 +97,9 @@ class Loaded:
             self.executor.close()
             self.below.close()
             return
-        with suppress(RankLost):
-            self.below.close()  # what waits to be stored lies on the other ranks
+        if self.ranks.released():  # else its copies never end
+            with suppress(RankLost):
+                self.below.close()  # what waits to be stored lies on the other ranks
         self.executor.close()
 
 

@@ -23,7 +23,8 @@ from headrace.host import GIB
 from headrace.models.files import check_whole, weight_files
 from headrace.models.plain_config import plain_config
 from headrace.models.shards import Share, shard
-from headrace.models.sizes import BYTES, compute_type, refuse_rounding
+from headrace.models.sizes import BYTES, compute_type, expert_bytes, refuse_rounding, refuse_slots
+from headrace.models.slots import expected, expert_of
 from headrace.models.spec import ModelConfig
 from headrace.parallel.interfaces import interface_name
 from headrace.planner.machine import ModelShape
@@ -139,7 +140,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
             "quantization fp8_rowwise: only a GPU multiplies FP8; set attention_backend 'triton', or use w8a8"
         )
     if config.model.on_gpu and config.expert_folder is not None and model.experts is not None:
-        _check_experts_of_gpu(config)
+        _check_experts_of_gpu(config, model)
     if asked is None:
         return
     if asked > model.max_model_len:
@@ -150,8 +151,9 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _check_experts_of_gpu(config: EngineConfig) -> None:
-    """Raises ValueError for experts in a file that a GPU does not read, or without room for them."""
+def _check_experts_of_gpu(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for experts in a file that a GPU does not read, or without room for them, as far as that is
+    known: of codes it is when the first expert has been read."""
     if config.streaming is not None:
         setting = "expert_offload_path" if config.experts.path is not None else "kv_offload_path"
         raise ValueError(
@@ -162,6 +164,10 @@ def _check_experts_of_gpu(config: EngineConfig) -> None:
         raise ValueError(
             "expert_offload_path: set expert_memory_size, the GPU's memory for experts in use; the cache gets the rest"
         )
+    if model.stored is None and config.model.quantization == "none" and model.experts is not None:
+        every = expert_bytes(model, compute_type(model, config.model.dtype), ranks=config.ranks.tensor)
+        layers, count = len({of[0] for name in expected(model) if (of := expert_of(name))}), model.experts.count
+        refuse_slots(int(config.experts.memory * GIB), count, every // layers // count)
 
 
 def _check_devices(config: EngineConfig) -> None:

@@ -134,8 +134,8 @@ def connect(config: EngineConfig, group: Group) -> str:
     """Gives a rank on a GPU its device, and the group links for its tensors; what they are, empty on a CPU."""
     if not config.model.on_gpu:
         return ""
-    alone = devices.claim(group.rank, ranks_here(config))
-    return devices.connect(group, config.ranks.transport, alone, config.ranks.interface)
+    devices.claim(group.rank)
+    return devices.connect(group, config.ranks.transport, config.ranks.interface)
 
 
 def _facts(config: EngineConfig) -> ModelConfig:
@@ -230,7 +230,7 @@ class Ranks:
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
         return Driver(
             self.rank, cache, self._workers.send, self._advise(config), self.allowed, end=self.close,
-            staged=self.rank.staged, streams=self._streams(),
+            staged=self.rank.staged, streams=self._streams(), confirm=self._workers.check,
         )  # fmt: skip
 
     def _streams(self) -> RankedStreams | None:
@@ -244,6 +244,8 @@ class Ranks:
     def open_tiers(self, cache: KVCache, config: EngineConfig, capacity: Capacity) -> StoredPrefixes:
         """Opens those of every rank. Raises ValueError, RankLost."""
         agent, workers = tiers.agent_of(config, self.rank, capacity.backend), self._workers
+        if self.rank.device is not None:  # a copy may end because what it waits for was given up
+            agent.spoilt = workers.failed.is_set
         peers = TierPeers(cache.ranks, {0: agent}, workers.send_to, workers.check, config.ranks.tensor)
         workers.on_answer = peers.received
         return tiers.open_offload(config, capacity, cache, self.rank, peers, self.profile)
@@ -273,8 +275,12 @@ class Ranks:
         self._workers.close()
 
     def close(self) -> None:
-        self.group.close()
-        self.rank.close()
+        if self.group.close():
+            self.rank.close()
+
+    def released(self) -> bool:
+        """See Group.released."""
+        return self.group.released()
 
 
 def allowed(config: EngineConfig, recurrent: bool = False) -> tuple[str, ...]:
@@ -319,8 +325,7 @@ def open_ranks(
         profile = Profile(planned_on, shape, config.ranks.context, tuned, strategies)
         return Ranks(group, rank, profile, told, strategies), decoder
     except BaseException:
-        group.close()
-        if rank is not None:
+        if group.close() and rank is not None:
             rank.close()
         raise
 

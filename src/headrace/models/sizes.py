@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.config import AttentionSpec, KVDType, Quantization
+from headrace.host import GIB
 from headrace.models.shards import Share
 from headrace.models.slots import Slot, expected, expert_of, in_feed_forward, is_exact
 from headrace.models.spec import ModelConfig
@@ -53,6 +54,15 @@ def expert_bytes(config: ModelConfig, compute: str, quantization: Quantization =
         return _bytes_of(config, experts, compute, quantization, 0, ranks)
     numbers, every = (sum(slot.count for slot in each.values()) for each in (experts, slots))
     return config.stored.bytes * numbers // every // ranks
+
+
+def refuse_slots(room: int, count: int, size: int) -> None:
+    """Raises ValueError where `room` bytes of a GPU do not hold a layer's `count` experts of `size` bytes each."""
+    if room < count * size:
+        raise ValueError(
+            f"expert_memory_size: a layer has {count} experts, all of which a prompt may meet, and they take "
+            f"{count * size / GIB:.3g} GiB of the GPU; give at least that"
+        )
 
 
 def _bytes_of(

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace.device import current
 from headrace.parallel.control import Refused, proof
 from headrace.parallel.interfaces import interface_name
 from headrace.parallel.link_store import LinkStore
 from headrace.parallel.listeners import stop_accepting
+from headrace.parallel.nccl_groups import NcclGroups, ends
 from headrace.parallel.supervisor import WorkerSupervisor
 from headrace.parallel.torch_transport import TorchTransport
 from headrace.parallel.transport import Apart, Links, Tag, Transport
@@ -29,6 +31,12 @@ log = logging.getLogger(__name__)
 
 NO_TIMEOUT = timedelta(days=365)
 """Of the process groups: one timeout there closes every link, and a wait may be as long as a prompt."""
+ABORT_S = 10.0
+"""So long what waits for a rank that is gone may take to be given up."""
+HELD_UP = (
+    "the GPU waits for a rank that is gone, and NCCL does not give that up: end this process (it may take SIGKILL) and "
+    "start another"
+)
 
 
 @dataclass
@@ -38,7 +46,7 @@ class Group:
     World rank = context rank * tensor size + tensor rank. `context` links the ranks of equal tensor rank, and numbers
     them by context rank; `tensor` the other way round; `tensor_group` is the latter for torch's collectives.
     workers: on the driver, rank 0; None elsewhere. store: torch calls it for as long as the process groups live.
-    communicators: process groups of NCCL, if tensors of a GPU go by it (parallel.devices).
+    nccl: its process groups, if tensors of a GPU go by it (parallel.devices).
     """
 
     rank: int
@@ -48,32 +56,51 @@ class Group:
     tensor: Links
     store: LinkStore
     workers: WorkerSupervisor | None = None
-    communicators: list[Any] = field(default_factory=list)
+    nccl: NcclGroups = field(default_factory=NcclGroups)
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
         return self.mesh.get_group("tensor")
 
     def fail(self, why: str) -> None:
-        """Wakes whoever waits for another rank, with RankLost(why)."""
+        """Wakes whoever waits for another rank, with RankLost(why). What then comes from a device may be anything."""
         self.context.fail(why)
         self.tensor.fail(why)
+        self.nccl.abort()
 
-    def close(self) -> None:
-        """Ends the workers, if this is the driver, and the links. May be called again.
+    def released(self) -> bool:
+        """Whether nothing waits on the device for a rank that is known to be gone. If NCCL has not given that up within
+        ABORT_S the device is lost to this process."""
+        if not self.nccl.aborted(ABORT_S):
+            self._lose_device()
+            return False
+        return current().lost is None
+
+    def close(self) -> bool:
+        """Ends the workers, if this is the driver, and the links. May be called again. False where the device is lost.
 
         To be called before the interpreter ends: threads that wait in torch then would abort the process.
         """
         if self.workers is not None:
             self.workers.close()
-        for each in self.communicators:
-            each.abort()  # what waits for a rank that is gone would never end
-        self.communicators.clear()
+        self.nccl.abort()
+        released = self.released()
         for name, transport in (("context", self.context), ("tensor", self.tensor)):
-            if not transport.close():
+            if not transport.close() and released:
                 log.warning("threads of the %s links still wait for ranks that did not end", name)
-        if dist.is_initialized():
+        if not released or not dist.is_initialized():
+            return released
+        if not len(self.nccl):
             dist.destroy_process_group()
+        elif not ends(dist.destroy_process_group, ABORT_S):
+            self._lose_device()
+        return current().lost is None
+
+    def _lose_device(self) -> None:
+        if current().lost is None:
+            current().lost = HELD_UP
+            self.nccl.keep()
+            log.error("%s", HELD_UP)
 
 
 def form(rank: int, context: int, tensor: int, store: LinkStore, interface: str, secret: str) -> Group:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from headrace.config import EngineConfig
+from headrace.device import current
 from headrace.files import open_own
 from headrace.host import told_signal
 from headrace.parallel import torchrun_environment
@@ -54,7 +55,7 @@ def open_group(config: EngineConfig, maker: str, start: Starter | None = None) -
     if size < 2:
         raise ValueError("one rank needs no group: raise context_parallel_size or tensor_parallel_size")
     if dist.is_initialized():
-        raise ValueError("this process is in a group already: close that first")
+        raise ValueError(f"this process is in a group already: {current().lost or 'close that first'}")
     secret = os.environ.get(SECRET) or secrets.token_hex(32)
     with ExitStack() as undo:
         processes, links = _meet(config, secret, start or _starter(config), undo)

@@ -5,8 +5,13 @@ What NCCL (torch.distributed) is like, and what follows from it:
   after another, and announces each, with its tag, over the host's links; the receiver posts in the order of what is
   announced. What nobody has asked for yet is received into memory of its own: no message waits for another's receiver;
 - a communicator runs one thing at a time, and a send ends with its receive: two ranks that both send first would wait
-  for each other. So each direction between two ranks has a communicator, and streams, of its own;
-- `work.wait()` has the current stream wait, not the host: that stream is the direction's, and records an event;
+  for each other. So each direction between two ranks has a communicator, to which torch gives a stream of its own;
+- that stream waits for the one that was current when a message was posted. That is one on which nothing ever runs or
+  waits: what is posted is ready, and waits for no other message;
+- `work.wait()` has the current stream wait, not the host: one stream waits for all that is sent, another for all that
+  comes, and records their events. What has been posted on both ends ends by itself, so they delay each other, no more.
+  There are few streams for this reason: two that the driver carries by one queue wait for each other, be it on two
+  ranks in turn (STREAMS);
 - a message whose peer is gone never ends. That it is gone the host's links notice, and `fail` wakes who waits.
 
 A communicator is what torch's ProcessGroup is: send([x], to, tag) and recv([x], source, tag), ranks as in that group.
@@ -30,6 +35,8 @@ from headrace.parallel.device_transfer import DeviceTransfer, check_sent
 from headrace.parallel.transport import Apart, Links, RankLost, Tag, Traffic, Transfer, flat
 from headrace.parallel.waiters import Waiters
 
+STREAMS = 3
+"""Of a transport, beside one for each of its communicators."""
 TURNS = 4096
 """Announcements that may be under way at a time from one rank to another."""
 
@@ -60,10 +67,8 @@ class _Message:
 
 @dataclass(slots=True)
 class _Incoming:
-    """What comes from a rank: receives that were posted, and messages that came before theirs, by tag; and the
-    direction's stream."""
+    """What comes from a rank: receives that were posted, and messages that came before theirs, by tag."""
 
-    stream: Stream
     posted: dict[int, list[_Message]] = field(default_factory=lambda: defaultdict(list))
     early: dict[int, list[DeviceTransfer]] = field(default_factory=lambda: defaultdict(list))
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,7 +87,8 @@ class NcclTransport:
         self._under_way: set[DeviceTransfer] = set()
         self._broken: str | None = None
         self._outgoing = {rank: queue.SimpleQueue[_Message | None]() for rank in to}
-        self._incoming = {rank: _Incoming(device.stream()) for rank in source}
+        self._incoming = {rank: _Incoming() for rank in source}
+        self._idle, self._sent, self._come = device.stream(), device.stream(), device.stream()
         for rank in to:
             self._waiters.run(lambda rank=rank: self._send_all(rank))  # type: ignore[misc]
         for rank in source:
@@ -108,7 +114,7 @@ class NcclTransport:
             if came is None:
                 incoming.posted[tag.number].append(message)
         if came is not None:
-            self._copied(incoming, came, message)
+            self._copied(came, message)
         return message.transfer
 
     def _begin(self, x: Tensor) -> DeviceTransfer:
@@ -124,17 +130,17 @@ class NcclTransport:
 
     def _send_all(self, to: int) -> None:
         """On a thread of the direction: what is to be sent, in the order in which it was given."""
-        stream, count = self.device.stream(), 0
+        count = 0
         while (message := self._outgoing[to].get()) is not None:
             try:
                 message.transfer.begun.synchronize()
                 note = torch.tensor([message.tag.number, message.transfer.x.nbytes])
                 announced = self.host.isend(note, to, Tag(Apart.announced, 0, count % TURNS))
                 direction = self._to[to]
-                with torch.inference_mode(), self.device.on(stream):
+                with torch.inference_mode(), self.device.on(self._idle):
                     bytes_of = flat(message.transfer.x)
-                    direction.communicator.send([bytes_of], direction.other, message.tag.number).wait()
-                    message.transfer.over.record(stream)
+                    work = direction.communicator.send([bytes_of], direction.other, message.tag.number)
+                self._ended(work, message.transfer, self._sent)
                 self._handed_over(message.transfer)
                 announced.wait()
             except RuntimeError as error:  # RankLost among them
@@ -142,6 +148,12 @@ class NcclTransport:
                 return
             count += 1
             del message
+
+    def _ended(self, work: Any, transfer: DeviceTransfer, stream: Stream) -> None:
+        """Has the stream tell of the end of a message."""
+        with self.device.on(stream):
+            work.wait()
+            transfer.over.record(stream)
 
     def _handed_over(self, transfer: DeviceTransfer) -> None:
         """Keeps what it uses until it is over."""
@@ -172,34 +184,34 @@ class NcclTransport:
         with incoming.lock:
             posted = incoming.posted[number]
             message = posted.pop(0) if posted else None
-            early = None if message is not None else self._room(incoming, size)
+            early = None if message is not None else self._room(size)
             if early is not None:
                 incoming.early[number].append(early)
         transfer = early if message is None else message.transfer
         assert transfer is not None
         transfer.begun.synchronize()
-        with torch.inference_mode(), self.device.on(incoming.stream):
-            direction.communicator.recv([flat(transfer.x)], direction.other, number).wait()
-            transfer.over.record(incoming.stream)
+        with torch.inference_mode(), self.device.on(self._idle):
+            work = direction.communicator.recv([flat(transfer.x)], direction.other, number)
+        self._ended(work, transfer, self._come)
         self._relay(message)
         self._handed_over(transfer)
 
-    def _room(self, incoming: _Incoming, size: int) -> DeviceTransfer:
+    def _room(self, size: int) -> DeviceTransfer:
         """Memory for a message that nobody has asked for yet."""
-        with torch.inference_mode(), self.device.on(incoming.stream):
+        with torch.inference_mode(), self.device.on(self._come):
             return self._begin(torch.empty(size, dtype=torch.uint8, device=self.device.place))
 
-    def _copied(self, incoming: _Incoming, came: DeviceTransfer, message: _Message) -> None:
-        """Copies what came early to where it was asked for: the caller's current stream does, when it has come."""
+    def _copied(self, came: DeviceTransfer, message: _Message) -> None:
+        """Copies what came early to where it was asked for, once that may be written: the stream of what comes has
+        waited for the message, and must wait for nothing else."""
 
         def copy() -> None:
             try:
                 came.wait_handed()
-                with torch.inference_mode(), self.device.on(incoming.stream):
-                    incoming.stream.wait_event(came.over)
-                    incoming.stream.wait_event(message.transfer.begun)
+                message.transfer.begun.synchronize()
+                with torch.inference_mode(), self.device.on(self._come):
                     flat(message.transfer.x).copy_(came.x, non_blocking=True)
-                    message.transfer.over.record(incoming.stream)
+                    message.transfer.over.record(self._come)
                 self._relay(message)
                 self._handed_over(message.transfer)
             except RuntimeError as error:

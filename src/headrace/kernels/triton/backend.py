@@ -29,7 +29,7 @@ __all__ = [
 
 def missing() -> str | None:
     """Why there are no Triton kernels here; None where there are."""
-    absent = current().missing()
+    absent = current().lost or current().missing()
     if absent is not None:
         return absent
     return None if find_spec("triton") else "the package triton is missing, which comes with torch's builds for CUDA"

@@ -75,7 +75,7 @@ class _Bringing:
 class TierAgent:
     """opener(identity): opens the rank's tiers; raises ValueError. turns: its place among the tensor ranks of its
     context rank; share: the KV heads that it has. fence: only behind it are chunks of the pool stored, and slots of it
-    filled.
+    filled. spoilt: may be set; whether what is in the pool may be wrong by now, and is not stored any more.
 
     A restore begins, and its slots are known to be coming, before `obey` returns. Opening, storing and closing are done
     when it does: an AgentThread does them elsewhere.
@@ -89,6 +89,7 @@ class TierAgent:
         fence: Fence = at_once,
     ) -> None:
         self._opener, self._turns, self._share, self._fence = opener, turns, share, fence
+        self.spoilt: Callable[[], bool] = lambda: False
         self._opened: Opened | None = None
         self._forms: list[StoredForm] = []
         self._of: dict[int, _Bringing] = {}
@@ -270,6 +271,8 @@ class TierAgent:
                     if parked is not None and parked.revoked:
                         return False
                     parts = codec.encode(chunk.slot, own, kind, form)
+                if self.spoilt():
+                    return False
                 offer(tiers, [tier for tier in lacking if tiers.format(tier) == form], name, chunk.tenant, parts)
         return True
 

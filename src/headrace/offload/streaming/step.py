@@ -159,7 +159,8 @@ class StreamStep:
         x = layers.layer(layer)(x, self.rotations[batch], _StagedAttend(self, at, len(pieces), kept), rows)
         self.hidden[batch] = x
         if self.stages[at + len(pieces) - 1].stores_hidden:
-            self.outside[batch] = self.transfers.send_hidden(x)
+            before, _ = self.outside.get(batch, (None, None))
+            self.outside[batch] = self.transfers.send_hidden(x, before)
         if self.shape.weights and (self.shape.schedule == "row" or batch + 1 == self.shape.batches):
             layers.done(layer)
         times.whole.stop()

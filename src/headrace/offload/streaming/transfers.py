@@ -103,9 +103,13 @@ class Transfers:
 
     # -- out
 
-    def send_hidden(self, x: Tensor) -> tuple[Tensor, Ticket]:
-        """A copy outside of hidden states that must wait."""
-        outside = torch.empty_like(x) if self.device is None else self.device.pinned(x.shape, x.dtype)
+    def send_hidden(self, x: Tensor, before: Tensor | None = None) -> tuple[Tensor, Ticket]:
+        """A copy outside of hidden states that must wait. before: memory of those that x was computed from, which have
+        come. It is used again: to pin some takes longer than the copy, and to give it back waits for the device."""
+        if before is not None and before.shape == x.shape:
+            outside = before
+        else:
+            outside = torch.empty_like(x) if self.device is None else self.device.pinned(x.shape, x.dtype)
         return outside, self._send(partial(copy_alone, outside, x), x.nbytes, "hidden")
 
     def write(self, layer: int, plan: Plan, k: Tensor, v: Tensor, x: Tensor | None) -> None:

@@ -14,14 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headrace.host import GIB
 from headrace.kernels import experts, ops
 from headrace.kernels.experts import OUTSIDE, OutsideColumn
 from headrace.models.layers import Layer
+from headrace.models.sizes import refuse_slots
 from headrace.models.spec import ModelConfig
 from headrace.offload.weights.experts import ExpertFile
 from headrace.offload.weights.layers import tensors_of
 from headrace.offload.weights.streamed import ends_of, placed_in
+
+PARTS = ("up", "down")
 
 
 class GpuExpertFile(ExpertFile):
@@ -30,18 +32,24 @@ class GpuExpertFile(ExpertFile):
     def __init__(self, folder: str, config: ModelConfig, room: int) -> None:
         super().__init__(folder, config, 0)
         self.room = room
+        self._first: dict[str, ops.Weight] = {}
+
+    def place(self, name: str, weight: ops.Weight) -> ops.Weight:
+        """See ExpertFile. Raises ValueError where `room` does not hold the experts of a layer, once it knows one."""
+        there = super().place(name, weight)
+        if len(self._first) < len(PARTS):
+            self._first[name] = there
+            if len(self._first) == len(PARTS):
+                refuse_slots(self.room, self._count, sum(ends_of([self._first]).values()))
+        return there
 
     def serve(self, layers: Sequence[Layer], place: torch.device) -> None:
         """See models.packing.ExpertsPlace. Raises ValueError where `room` does not hold the experts of a layer."""
         every = {layer.index: _matrices(layer) for layer in layers if layer.experts is not None}
         ends = ends_of([matrices for of_layer in every.values() for matrices in of_layer])
         size = sum(ends.values())
+        refuse_slots(self.room, self._count, size)
         count = min(self.room // size, self._count * len(every))
-        if count < self._count:
-            raise ValueError(
-                f"expert_memory_size: a layer has {self._count} experts, all of which a prompt may meet, and they take "
-                f"{self._count * size / GIB:.3g} GiB of the GPU; give at least that"
-            )
         self.slots = ExpertSlots(torch.zeros(count, size, dtype=torch.uint8, device=place))
         for layer in layers:
             if layer.index in every:
@@ -107,7 +115,4 @@ class ExpertSlots:
 def _matrices(layer: Layer) -> list[dict[str, ops.Weight]]:
     """up and down of each expert."""
     assert layer.experts is not None
-    return [
-        {part: layer.matrices[f"experts.{e}.{part}.weight"] for part in ("up", "down")}
-        for e in range(layer.experts.count)
-    ]
+    return [{part: layer.matrices[f"experts.{e}.{part}.weight"] for part in PARTS} for e in range(layer.experts.count)]
