@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from os import PathLike
 from threading import RLock
 from typing import Any, Self, Unpack
@@ -69,7 +68,7 @@ class LLM(metaclass=PublicNames):
         self.capacity = self.engine.loaded.capacity
         atexit.register(self.close)
         self.tokenizer = self.engine.loaded.tokenizer
-        self._numbers = count(1)
+        self._count = 0
         self._turn = RLock()  # calls of several threads step the engine one after another
         self._closed = False
         self._shapes = ShapeDoor()
@@ -291,7 +290,10 @@ class LLM(metaclass=PublicNames):
         self, tokens: list[int], params: SamplingParams, salt: str | None, public: int, embed: bool = False, **own: Any
     ) -> Request:
         """own: further fields of a Request."""
-        return Request(f"offline-{next(self._numbers)}", tokens, params, salt, public, time.monotonic(), embed, **own)
+        with self._turn:
+            self._count += 1
+            name = f"offline-{self._count}"
+        return Request(name, tokens, params, salt, public, time.monotonic(), embed, **own)
 
     def _must_be_open(self) -> None:
         if self._closed:
