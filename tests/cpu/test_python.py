@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -74,6 +75,33 @@ def test_a_sampling_parameter_is_no_variable_of_the_template(llm: LLM) -> None:
     """It would be passed on to the template, which knows no such thing, and have no effect."""
     with pytest.raises(TypeError, match=r"give SamplingParams\(max_tokens=\.\.\.\)"):
         llm.chat([{"role": "user", "content": "Hello"}], max_tokens=4)
+
+
+def test_tools_that_the_template_does_not_show_are_refused(llm: LLM) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidRequest, match="shows no tools") as refused:
+        llm.chat([{"role": "user", "content": "Hello"}], BRIEF, tools=tools)
+    assert refused.value.param == "tools"
+
+
+def test_prompts_in_dicts_are_refused_and_numbers_alone_are_one_prompt(llm: LLM) -> None:
+    for call in (llm.generate, llm.embed, llm.logits):
+        with pytest.raises(InvalidRequest, match="not a dict"):
+            call({"prompt_token_ids": [5, 6, 7]})  # type: ignore[operator]
+    [flat], [nested] = llm.generate([5, 6, 7], BRIEF), llm.generate([[5, 6, 7]], BRIEF)
+    assert flat.prompt_token_ids == [5, 6, 7] and flat.token_ids == nested.token_ids
+
+
+def test_calls_of_several_threads_take_turns(llm: LLM) -> None:
+    longer = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def answered(index: int) -> tuple[list[int], list[float], int]:
+        [output] = llm.generate(f"In the year {index}", longer)
+        return output.token_ids, llm.embed(f"In {index}")[0].tolist(), len(llm.logits([5] * index))
+
+    alone = [answered(index) for index in range(1, 9)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(answered, range(1, 9))) == alone
 
 
 def test_a_closed_one_answers_no_more() -> None:

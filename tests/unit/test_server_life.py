@@ -18,7 +18,7 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.server.app import create_app
-from headrace.server.serve import make_server
+from headrace.server.serve import bind, make_server
 from headrace.types import UnsupportedModel
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_server import TEXT, Running, check_refusal, metric, open_request, serving, text, until
@@ -276,3 +276,12 @@ def test_lines_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
         until(lambda: "length    prompt" in caplog.text)
     assert "running   1  waiting   0  read" in caplog.text
     assert "prompt     128 (     64 cached)  output     20" in caplog.text
+
+
+def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ValueError, match="host 'nosuch' is no address of this machine: Name or service not known"):
+        bind("nosuch", 8000)

@@ -22,6 +22,7 @@ from headrace.engine.async_scores import AsyncScores
 from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.pending_calls import PendingCalls
+from headrace.engine.prompts import token_ids
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tenant_keywords import TenantKeywords, taken_from
 from headrace.engine.tokenizer import Tokenizer
@@ -329,7 +330,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return token_ids(prompt, "prompt")
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompt")
         return self.tokenizer.encode(prompt)

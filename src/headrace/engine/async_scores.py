@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_classifies, check_dimensions, listed, stacked
+from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
+from headrace.engine.prompts import Prompts
 from headrace.engine.scoring import ScoreRequest, Text, at_once, plan_score
 from headrace.outputs import Score
 from headrace.types import Delta, InvalidRequest, Overloaded, SamplingParams, TokenLogprobs
@@ -82,7 +83,7 @@ class AsyncScores:
 
     async def embed(
         self: Generates,
-        inputs: Inputs,
+        inputs: Prompts,
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
@@ -94,7 +95,7 @@ class AsyncScores:
         return await _pooled(self, inputs, dimensions, cache_salt, public_prefix_tokens)
 
     async def classify(
-        self: Generates, inputs: Inputs, *, cache_salt: str | None = None, public_prefix_tokens: int = 0
+        self: Generates, inputs: Prompts, *, cache_salt: str | None = None, public_prefix_tokens: int = 0
     ) -> Vectors:
         """What a classifier's head says of a text, of texts, or of lists of token ids, fp32 [inputs, labels]; as
         LLM.classify. Raises InvalidRequest, Overloaded or EngineDead; a cancelled call aborts its requests."""
@@ -103,10 +104,10 @@ class AsyncScores:
 
 
 async def _pooled(
-    engine: Generates, inputs: Inputs, dimensions: int | None, cache_salt: str | None, public_prefix_tokens: int
+    engine: Generates, inputs: Prompts, dimensions: int | None, cache_salt: str | None, public_prefix_tokens: int
 ) -> Vectors:
     capacity, tokenizer = engine.capacity, engine.tokenizer
-    texts = listed(inputs)
+    texts = inputs_of(inputs)
     if tokenizer is None and any(isinstance(each, str) for each in texts):
         raise InvalidRequest("the model folder has no tokenizer: pass token ids", "input")
 

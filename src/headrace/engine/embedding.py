@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from headrace.engine.prompts import Prompts, listed
 from headrace.types import InvalidRequest, Pooling, SamplingParams
 
 Vector = npt.NDArray[np.float32]
@@ -52,19 +53,12 @@ def check_classifies(pooling: Pooling) -> None:
         raise InvalidRequest(told, "model")
 
 
-Inputs = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
-
-
-def listed(inputs: Inputs) -> list[str | list[int]]:
+def inputs_of(inputs: Prompts) -> list[str | list[int]]:
     """One text or several, as several. Raises InvalidRequest for what is neither, and for none."""
-    if isinstance(inputs, str):
-        return [inputs]
-    found = list(inputs)
-    if found and all(type(each) is int for each in found):
-        return [found]  # type: ignore[list-item]
+    found = listed(inputs, "input")
     if not found:
         raise InvalidRequest("there is nothing to embed: give at least one text", "input")
-    return [each if isinstance(each, str) else list(each) for each in found]  # type: ignore[call-overload]
+    return found
 
 
 class EmbeddingAborted(RuntimeError):

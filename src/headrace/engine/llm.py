@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from threading import RLock
 from typing import Any, Self, Unpack
 
 import torch
@@ -21,8 +22,9 @@ from headrace.engine.call_handlers import CallHandlers
 from headrace.engine.calls import LoadSession, SaveSession
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
-from headrace.engine.embedding import EMBEDS, Inputs, Vectors, check_classifies, check_dimensions, listed, stacked
+from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
 from headrace.engine.loader import Loaded, load
+from headrace.engine.prompts import Prompt, Prompts, listed, token_ids
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
@@ -39,9 +41,10 @@ from headrace.types import (
     TokenLogprobs,
 )
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "..."} and so on."""
+Note = Callable[[list[Delta]], None]
+"""Is told what each step adds."""
 
 
 @shows_settings
@@ -66,6 +69,7 @@ class LLM(metaclass=PublicNames):
         atexit.register(self.close)
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
+        self._turn = RLock()  # calls of several threads step the engine one after another
         self._closed = False
         self._shapes = ShapeDoor()
         self._calls = CallHandlers(self.engine)
@@ -104,7 +108,7 @@ class LLM(metaclass=PublicNames):
         tier_quota: float | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers each prompt (a text, texts, or lists of token ids), in order, all computed together.
+        """Answers a prompt (a text, or its token ids) or several (a list of such), in order, all computed together.
 
         cache_salt: requests share cached prefixes only with the same salt, but for the first public_prefix_tokens.
         tenant, weight: whose turns these prompts take, and its share beside others'; priority: within the tenant, lower
@@ -114,7 +118,7 @@ class LLM(metaclass=PublicNames):
         progress: tell on stderr how far it is (prompts, tokens per second, cached share) and what it came to; default:
         for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
-        texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = listed(prompts, "prompts")
         given = SamplingParams() if sampling_params is None else sampling_params
         params = [given] * len(texts) if isinstance(given, SamplingParams) else list(given)
         if not all(isinstance(each, SamplingParams) for each in params):
@@ -189,7 +193,7 @@ class LLM(metaclass=PublicNames):
 
     def embed(
         self,
-        inputs: Inputs,
+        inputs: Prompts,
         *,
         dimensions: int | None = None,
         cache_salt: str | None = None,
@@ -203,7 +207,7 @@ class LLM(metaclass=PublicNames):
         check_dimensions(dimensions, self.capacity.embedding_size, self.capacity.pooling)
         return self._pooled(inputs, dimensions, cache_salt, public_prefix_tokens)
 
-    def classify(self, inputs: Inputs, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> Vectors:
+    def classify(self, inputs: Prompts, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> Vectors:
         """What a classifier's head says of a text, of texts, or of lists of token ids: fp32 [inputs, labels].
 
         Before any softmax or sigmoid; `capacity.pooling.labels` names the labels. The keywords are those of generate.
@@ -212,16 +216,16 @@ class LLM(metaclass=PublicNames):
         check_classifies(self.capacity.pooling)
         return self._pooled(inputs, None, cache_salt, public_prefix_tokens)
 
-    def _pooled(self, inputs: Inputs, dimensions: int | None, salt: str | None, public: int) -> Vectors:
+    def _pooled(self, inputs: Prompts, dimensions: int | None, salt: str | None, public: int) -> Vectors:
         self._must_be_open()
         requests = []
-        for each in listed(inputs):
+        for each in inputs_of(inputs):
             tokens = self._tokens(each)
             self.capacity.check(tokens, EMBEDS, embed=True)
             requests.append(self._checked_request(tokens, EMBEDS, salt, public, embed=True))
-        for request in requests:
-            self.engine.add(request)
-        return stacked([answer.embedding for answer in self._answered(requests)], self.capacity.pooling, dimensions)
+        with self._turn:
+            embeddings = [answer.embedding for answer in self._answered(requests)]
+        return stacked(embeddings, self.capacity.pooling, dimensions)
 
     def save_session(
         self, name: str, prompt: str | Sequence[int], *, cache_salt: str | None = None, public_prefix_tokens: int = 0
@@ -233,7 +237,8 @@ class LLM(metaclass=PublicNames):
         tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
         self.config.sessions.must_save(self.config.cache.prefix_caching)
         self._run([self._request(tokens, SamplingParams(max_tokens=1, temperature=0.0), *sharing)], progress=False)
-        return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing)))
+        with self._turn:
+            return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing)))
 
     def load_session(self, name: str, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> SessionReport:
         """Brings a saved session back into the cache: a prompt that begins with its tokens goes on from there.
@@ -241,20 +246,20 @@ class LLM(metaclass=PublicNames):
         cache_salt, public_prefix_tokens: as it was saved with. Raises InvalidRequest, also for a damaged file.
         """
         self._must_be_open()
-        return SessionReport(**self._calls.ask(LoadSession(name, "", cache_salt, public_prefix_tokens)))
+        with self._turn:
+            return SessionReport(**self._calls.ask(LoadSession(name, "", cache_salt, public_prefix_tokens)))
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""
-        request = self._request(list(token_ids), SamplingParams(max_tokens=1, temperature=0.0), None, 0)
+        request = self._request(token_ids, SamplingParams(max_tokens=1, temperature=0.0), None, 0)
         rows: list[Tensor] = []
 
         def keep(sequence: Any, position: int, logits: Tensor) -> None:
             if sequence.request is request:
                 rows.append(logits)
 
-        with self._observed(keep):
-            self.engine.add(request, want_logits=True)
-            self._drain([request])
+        with self._turn, self._observed(keep):
+            self._drain([request], want_logits=True)
         return torch.cat(rows)
 
     @contextmanager
@@ -274,9 +279,9 @@ class LLM(metaclass=PublicNames):
         self._shapes.check(params, self.tokenizer, self.capacity)
         return self._checked_request(tokens, params, salt, public, **own)
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            return token_ids(prompt, "prompts")
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompts")
         return self.tokenizer.encode(prompt)
@@ -285,18 +290,22 @@ class LLM(metaclass=PublicNames):
         self, tokens: list[int], params: SamplingParams, salt: str | None, public: int, embed: bool = False, **own: Any
     ) -> Request:
         """own: further fields of a Request."""
-        self._count += 1
-        return Request(f"offline-{self._count}", tokens, params, salt, public, time.monotonic(), embed, **own)
+        with self._turn:
+            self._count += 1
+            name = f"offline-{self._count}"
+        return Request(name, tokens, params, salt, public, time.monotonic(), embed, **own)
 
     def _must_be_open(self) -> None:
         if self._closed:
             raise EngineDead("this LLM is closed: make another")
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
-        for request in requests:
-            self.engine.add(request)
         if not progress:
             return self._drain(requests)
+        with self._turn:
+            return self._watched(requests)
+
+    def _watched(self, requests: list[Request]) -> list[RequestOutput]:
         from headrace.console import ProgressLine, err
 
         answering, prefilling = Answering(len(requests)), PrefillClock()
@@ -315,13 +324,18 @@ class LLM(metaclass=PublicNames):
         err.print(answering.summary(), style="dim")
         return outputs
 
-    def _drain(self, requests: list[Request], note: Callable[[list[Delta]], None] | None = None) -> list[RequestOutput]:
-        return [answer.output for answer in self._answered(requests, note)]
+    def _drain(
+        self, requests: list[Request], note: Note | None = None, want_logits: bool = False
+    ) -> list[RequestOutput]:
+        with self._turn:
+            return [answer.output for answer in self._answered(requests, note, want_logits)]
 
-    def _answered(self, requests: list[Request], note: Callable[[list[Delta]], None] | None = None) -> list[Answer]:
+    def _answered(self, requests: list[Request], note: Note | None = None, want_logits: bool = False) -> list[Answer]:
         """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
         answers = {request.request_id: Answer(request) for request in requests}
         try:
+            for request in requests:
+                self.engine.add(request, want_logits=want_logits)
             while self.engine.has_work:
                 deltas = self.engine.step()
                 for delta in deltas:

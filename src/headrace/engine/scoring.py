@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, overload
 
+from headrace.engine.prompts import token_ids
 from headrace.outputs import Score
 from headrace.types import MAX_LISTED, InvalidRequest, SamplingParams, TokenLogprobs
 
@@ -218,14 +219,7 @@ def _own(text: Text, tokenizer: Encoder | None, param: str) -> list[int]:
     if isinstance(text, str):
         assert tokenizer is not None
         return tokenizer.encode(text, add_special_tokens=False)
-    return _ids(text, param)
-
-
-def _ids(tokens: Sequence[int], param: str) -> list[int]:
-    found = list(tokens)
-    if not all(type(token) is int for token in found):
-        raise InvalidRequest(f"{param}: token ids must be integers", param)
-    return found
+    return token_ids(text, param)
 
 
 class _Seam:
@@ -248,7 +242,7 @@ class _Seam:
 
     def option(self, option: Text) -> Option:
         if not isinstance(option, str):
-            return Option(len(self.ids), _ids(option, "options"))
+            return Option(len(self.ids), token_ids(option, "options"))
         whole = self._head + self._tokenizer.encode(self._tail + option, add_special_tokens=self._special)
         start = len(self._head)
         while start < min(len(whole), len(self.ids)) and whole[start] == self.ids[start]:

@@ -201,6 +201,9 @@ class Tokenizer:
             template = self._hf.get_chat_template(None, listed)
         except ValueError as error:
             raise InvalidRequest(f"the model's chat templates cannot be used: {error}", "messages") from None
+        if listed and "tools" not in template:
+            told = "the model's chat template shows no tools: tell them in the system message"
+            raise InvalidRequest(told, "tools")
         present = [{name: value for name, value in m.items() if value is not None} for m in messages]
         return self._renderer.render(template, present, listed, generate, {**self._hf.special_tokens_map, **variables})
 

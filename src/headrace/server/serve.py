@@ -45,7 +45,8 @@ SPARE_S = 2
 
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     """Serves until a signal or a last failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
-    settings or the model cannot work. Raises OSError where the port cannot be bound."""
+    settings or the model cannot work. Raises OSError where the port cannot be bound, ValueError for
+    a host without an address."""
     sock = bind(config.server.host, config.server.port)
     config = config.replace(port=sock.getsockname()[1])
     app = create_app(make_engine or _engine_maker(config), config)
@@ -59,7 +60,10 @@ def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. It is made before the model loads, so that a taken port is told at once."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"host {host!r} is no address of this machine: {error.strerror or error}") from None
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,0 +1,49 @@
+"""Prompts as callers give them: texts and token ids, one or several; all else is refused before it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from headrace.types import InvalidRequest
+
+Prompt = str | Sequence[int]
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+def listed(prompts: Any, param: str) -> list[str | list[int]]:
+    """One prompt or several, as several. Numbers alone are the token ids of one; arrays and tensors count as lists.
+
+    Raises InvalidRequest naming `param` for what is neither a text nor token ids.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    found = _elements(prompts, param)
+    if found and all(isinstance(each, int) for each in found):
+        return [token_ids(found, param)]
+    return [each if isinstance(each, str) else token_ids(each, param) for each in found]
+
+
+def token_ids(given: Any, param: str) -> list[int]:
+    """The token ids of one prompt. Raises InvalidRequest naming `param` for anything but whole numbers."""
+    found = _elements(given, param)
+    for each in found:
+        if type(each) is not int:
+            raise InvalidRequest(f"{param}: token ids must be integers, got {type(each).__name__}", param)
+    return found
+
+
+def _elements(given: Any, param: str) -> list[Any]:
+    given = _plain(given)
+    if isinstance(given, Mapping):
+        told = "not a dict: of {'prompt': ...} or {'prompt_token_ids': ...} give what it holds"
+    elif isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        told = f"not {given!r:.40}"
+    else:
+        return [each if isinstance(each, int | str) else _plain(each) for each in given]
+    raise InvalidRequest(f"{param}: give a text, token ids, or a list of such, {told}", param)
+
+
+def _plain(given: Any) -> Any:
+    """Lists and numbers of Python in place of arrays, tensors and theirs."""
+    return given.tolist() if hasattr(given, "tolist") else given
