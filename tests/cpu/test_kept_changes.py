@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
@@ -180,17 +180,8 @@ plans = st.builds(
 )  # fmt: skip
 
 
-@given(
-    chosen=st.lists(options, min_size=2, max_size=4), planned=st.lists(plans, min_size=3, max_size=6),
-    drawn=st.sampled_from([False, False, False, True]),
-)  # fmt: skip
-@example(chosen=FREQUENT, planned=[Plan(0, 0, row, row == 0, False) for row in (0, 0, 0, 9, 9, 9)], drawn=False)
-@example(chosen=ENDING, planned=[Plan(1, 0, 9, False, False)] * 6, drawn=False)
-@settings(max_examples=4, deadline=None)
-def test_tokens_of_steps_ahead_are_the_hosts(chosen: list[dict[str, Any]], planned: list[Plan], drawn: bool) -> None:
-    """Sequences in any rows, some of which sit steps out, end, begin, or have rows that the device is not sure of."""
-    if drawn:
-        chosen[0] = {**chosen[0], "temperature": 0.8}
+def play(chosen: list[dict[str, Any]], planned: list[Plan]) -> None:
+    """Steps of sequences with these parameters: their tokens are those of the host's sampler."""
     with pytest.MonkeyPatch.context() as patch, delayed_device(patch) as late:
         steps = Steps(late)
         outputs = [output_of(SamplingParams(**each), [3, 99, 3], index) for index, each in enumerate(chosen)]
@@ -206,6 +197,25 @@ def test_tokens_of_steps_ahead_are_the_hosts(chosen: list[dict[str, Any]], plann
             steps.launch(picked, logits)
         while steps.under_way:
             steps.land()
+
+
+@given(
+    chosen=st.lists(options, min_size=2, max_size=4), planned=st.lists(plans, min_size=3, max_size=6),
+    drawn=st.sampled_from([False, False, False, True]),
+)  # fmt: skip
+@settings(max_examples=4, deadline=None)
+def test_tokens_of_steps_ahead_are_the_hosts(chosen: list[dict[str, Any]], planned: list[Plan], drawn: bool) -> None:
+    """Sequences in any rows, some of which sit steps out, end, begin, or have rows that the device is not sure of."""
+    play([{**chosen[0], "temperature": 0.8}, *chosen[1:]] if drawn else chosen, planned)
+
+
+def test_each_step_counts_its_tokens() -> None:
+    """But for those that it is not sure of: the host has chosen others."""
+    play(FREQUENT, [Plan(0, 0, row, number < 4, False) for number, row in enumerate((0, 0, 9, 9, 0, 9, 9))])
+
+
+def test_what_is_forbidden_no_longer_is_drawn() -> None:
+    play(ENDING, [Plan(1, 0, 9, False, False)] * 5)
 
 
 @pytest.mark.matrix
@@ -256,3 +266,17 @@ def test_tokens_of_steps_that_were_waited_for_are_counted(monkeypatch: pytest.Mo
             steps.land()
             output.sequence.tokens += [33] * 5 * (1 - turn)
         assert output.sequence.output[-1] == 33
+
+
+def test_without_memory_steps_are_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of sequences whose logits are changed alone; the log says so once."""
+
+    def none(*given: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(launched_draws, "KeptChanges", none)
+    draws = LaunchedDraws(DeviceSampler(), WIDTH, EOS)
+    assert draws.takes(output_of(SamplingParams(logprobs=2), [3]))
+    for _ in range(2):
+        assert not draws.takes(output_of(SamplingParams(logit_bias={3: 1.0}), [3]))
+    assert caplog.text.count("has no memory") == 1

@@ -69,7 +69,7 @@ class LaunchedDraws:
         self._forbids: list[bool] = []
         self._kept: dict[int, KeptChanges] = {}
         self._items: dict[int, SampleInput] = {}
-        self._needs, self._sent = Needs(), 0
+        self._needs, self._sent, self._short = Needs(), 0, False
         self._request = self._listed = torch.empty(0, 0, dtype=torch.int64)
 
     def takes(self, output: Output) -> bool:
@@ -79,7 +79,9 @@ class LaunchedDraws:
                 place, sequence = current().place, output.sequence
                 output.kept = KeptChanges(sequence, output.history, self.width, self.eos, place)
             except torch.OutOfMemoryError:
-                log.warning("steps wait for the host: the device has no memory for penalties or biases of a sequence")
+                if not self._short:
+                    log.warning("steps wait for the host: the device has no memory for penalties or biases")
+                self._short = True
                 return False
         return True
 
