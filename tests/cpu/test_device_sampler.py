@@ -103,7 +103,7 @@ def test_filters(temperature: float, top_k: int, top_p: float, min_p: float, tie
 
 def test_a_row_has_the_same_bits_alone() -> None:
     logits, needs = random_logits(4, 2, WIDTH), Needs(reports=True, draws=True)
-    asked = torch.tensor([[row, -1, -1, 1.0, 0, 1.0, 0.0, 1] for row in range(2)])
+    asked = torch.tensor([[row, -1, -1, 1.0, 0, 1.0, 0.0, 1, 0] for row in range(2)])
     together, alone = Chooser(2, WIDTH, CPU), Chooser(1, WIDTH, CPU)
     together.asked.copy_(asked)
     together.choose(logits, 2, needs)
@@ -234,11 +234,25 @@ def test_logits_that_only_fp32_takes_for_equals_are_for_the_host() -> None:
     both(logits, [row_input(params, seed=1)], copied=1)
 
 
-@pytest.mark.parametrize("options", [{"logprob_token_ids": (3, 4)}, {"logprobs": 1, "logit_bias": {3: 1.0}}], ids=str)
-def test_rows_of_the_host(options: dict[str, Any]) -> None:
-    """They alone are copied."""
-    params = SamplingParams(temperature=0.0, **options)
-    both(random_logits(9, 3, WIDTH), [None, row_input(params, output=[1, 2, 3]), None], copied=1)
+REPORTS: list[dict[str, Any]] = [
+    {"logprob_token_ids": (98, 4, 64)},
+    {"logprob_token_ids": (4, 99), "presence_penalty": 1.0},
+    {"logprobs": 1, "logit_bias": {3: 9.0}},
+    {"logprobs": 3, "temperature": 1.3},
+]
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_listed_log_probabilities_and_those_of_changed_rows(ties: bool) -> None:
+    """They are those of the logits as they were, in the host's order; of listed tokens those without a chance, too."""
+    logits = random_logits(9, len(REPORTS) + 1, WIDTH)
+    logits = logits.round() if ties else logits
+    logits[0, 64] = -INF
+    params = [SamplingParams(**({"temperature": 0.0} | options)) for options in REPORTS]
+    inputs = [row_input(each, output=[1, 2, 2], seed=7) for each in params]
+    found = both(logits, [*inputs, None])
+    truth = sample(logits, [*inputs, None])
+    assert [list(one.logprobs or {}) for one in found] == [list(one.logprobs or {}) for one in truth]
 
 
 @pytest.mark.parametrize(
@@ -325,8 +339,8 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValueError, match=f"got {rows} rows of {width}"):
             Chooser(rows, width, CPU)
     chooser = Chooser(2, 5, CPU)
-    for logits in (torch.zeros(2, 4), torch.zeros(2, 5).bfloat16(), torch.zeros(5, 2).T):
-        with pytest.raises(ValueError, match="needs fp32 or fp64 logits"):
+    for logits in (torch.zeros(2, 4), torch.zeros(2, 5).bfloat16(), torch.zeros(2, 5).double(), torch.zeros(5, 2).T):
+        with pytest.raises(ValueError, match="needs fp32 logits"):
             chooser.choose(logits, 1, Needs())
     with pytest.raises(ValueError, match="1 to 2 rows"):
         chooser.choose(torch.zeros(3, 5), 3, Needs())

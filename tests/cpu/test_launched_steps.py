@@ -23,14 +23,14 @@ from headrace.engine.device_sampler import DeviceSampler, _Ask, needs_of, reques
 from headrace.engine.launched_draws import LaunchedDraws
 from headrace.engine.programs import Launched
 from headrace.engine.runner import Runner
-from headrace.engine.sampler import SampleInput, is_plain, sample
+from headrace.engine.sampler import SampleInput, sample
 from headrace.kernels.step_copies import Reading
 from headrace.kernels.triton import sampling
 from headrace.kernels.triton.sampling import Chooser
 from headrace.kernels.triton.token_kernels import look_up
 from headrace.types import Request, TokenLogprobs
 from tests.support.delayed_device import delayed_device
-from tests.support.sampler_rows import random_logits
+from tests.support.sampler_rows import output_of, random_logits
 
 SHAPE = CheckpointShape(hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, mlp=32, vocab=64, context=1024)
 
@@ -52,16 +52,9 @@ def test_draws_are_those_of_the_host(small_blocks: None, monkeypatch: pytest.Mon
     """Two steps of the same sequences, of which one has a row that is left to the host; then one of fewer. The first
     one's log probabilities are reported."""
     params = [SamplingParams(temperature=0.9, logprobs=2), SamplingParams(temperature=0.0)]
-    outputs: list[Any] = [
-        SimpleNamespace(
-            plain=is_plain(each),
-            active=SimpleNamespace(seed=100 + index),
-            sequence=SimpleNamespace(request=SimpleNamespace(params=each), index=index, prompt_len=10),
-        )
-        for index, each in enumerate(params)
-    ]
+    outputs = [output_of(each, [1] * 10, index, seed=100 + index) for index, each in enumerate(params)]
     with delayed_device(monkeypatch) as late:
-        draws = LaunchedDraws(DeviceSampler())
+        draws = LaunchedDraws(DeviceSampler(), 100, ())
         for step, rows in enumerate((2, 2, 1)):
             logits, chosen = random_logits(step, rows, 100), torch.full((rows,), -1, dtype=torch.int32)
             unsure = {1} if step == 1 else set()

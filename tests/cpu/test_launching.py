@@ -7,6 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from headrace.kernels.state import StateRows
 from headrace.kernels.triton import (
     attention,
     attention_kernels,
+    change_kernels,
+    changing,
     delta,
     delta_kernels,
     draw_kernels,
@@ -58,6 +61,7 @@ from headrace.kernels.triton import (
     weight_kernels,
     weights,
 )
+from headrace.kernels.triton.changing import Changes
 from headrace.kernels.triton.launch_entries import CONTRACTED, Blocks, TensorMaps, Unexpected, block_form
 from headrace.kernels.triton.launching import DirectKernel, direct
 from headrace.kernels.triton.sampling import Chooser, Needs
@@ -68,9 +72,9 @@ pytestmark = pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
-    attention_kernels, delta_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels, launch_kernels, piece_kernels,
-    pinned_kernels, product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels, token_kernels,
-    weight_kernels,
+    attention_kernels, change_kernels, delta_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels, launch_kernels,
+    piece_kernels, pinned_kernels, product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels,
+    token_kernels, weight_kernels,
 )  # fmt: skip
 SHAPE = CheckpointShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=64, context=1024)
 
@@ -178,7 +182,12 @@ def recurrence() -> None:
 
 def choices() -> None:
     chooser = Chooser(2, 5000, CPU)
-    chooser.choose(torch.zeros(2, 5000), 2, Needs(reports=True, leaders=3, draws=True, top_k=True, watched=True))
+    logits, needs = torch.zeros(2, 5000), Needs(reports=True, leaders=3, draws=True, top_k=True, watched=True)
+    chooser.choose(logits, 2, needs)
+    chooser.choose(logits, 2, replace(needs, listed=4, changed=True))
+    request = torch.tensor([Changes(5000, True, 3, CPU).request(1, 1.5, 0.5, 0.5)])
+    changing.change(logits, request)
+    changing.count(request, chooser.tokens)
 
 
 def test_a_direct_launch_asks_the_driver_for_what_triton_does(

@@ -35,13 +35,16 @@ def llm() -> LLM:
 
 
 def test_all_but_the_first_step_are_launched_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those behind the prompts too, 19 in all; one of two sequences ends meanwhile, one enters a chunk."""
+    """Those behind the prompts too, 19 in all; two of three sequences end meanwhile, one enters a chunk. The third's
+    logits are changed before its tokens are chosen, and listed log probabilities are reported."""
     found = {}
     for ahead in (True, False):
         with delayed_device(monkeypatch) as late:
             client = Client(machine_engine(llm, late, CHUNKS, ahead))
             client.add("a", prompt(1, 61), max_tokens=20, **GREEDY)
             client.add("b", prompt(2, 9), max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
+            changed = {"presence_penalty": 1.5, "logit_bias": {7: 5.0}, "min_tokens": 6, "logprob_token_ids": [7, 8]}
+            client.add("c", prompt(3, 9), max_tokens=12, **changed, **GREEDY)
             client.finish()
         found[ahead] = client.answers, set(client.core.cache.tree.nodes)
         assert (client.machine.ahead, late.most_ahead) == ((19, 2) if ahead else (0, 0))
@@ -242,7 +245,9 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9, "min_tokens": 5},
     {"temperature": 0.0, "stop": ["e", "th"]},
     {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.5},
+    {"temperature": 0.0, "n": 2, "repetition_penalty": 1.7, "min_tokens": 9},
     {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "logit_bias": {7: 9.0, 99: -9.0}, "logprob_token_ids": (7, 99)},
     {"temperature": 1.0, "seed": 2, "stop_token_ids": list(range(0, 2300, 7))},
 )
 """Parameters of requests."""

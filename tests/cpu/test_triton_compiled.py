@@ -58,6 +58,12 @@ def test_kernels_compile_for_gpus(count: int, tmp_path: Path) -> None:
         assert [name for name in odd if not name.startswith(older)] == []
 
 
+def test_penalties_have_the_roundings_of_the_hosts(tmp_path: Path) -> None:
+    """No product is fused with a sum, as they are in all other kernels."""
+    [at] = [at for at, case in cases(90) if case.name == "change"]
+    assert not used([f"90:{at}"], tmp_path)[90]["change"].fused
+
+
 def cases(architecture: int) -> Iterator[tuple[int, Compiled]]:
     yield from enumerate(compile_triton.cases(architecture))
 

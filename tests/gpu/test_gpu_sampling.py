@@ -56,7 +56,7 @@ def test_a_row_alone_and_in_a_graph_has_the_same_bits() -> None:
     rows, width, needs = 64, 32_000, Needs(reports=True, leaders=20, draws=True, top_k=True, top_p=True)
     logits = random_logits(1, rows, width).cuda()
     together, alone = (Chooser(count, width, logits.device) for count in (rows, 1))
-    together.asked.copy_(torch.tensor([[row, -1, -1, 1.0, 1000, 0.9, 0.01, 21] for row in range(rows)]))
+    together.asked.copy_(torch.tensor([[row, -1, -1, 1.0, 1000, 0.9, 0.01, 21, 0] for row in range(rows)]))
     together.counters[:, 0] = torch.arange(rows)
     together.choose(logits, rows, needs)
     found, leaders = together.found.clone(), together.leaders.clone()

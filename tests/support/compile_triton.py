@@ -27,6 +27,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from headrace.kernels.triton import (
     attention_kernels,
+    change_kernels,
+    changing,
     draw_kernels,
     hopper_kernels,
     int8_kv_kernels,
@@ -37,6 +39,7 @@ from headrace.kernels.triton import (
     walk_options,
 )
 from headrace.kernels.triton.launch_entries import CONTRACTED
+from headrace.types import MAX_LISTED
 from tests.support import compiled_delta, compiled_pieces, compiled_rounded, compiled_rows, compiled_weights
 from tests.support.compiled_rows import Compiled
 
@@ -64,27 +67,36 @@ MODELS: dict[str, dict[str, bool]] = {
 HOPPER = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "SPAN": tile_schedule.SPAN}
 
 DRAWN = dict.fromkeys(("logits",), "*fp32") | dict.fromkeys(("masks", "tokens"), "*i32")
-DRAWN |= dict.fromkeys(("counters", "leading", "leaders"), "*i64")
+DRAWN |= dict.fromkeys(("counters", "leading", "leaders", "request"), "*i64") | {"listed": "*i32", "ranked": "*fp64"}
 DRAWN |= dict.fromkeys(
     ("asked", "peaks", "found", "bins", "kept", "limits", "strays", "before", "states", "after"), "*fp64"
 )
 DRAWN |= dict.fromkeys(("stride", "rows", "width", "words", "blocks", "shift", "count"), "i32")
 BLOCKED = {"BLOCK": 2048}
-SAMPLING: dict[str, dict[str, Any]] = {
+OF_LOGITS: dict[str, dict[str, Any]] = {
     "greatest_of_blocks": BLOCKED,
-    "greatest": {"BLOCKS": 64},
     "weigh": BLOCKED | {"PIECE": 128},
-    "limit": {"BLOCKS": 64},
-    "descend": {"FIRST": False, "STAGE": 1, "BLOCKS": 64},
     "narrow": BLOCKED | {"STAGE": 1, "PIECE": 128},
-    "cut": {"WIDE": False, "STAGE": 1},
+    "cut": {"STAGE": 1},
     "strays_of_blocks": BLOCKED,
     "weigh_before_stray": BLOCKED | {"BLOCKS": 64},
-    "judge_stray": {"BLOCKS": 64},
     "pick": BLOCKED | {"BLOCKS": 64},
+}
+"""Of logits as they are, and as they are changed."""
+SAMPLING: dict[str, dict[str, Any]] = {
+    **{name: constants | {"CHANGED": False} for name, constants in OF_LOGITS.items()},
+    **{f"{name} changed": constants | {"CHANGED": True} for name, constants in OF_LOGITS.items()},
+    "greatest": {"BLOCKS": 64},
+    "limit": {"BLOCKS": 64},
+    "descend": {"FIRST": False, "STAGE": 1, "BLOCKS": 64},
+    "judge_stray": {"BLOCKS": 64},
     "rank": BLOCKED,
     "leaders_of_blocks": BLOCKED,
     "leaders_of_rows": {"SIZE": 2048},
+    "listed_logits": {"SIZE": MAX_LISTED},
+    "rank_listed": BLOCKED,
+    "change": BLOCKED,
+    "count": {},
 }
 
 
@@ -93,7 +105,7 @@ class Used:
     """What a compiled kernel takes: registers of a thread; instructions that spill some of them in all, and in its
     innermost loops of products (stores and loads); bytes of a program's shared memory and their limit. tensor: whether
     it multiplies with the architecture's own instruction. sums: how a tile of probabilities, whose rows are summed up,
-    is spread over threads."""
+    is spread over threads. fused: whether products and sums are fused."""
 
     registers: int
     spills: int
@@ -102,6 +114,7 @@ class Used:
     limit: int
     tensor: bool
     sums: list[str]
+    fused: bool = False
 
 
 @dataclass
@@ -161,8 +174,9 @@ def hopper_cases() -> Iterator[Compiled]:
 
 def sampling_cases() -> Iterator[Compiled]:
     for name, constants in SAMPLING.items():
-        kernel = getattr(sample_kernels, name, None) or getattr(draw_kernels, name)
-        yield Compiled(name, kernel, constants, {}, DRAWN)
+        modules, kernel = (sample_kernels, draw_kernels, change_kernels), name.split()[0]
+        found = next(getattr(module, kernel) for module in modules if hasattr(module, kernel))
+        yield Compiled(name, found, constants, changing.EXACT if kernel == "change" else {}, DRAWN)
     yield Compiled(
         "look_up", token_kernels.look_up, {"BLOCK": 128}, {}, DRAWN | dict.fromkeys(("chosen", "known"), "*i32")
     )
@@ -183,11 +197,12 @@ def compiled(case: Compiled, architecture: int) -> Used:
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n][0] == "*" or "stride" in n}
     make = GluonASTSource if isinstance(case, HopperCompiled) else ASTSource
     source = make(case.kernel, signature, constexprs=values, attrs=aligned)
-    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options | CONTRACTED)
+    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=CONTRACTED | case.options)
     registers, spills, in_loops = resources(done.asm["cubin"])
     instruction, limit = ARCHITECTURES[architecture]
     sums = sums_of(done.asm["ttgir"]) if case.kernel is attention_kernels.walk else []
-    return Used(registers, spills, in_loops, done.metadata.shared, limit, instruction in done.asm["ptx"], sums)
+    ptx, shared = done.asm["ptx"], done.metadata.shared
+    return Used(registers, spills, in_loops, shared, limit, instruction in ptx, sums, "fma." in ptx)
 
 
 def sums_of(ttgir: str) -> list[str]:

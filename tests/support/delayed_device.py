@@ -21,6 +21,7 @@ from headrace.engine import preflight
 from headrace.engine.graph_buckets import PromptGraphs
 from headrace.engine.graphs import CudaGraphs, Key, Recorded
 from headrace.kernels import step_copies
+from headrace.kernels.triton import changing
 from headrace.kernels.triton.replays import Replays
 from tests.support.fake_device import FakeDevice, FakeGraph
 
@@ -109,6 +110,7 @@ def delayed_device(monkeypatch: pytest.MonkeyPatch, haste: float = 0.0) -> Itera
     """An engine with attention_backend 'triton' computes on it meanwhile."""
     late = DelayedDevice(haste)
     choose, record, find = Replays.choose, CudaGraphs._record, PromptGraphs._recording
+    change, count = changing.change, changing.count
 
     def choose_late(self: Replays, *given: Any) -> None:
         """What is read at once, with no step under way, is not late."""
@@ -136,6 +138,8 @@ def delayed_device(monkeypatch: pytest.MonkeyPatch, haste: float = 0.0) -> Itera
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
     monkeypatch.setattr(step_copies, "copy", late.copy)
     monkeypatch.setattr(Replays, "choose", choose_late)
+    monkeypatch.setattr(changing, "change", lambda *given: late.give(lambda: change(*given)))
+    monkeypatch.setattr(changing, "count", lambda *given: late.give(lambda: count(*given)))
     monkeypatch.setattr(CudaGraphs, "_record", record_in_order)
     monkeypatch.setattr(PromptGraphs, "_recording", find_in_order)
     with device.use(late):

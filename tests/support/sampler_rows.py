@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from headrace.engine.sampler import SampleInput, sample
-from headrace.types import SamplingParams
+from headrace.engine.output import Active, Output
+from headrace.engine.sampler import History, SampleInput, is_plain, needs_history, sample
+from headrace.engine.sequence import SequenceState
+from headrace.types import Request, SamplingParams
 
 
 def row_input(
@@ -20,6 +22,13 @@ def row_input(
     **more: Any,
 ) -> SampleInput:
     return SampleInput(params, prompt, output, index, seed, **more)
+
+
+def output_of(params: SamplingParams, prompt: list[int], index: int = 0, seed: int = 0) -> Output:
+    """A sequence as an engine begins it."""
+    request = Request(f"r{index}", prompt, params)
+    history = History(prompt) if needs_history(params) else None
+    return Output(SequenceState(request, index, index), Active(request, seed), None, history, is_plain(params))
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, **more: Any) -> int:

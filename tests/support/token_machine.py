@@ -21,6 +21,7 @@ from headrace.engine.output import Output
 from headrace.engine.programs import Launched
 from headrace.engine.sampler import Sampled, SampleInput, sample
 from headrace.engine.sequence import SequenceState, Slice
+from headrace.engine.stopping import forbidden_tokens
 from headrace.kernels.step_copies import ReadBack
 from headrace.kernels.triton.arena import Arena, padded
 from headrace.kv.cache import KVCache
@@ -146,19 +147,25 @@ class TokenMachine(Executor):
 
 
 class LateDraws:
-    """In place of engine.launched_draws: the host's sampler, when the device comes to it. unsure: whether some rows are
-    left to the host, behind which a step ahead then has a wrong token."""
+    """In place of engine.launched_draws: the host's sampler, when the device comes to it, of the tokens that lie in the
+    machine's memory then. unsure: whether some rows are left to the host, behind which a step ahead then has a wrong
+    token."""
 
-    def __init__(self, late: DelayedDevice, unsure: bool) -> None:
-        self.late, self.unsure = late, unsure
+    def __init__(self, machine: TokenMachine, unsure: bool, eos: tuple[int, ...]) -> None:
+        self.machine, self.late, self.unsure, self.eos = machine, machine.late, unsure, eos
+
+    def takes(self, output: Output) -> bool:
+        return output.matcher is None
 
     def launch(self, launched: Launched, outputs: list[Output]) -> LateDraws.Found:
         parts = list(launched.slices)
         answers = [part.end - part.sequence.prompt_len for part in parts]
+        places = [(table_of(part).slots.copy(), part.end) for part in parts]
         found: dict[int, Sampled] = {}
 
         def draw() -> None:
-            inputs = [input_of(output, count) for output, count in zip(outputs, answers, strict=True)]
+            tokens = [self.machine.memory[slots].reshape(-1)[:end].tolist() for slots, end in places]
+            inputs = [self._input_of(output, seen) for output, seen in zip(outputs, tokens, strict=True)]
             for row, each in enumerate(sample(launched.logits, inputs)):
                 if self.unsure and (each.token + answers[row]) % 5 == 0:
                     launched.chosen[row] = 3
@@ -170,6 +177,12 @@ class LateDraws:
         event.record()
         return LateDraws.Found(event, found)
 
+    def _input_of(self, output: Output, seen: list[int]) -> SampleInput:
+        sequence = output.sequence
+        params, begin = sequence.request.params, sequence.prompt_len
+        forbidden = forbidden_tokens(params, len(seen) - begin, self.eos)
+        return SampleInput(params, seen[:begin], seen[begin:], sequence.index, output.active.seed, forbidden)
+
     class Found:
         def __init__(self, event: Any, found: dict[int, Sampled]) -> None:
             self.event, self.found = event, found
@@ -177,13 +190,6 @@ class LateDraws:
         def sampled(self) -> dict[int, Sampled]:
             self.event.synchronize()
             return self.found
-
-
-def input_of(output: Output, answered: int) -> SampleInput | None:
-    if output.plain:
-        return None
-    sequence = output.sequence
-    return SampleInput(sequence.request.params, (), range(answered), sequence.index, output.active.seed)
 
 
 def machine_engine(
@@ -202,5 +208,5 @@ def machine_engine(
     sizes = config.scheduler.max_sequences, config.scheduler.max_batch_tokens
     machine = TokenMachine(late, chunks, loaded.capacity.vocab_size, *sizes, refuses)
     core = EngineCore(replace(loaded, config=config, cache=cache, executor=machine))
-    core.overlap.draws = LateDraws(late, unsure)  # type: ignore[assignment]
+    core.overlap.draws = LateDraws(machine, unsure, loaded.capacity.eos_token_ids)  # type: ignore[assignment]
     return core

@@ -6,7 +6,7 @@ T: positions, V: vocabulary. A row's result depends on that row alone, however m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +118,12 @@ def _sorted(values: Row) -> Ids:
 
 
 def _listed_logprobs(raw: Row, norm: float, tokens: set[int]) -> TokenLogprobs:
-    """Of these tokens, most likely first, equals by id."""
-    ids = sorted(tokens, key=lambda i: (-raw[i], i))
+    ids = list(tokens)
     ranks = 1 + raw.size - np.searchsorted(np.sort(raw), raw[ids], side="right")
-    return {i: Logprob(float(raw[i] - norm), int(rank), "") for i, rank in zip(ids, ranks, strict=True)}
+    return by_rank({i: (float(raw[i]), int(rank)) for i, rank in zip(ids, ranks, strict=True)}, norm)
+
+
+def by_rank(found: Mapping[int, tuple[float, int]], norm: float) -> TokenLogprobs:
+    """Of tokens with these logits and ranks, most likely first, equals by id."""
+    ids = sorted(found, key=lambda i: (-found[i][0], i))
+    return {i: Logprob(found[i][0] - norm, found[i][1], "") for i in ids}

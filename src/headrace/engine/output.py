@@ -16,7 +16,8 @@ from headrace.engine.stopping import Finish, finish_reason
 from headrace.progress import Prefill
 from headrace.types import Delta, Metrics, Request
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it imports Triton
+    from headrace.engine.kept_changes import KeptChanges
     from headrace.engine.structured.matcher import SequenceMatcher
 
 
@@ -52,7 +53,7 @@ class Active:
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """One sequence: how its tokens become text, and what they are chosen by."""
+    """One sequence: how its tokens become text, and what they are chosen by. kept: where a GPU keeps some of that."""
 
     sequence: SequenceState
     active: Active
@@ -60,13 +61,15 @@ class Output:
     history: History | None
     plain: bool
     matcher: SequenceMatcher | None = None
+    kept: KeptChanges | None = None
 
-    @property
-    def draws_freely(self) -> bool:
-        """Whether its tokens are drawn from the logits as they are, but for what may be forbidden, and of these the
-        most likely ones at most are reported."""
-        params = self.sequence.request.params
-        return self.history is None and self.matcher is None and not (params.logit_bias or params.logprob_token_ids)
+    def forbids(self, position: int) -> bool:
+        """Whether some tokens are forbidden at this place of the answer, but for its grammar."""
+        return position < self.sequence.request.params.min_tokens
+
+    def changes(self, position: int) -> bool:
+        """Whether the logits are changed before the token of this place is chosen, but for its grammar."""
+        return self.history is not None or bool(self.sequence.request.params.logit_bias) or self.forbids(position)
 
     def add(self, delta: Delta, tokens: list[int], capacity: Capacity) -> None:
         """Adds tokens to the sequence and the delta, up to the one that ends it. None: its grammar lets nothing follow,

@@ -193,7 +193,7 @@ class Overlap:
         flight.rows = {part.sequence: row for row, part in enumerate(launched.slices)}
         flight.lasts = flight.lasts or max(0, min(map(self._left, launched.slices), default=1) - 1)
         outputs = [self.outputs[part.sequence] for part in launched.slices]
-        if self.draws is not None and not all(output.plain for output in outputs):
+        if self.draws is not None and not all(map(self._is_plain, launched.slices, outputs)):
             flight.drawn = self.draws.launch(launched, outputs)
         return True
 
@@ -205,9 +205,14 @@ class Overlap:
         if not part.samples:
             return True
         output = self.outputs[sequence]
-        if output.matcher is not None or sequence.n_output < sequence.request.params.min_tokens:
+        if output.matcher is not None or sequence in self._unsure:
             return False
-        return sequence not in self._unsure and (output.plain or (self.draws is not None and output.draws_freely))
+        return self._is_plain(part, output) or (self.draws is not None and self.draws.takes(output))
+
+    @staticmethod
+    def _is_plain(part: Slice, output: Output) -> bool:
+        """Whether the token behind the slice is that of the greatest logit."""
+        return output.plain and not output.forbids(part.end - part.sequence.prompt_len)
 
     # -- landing
 

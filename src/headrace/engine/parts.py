@@ -51,7 +51,9 @@ def overlap(
         return Overlap(loaded, scheduler, outputs, None)
     from headrace.engine.launched_draws import LaunchedDraws
 
-    return Overlap(loaded, scheduler, outputs, LaunchedDraws(sampler))
+    capacity = loaded.capacity
+    draws = LaunchedDraws(sampler, capacity.vocab_size, capacity.eos_token_ids)
+    return Overlap(loaded, scheduler, outputs, draws)
 
 
 def speculator(loaded: Loaded) -> Speculator | None:

@@ -56,6 +56,24 @@ class Sending:
         copy(there[: len(values)], room)
 
 
+class Uploads:
+    """What is copied now and then, not by each step: up to `size` bytes, through four pinned places in turn. Where the
+    copy that a place was used for is still under way, the host waits for it."""
+
+    def __init__(self, size: int, device: Device) -> None:
+        self._rooms = [(device.pinned((size,), torch.uint8), device.event()) for _ in range(4)]
+
+    def send(self, values: Tensor, there: Tensor) -> None:
+        """Copies values, which may change at once, to the beginning of `there`, in the order of the current stream."""
+        self._rooms.append(self._rooms.pop(0))
+        room, over = self._rooms[0]
+        over.synchronize()
+        held = room[: values.nbytes].view(values.dtype)
+        fill(held, values)
+        copy(there[: len(values)], held)
+        over.record()
+
+
 @torch.inference_mode()
 def copy(into: Tensor, source: Tensor) -> None:
     """In the order of the current stream; the host goes on."""

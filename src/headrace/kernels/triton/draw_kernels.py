@@ -30,6 +30,7 @@ from headrace.kernels.triton.sample_kernels import (
     TOP_K,
     TOP_P,
     WATCH,
+    changes_of,
     is_allowed,
     key_of,
     row_logits,
@@ -84,7 +85,8 @@ def _keep(bins, row, block, blocks, masses, counts):
 
 @triton.jit
 def weigh(
-    logits, stride, masks, words, asked, found, bins, kept, width, blocks, BLOCK: tl.constexpr, PIECE: tl.constexpr
+    logits, stride, masks, words, asked, found, bins, kept, width, blocks,
+    CHANGED: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """The first pass, over all keys: bins. kept fp64 [R, P, 2]: the weight of what min_p keeps, and the number of
     tokens too close to call."""
@@ -98,7 +100,7 @@ def weigh(
     weight_kept, close = tl.zeros((PIECE,), tl.float64), tl.zeros((PIECE,), tl.float64)
     for piece in range(0, BLOCK, PIECE):
         at = block * BLOCK + piece + tl.arange(0, PIECE)
-        _raw, x = row_logits(logits, stride, masks, words, ask, at, width)
+        _raw, x = row_logits(logits, stride, masks, words, ask, at, width, CHANGED)
         weight = _weight(x, top, inverse)
         masses, counts = _add_up(weight, _digit(key_of(x), 28), at < width, masses, counts)
         weight_kept += tl.where(weight >= min_p, weight, 0.0)
@@ -204,7 +206,7 @@ def descend(
 @triton.jit(do_not_specialize=["shift"])
 def narrow(
     logits, stride, masks, words, asked, found, before, states, after, width, blocks, shift,
-    STAGE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    CHANGED: tl.constexpr, STAGE: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """A later pass: splits the keys that `states` leaves in question by the four bits at `shift`, from bins `before`
     into bins `after`."""
@@ -219,7 +221,7 @@ def narrow(
         top, inverse = tl.load(found + row * FINDINGS + TOP), 1.0 / tl.load(ask + TEMPERATURE)
         for piece in range(0, BLOCK, PIECE):
             at = block * BLOCK + piece + tl.arange(0, PIECE)
-            _raw, x = row_logits(logits, stride, masks, words, ask, at, width)
+            _raw, x = row_logits(logits, stride, masks, words, ask, at, width, CHANGED)
             keys = key_of(x)
             inside = ((keys >> (shift + 4)) == key) & (at < width)
             if tl.max(inside.to(tl.int32), 0) > 0:
@@ -229,13 +231,17 @@ def narrow(
 
 
 @triton.jit
-def _unlike(equals, WIDE: tl.constexpr):
-    """Whether tokens of one key may be of different weights: fp64 logits that are the same in fp32."""
-    return equals > (1 if WIDE else 2147483647)
+def _unlike(ask, equals, CHANGED: tl.constexpr):
+    """Whether tokens of one key may be of different weights: changed logits, fp64, that are the same in fp32."""
+    if CHANGED:
+        unlike = (equals > 1) & (changes_of(ask) != 0)
+    else:
+        unlike = equals < 0
+    return unlike
 
 
 @triton.jit
-def cut(asked, found, limits, states, width, WIDE: tl.constexpr, STAGE: tl.constexpr):
+def cut(asked, found, limits, states, width, CHANGED: tl.constexpr, STAGE: tl.constexpr):
     """What top_k or top_p leaves of the row's weight."""
     row = tl.program_id(0).to(tl.int64)
     ask, state, out = asked + row * PARAMETERS, states + row * STATE, limits + row * LIMITS
@@ -244,7 +250,7 @@ def cut(asked, found, limits, states, width, WIDE: tl.constexpr, STAGE: tl.const
     target, above = _target(ask, limits, row, STAGE), tl.load(state + HIGHER)
     weight, equals = tl.load(state + WEIGHT), tl.load(state + EQUALS)
     doubts = found + row * FINDINGS + DOUBT
-    doubt = _unlike(equals, WIDE)
+    doubt = _unlike(ask, equals, CHANGED)
     if STAGE == BY_TOP_K:
         doubt = doubt | (weight == 0)  # tokens without weight are among the top_k
         left = above + (target - tl.load(state + NUMBER)) * weight
@@ -265,7 +271,7 @@ def _close(target, low, high, total):
 
 @triton.jit
 def strays_of_blocks(
-    logits, stride, masks, words, asked, strays, width, blocks, BLOCK: tl.constexpr
+    logits, stride, masks, words, asked, strays, width, blocks, CHANGED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """strays fp64 [R, P, 3]: of a watched row's block the most likely token that its filters should not keep, as logit
     and id."""
@@ -275,7 +281,7 @@ def strays_of_blocks(
     if watch < 0:
         return
     at = block * BLOCK + tl.arange(0, BLOCK)
-    _raw, x = row_logits(logits, stride, masks, words, ask, at, width)
+    _raw, x = row_logits(logits, stride, masks, words, ask, at, width, CHANGED)
     x = tl.where(is_allowed(masks, words, watch, at, width), float("-inf"), x)
     top = tl.max(x, 0)
     out = strays + (row * blocks + block) * 3
@@ -296,7 +302,8 @@ def _stray(strays, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def weigh_before_stray(
-    logits, stride, masks, words, asked, found, strays, width, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    logits, stride, masks, words, asked, found, strays, width, blocks,
+    CHANGED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weight of a block's tokens that come before the stray one."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -305,7 +312,7 @@ def weigh_before_stray(
         return
     logit, token = _stray(strays, row, blocks, BLOCKS)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    _raw, x = row_logits(logits, stride, masks, words, ask, at, width)
+    _raw, x = row_logits(logits, stride, masks, words, ask, at, width, CHANGED)
     before = (x.to(tl.float64) > logit) | ((x.to(tl.float64) == logit) & (at < token))
     weight = _weight(x, tl.load(found + row * FINDINGS + TOP), 1.0 / tl.load(ask + TEMPERATURE))
     tl.store(strays + (row * blocks + block) * 3 + 2, tl.sum(tl.where(before, weight, 0.0), 0))
@@ -331,7 +338,7 @@ def judge_stray(asked, found, limits, strays, blocks, BLOCKS: tl.constexpr):
 @triton.jit
 def pick(
     logits, stride, masks, words, asked, tokens, found, limits, bins, states, width, blocks,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANGED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token at the place drawn: of those with the key found there, the right one by id."""
     row, numbers = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
@@ -343,7 +350,7 @@ def pick(
     key, digit = tl.load(state + KEY).to(tl.int64), tl.load(state + DIGIT).to(tl.int32)
     among = tl.minimum(tl.maximum(tl.floor((target - above) / weight), 0.0), equals - 1)
     low = above + among * weight
-    doubt = _unlike(equals, logits.dtype.element_ty == tl.float64)
+    doubt = _unlike(ask, equals, CHANGED)
     doubt = doubt | _close(target, low, low + weight, tl.load(limits + row * LIMITS))
     of = bins + (row * blocks + numbers) * 2 * PLACES + PLACES + digit
     counts = tl.load(of, mask=numbers < blocks, other=0.0)
@@ -351,7 +358,7 @@ def pick(
     block = tl.minimum(tl.sum((until <= among).to(tl.int32), 0), blocks - 1)
     among -= tl.sum(tl.where(numbers < block, counts, 0.0), 0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    _raw, x = row_logits(logits, stride, masks, words, ask, at, width)
+    _raw, x = row_logits(logits, stride, masks, words, ask, at, width, CHANGED)
     equal = ((key_of(x) == key) & (at < width)).to(tl.int32)
     ours = (equal == 1) & (tl.cumsum(equal, 0) == among.to(tl.int32) + 1)
     token = tl.min(tl.where(ours, at, width), 0)

@@ -78,7 +78,7 @@ class DirectKernel:
                 f"{self.kernel.__name__} is not compiled for {named}: give it by its place, without a name"
             )
         taken = [each.form.described(each.tensor) if type(each) is Blocks else each for each in arguments]
-        return self.kernel[grid](*taken, **constants, **self._options)
+        return self.kernel[grid](*taken, **(self._options | constants))
 
     def _kinds(self, arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
         """What Triton may compile anew for, and more; and the arguments, tensors by their addresses. None: the launch

@@ -12,13 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PARAMETERS = tl.constexpr(12)
-SOURCE, MASK, WATCH, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPORTS = (tl.constexpr(i) for i in range(8))
-"""Columns of `asked` fp64 [R, 8], rows PARAMETERS apart: the row of logits; the row of `masks`, -1 for none; one whose
+PARAMETERS = tl.constexpr(14)
+SOURCE, MASK, WATCH, TEMPERATURE, TOP_K, TOP_P, MIN_P, REPORTS, LISTED = (tl.constexpr(i) for i in range(9))
+"""Columns of `asked` fp64 [R, 9], rows PARAMETERS apart: the row of logits; the row of `masks`, -1 for none; one whose
 tokens alone the filters should keep, -1 for none; 0 for greedy; 0 for all; 1 for all; 0 for all; 1 for the log
-probability and the rank, 1 + n for those of the n most likely tokens, too. Behind them lie `counters` int64 [R, 4],
-what a draw's random number depends on: seed, index of the sequence, number of tokens before, and 1 for the second
-number of that place (engine.sampler.uniform)."""
+probability and the rank, 1 + n for those of the n most likely tokens, too; how many tokens are listed, whose logits and
+ranks are told. Behind them lie `counters` int64 [R, 5]: what a draw's random number depends on (seed, index of the
+sequence, number of tokens before, and 1 for the second number of that place, see engine.sampler.uniform), and the
+address of the row's changed logits, fp64, that the token is chosen from; 0 for none."""
+CHANGES = tl.constexpr(13)
+"""Column of that address."""
 
 FINDINGS = tl.constexpr(9)
 TOKEN, SURE, GREATEST, NORM, LOGIT, ABOVE, TOP, DOUBT, STRAY = (tl.constexpr(i) for i in range(9))
@@ -32,11 +35,23 @@ LEADERS = tl.constexpr(32)
 
 
 @triton.jit
-def row_logits(logits, stride, masks, words, ask, at, width):
-    """The row's logits at these places, and as the choice sees them: -inf for tokens that the row's mask forbids."""
+def row_logits(logits, stride, masks, words, ask, at, width, CHANGED: tl.constexpr):
+    """The row's logits at these places, and as the choice sees them: changed, -inf for tokens that the row's mask
+    forbids. CHANGED: whether some row's are."""
     source, number = tl.load(ask + SOURCE).to(tl.int64), tl.load(ask + MASK).to(tl.int64)
     raw = tl.load(logits + source * stride + at, mask=at < width, other=float("-inf"))
-    return raw, tl.where(is_allowed(masks, words, number, at, width), raw, float("-inf"))
+    x = raw
+    if CHANGED:
+        address = changes_of(ask)
+        ours = at < tl.where(address == 0, 0, width)
+        x = tl.where(ours, tl.load(address.to(tl.pointer_type(tl.float64)) + at, mask=ours, other=0.0), raw)
+    return raw, tl.where(is_allowed(masks, words, number, at, width), x, float("-inf"))
+
+
+@triton.jit
+def changes_of(ask):
+    """The address of the row's changed logits."""
+    return tl.load(ask + CHANGES).to(tl.int64, bitcast=True)
 
 
 @triton.jit
@@ -53,13 +68,15 @@ def key_of(x):
 
 
 @triton.jit
-def greatest_of_blocks(logits, stride, masks, words, asked, peaks, width, blocks, BLOCK: tl.constexpr):
+def greatest_of_blocks(
+    logits, stride, masks, words, asked, peaks, width, blocks, CHANGED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """peaks fp64 [R, P, 4]: of a block the greatest logit, NaN if one is; the sum of e^(logit - that), where it is
     asked for; the greatest that the mask allows, and the first token that has it."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     ask = asked + row * PARAMETERS
     at = block * BLOCK + tl.arange(0, BLOCK)
-    raw, x = row_logits(logits, stride, masks, words, ask, at, width)
+    raw, x = row_logits(logits, stride, masks, words, ask, at, width, CHANGED)
     broken = tl.max((raw != raw).to(tl.int32), 0)
     greatest, top = tl.max(raw, 0), tl.max(x, 0)
     out = peaks + (row * blocks + block) * 4
@@ -153,3 +170,29 @@ def leaders_of_rows(asked, leading, leaders, blocks, count, SIZE: tl.constexpr):
         return
     there = (place % LEADERS < count) & (place < blocks * LEADERS)
     _leaders(tl.load(leading + row * blocks * LEADERS + place, mask=there, other=-1), count, leaders + row * LEADERS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def listed_logits(logits, stride, asked, listed, ranked, count, SIZE: tl.constexpr):
+    """ranked fp64 [R, count, 2]: the logits of each row's tokens of listed int32 [R, count]; none above them yet.
+    SIZE: at least count."""
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    ask = asked + row * PARAMETERS
+    there = place < tl.load(ask + LISTED)
+    of = logits + tl.load(ask + SOURCE).to(tl.int64) * stride
+    x = tl.load(of + tl.load(listed + row * count + place, mask=there, other=0), mask=there, other=0.0)
+    out = ranked + (row * count + place) * 2
+    tl.store(out, x.to(tl.float64), mask=there)
+    tl.store(out + 1, tl.zeros((SIZE,), tl.float64), mask=there)
+
+
+@triton.jit(do_not_specialize=["count"])
+def rank_listed(logits, stride, asked, ranked, width, count, BLOCK: tl.constexpr):
+    """ranked: how many logits are above those of the listed tokens."""
+    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    ask, at = asked + row * PARAMETERS, block * BLOCK + tl.arange(0, BLOCK)
+    of = logits + tl.load(ask + SOURCE).to(tl.int64) * stride
+    x = tl.load(of + at, mask=at < width, other=float("-inf")).to(tl.float64)
+    for number in range(tl.load(ask + LISTED).to(tl.int32)):
+        out = ranked + (row * count + number) * 2
+        tl.atomic_add(out + 1, tl.sum((x > tl.load(out)).to(tl.float64), 0))

@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.kernels.triton import draw_kernels
 from headrace.kernels.triton import sample_kernels as kernels
 from headrace.kernels.triton.launching import direct
+from headrace.types import MAX_LISTED
 
 BLOCK = 2048
 """Logits of a row that one program takes, and PIECE of them at a time: part of the order of a row's sums."""
@@ -24,11 +25,10 @@ WARPS = 4
 _PARAMETERS, _FINDINGS = kernels.PARAMETERS.value, kernels.FINDINGS.value
 TOKEN, SURE, NORM = kernels.TOKEN.value, kernels.SURE.value, kernels.NORM.value
 LOGIT, ABOVE, STRAY = kernels.LOGIT.value, kernels.ABOVE.value, kernels.STRAY.value
-ASKED = kernels.REPORTS.value + 1
+ASKED, CHANGES = kernels.LISTED.value + 1, kernels.CHANGES.value
 LARGEST = 1 << 19
 """Tokens in a vocabulary, for which draw_kernels.MARGIN is wide enough."""
 MOST_LEADERS = kernels.LEADERS.value
-LOGITS = (torch.float32, torch.float64)
 _PLACES = draw_kernels.PLACES.value
 _SHIFTS = (24, 20, 16, 12, 8, 4, 0)
 """Of the digits of a key after the first."""
@@ -42,12 +42,15 @@ _Given = tuple[Tensor, int, Tensor, int, Tensor]
 class Needs:
     """What the rows of a choice need together: launches that none of them needs are left out.
 
-    reports: log probabilities. leaders: of so many most likely tokens. draws: some row is not greedy. top_k, top_p:
-    some row draws with that filter. watched: some row is watched (sample_kernels.WATCH).
+    reports: log probabilities. leaders: of so many most likely tokens. listed: of at most so many listed tokens.
+    changed: some row's logits are (sample_kernels.CHANGES). draws: some row is not greedy. top_k, top_p: some row draws
+    with that filter. watched: some row is watched (sample_kernels.WATCH).
     """
 
     reports: bool = False
     leaders: int = 0
+    listed: int = 0
+    changed: bool = False
     draws: bool = False
     top_k: bool = False
     top_p: bool = False
@@ -57,11 +60,12 @@ class Needs:
 class Chooser:
     """The choice from logits of up to `rows` rows of `width`, and the memory that it is made in.
 
-    Fill `request` [rows, 12] int64, of which `asked` [rows, 8] fp64 and `counters` [rows, 4] are the parts (both at
-    sample_kernels.SOURCE), and `masks` [rows, ceil(width / 32)] int32 (bit i % 32 of word i // 32: whether token i is
-    allowed) where there are some, then call `choose`; read `tokens` [rows] int32, `found` [rows, 9] fp64 (columns:
-    sample_kernels.TOKEN and those after it) and `leaders` (leaders_of). Raises ValueError for no rows, an empty
-    vocabulary or one above LARGEST.
+    Fill `request` [rows, 14] int64, of which `asked` [rows, 9] fp64 and `counters` [rows, 5] are the parts (both at
+    sample_kernels.SOURCE), `masks` [rows, ceil(width / 32)] int32 (bit i % 32 of word i // 32: whether token i is
+    allowed) where there are some, and the first n * Needs.listed of `listed` int32 with the listed tokens of n rows,
+    then call `choose`; read `tokens` [rows] int32, `found` [rows, 9] fp64 (columns: sample_kernels.TOKEN and those
+    after it), `leaders` (leaders_of), and `ranked` fp64, the logit of each listed token and how many are above it.
+    Raises ValueError for no rows, an empty vocabulary or one above LARGEST.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
@@ -76,6 +80,8 @@ class Chooser:
         self.masks = torch.full((rows, self.words), -1, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.found = self._memory(rows, _FINDINGS)
+        self.listed = torch.zeros(rows * MAX_LISTED, dtype=torch.int32, device=device)
+        self.ranked = self._memory(rows * MAX_LISTED, 2)
         empty = torch.full((rows, self.blocks + 1, MOST_LEADERS), -1, dtype=torch.int64, device=device)
         self.leaders, self._leading = empty[:, 0].clone(), empty[:, 1:].clone()
         self._peaks = self._memory(rows, self.blocks, 4)
@@ -91,12 +97,12 @@ class Chooser:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def choose(self, logits: Tensor, rows: int, needs: Needs) -> None:
-        """Launches the choice of the first `rows` rows that are asked for, from logits [any, V] fp32; fp64, too, where
-        none reports. Raises ValueError for logits or rows that do not fit."""
+        """Launches the choice of the first `rows` rows that are asked for, from logits [any, V] fp32. Raises ValueError
+        for logits or rows that do not fit."""
         self._check(logits, rows)
         given = (logits, logits.stride(0), self.masks, self.words, self.asked)
         direct(kernels.greatest_of_blocks)[self.blocks, rows](
-            *given, self._peaks, self.width, self.blocks, BLOCK=BLOCK, num_warps=WARPS
+            *given, self._peaks, self.width, self.blocks, CHANGED=needs.changed, BLOCK=BLOCK, num_warps=WARPS
         )
         direct(kernels.greatest)[rows,](
             self.asked, self._peaks, self.tokens, self.found, self.blocks, BLOCKS=self._room
@@ -104,9 +110,10 @@ class Chooser:
         if needs.draws:
             self._draw(given, rows, needs)
         if needs.reports:
-            self._report(logits, rows, needs.leaders)
+            self._report(logits, rows, needs.leaders, needs.listed)
 
-    def _report(self, logits: Tensor, rows: int, count: int) -> None:
+    def _report(self, logits: Tensor, rows: int, count: int, listed: int) -> None:
+        """Of the logits as they are, not as they are changed."""
         raw, grid = (logits, logits.stride(0), self.asked), (self.blocks, rows)
         direct(kernels.rank)[grid](*raw, self.tokens, self.found, self.width, BLOCK=BLOCK, num_warps=WARPS)
         if count:
@@ -117,32 +124,36 @@ class Chooser:
                 self.asked, self._leading, self.leaders, self.blocks, count, SIZE=self._room * MOST_LEADERS,
                 num_warps=WARPS,
             )  # fmt: skip
+        if listed:
+            direct(kernels.listed_logits)[rows,](*raw, self.listed, self.ranked, listed, SIZE=MAX_LISTED)
+            direct(kernels.rank_listed)[grid](*raw, self.ranked, self.width, listed, BLOCK=BLOCK, num_warps=WARPS)
 
     def _check(self, logits: Tensor, rows: int) -> None:
-        if logits.dtype not in LOGITS or logits.dim() != 2 or logits.shape[1] != self.width or logits.stride(1) != 1:
+        if logits.dtype != torch.float32 or logits.dim() != 2 or logits.shape[1] != self.width or logits.stride(1) != 1:
             told, wanted = f"{list(logits.shape)} of {logits.dtype}", f"[R, {self.width}] row by row"
-            raise ValueError(f"a choice among {self.width} tokens needs fp32 or fp64 logits {wanted}, got {told}")
+            raise ValueError(f"a choice among {self.width} tokens needs fp32 logits {wanted}, got {told}")
         if not 0 < rows <= self.rows:
             raise ValueError(f"a choice of 1 to {self.rows} rows was prepared, got {rows}")
 
     def _draw(self, given: _Given, rows: int, needs: Needs) -> None:
         found, limits, sizes = self.found, self._limits, (self.width, self.blocks)
+        changed = needs.changed
         direct(draw_kernels.weigh)[self.blocks, rows](
-            *given, found, self._first, self._kept, *sizes, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS
-        )
+            *given, found, self._first, self._kept, *sizes,
+            CHANGED=changed, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
+        )  # fmt: skip
         direct(draw_kernels.limit)[rows,](
             self.asked, self.counters, self._first, self._kept, found, limits, self.blocks, BLOCKS=self._room
         )
-        wide = given[0].dtype == torch.float64
         for stage, needed in ((draw_kernels.BY_TOP_K, needs.top_k), (draw_kernels.BY_TOP_P, needs.top_p)):
             if needed:
-                self._search(given, rows, stage)
+                self._search(given, rows, stage, changed)
                 direct(draw_kernels.cut)[rows,](
-                    self.asked, found, limits, self._states, self.width, WIDE=wide, STAGE=stage
+                    self.asked, found, limits, self._states, self.width, CHANGED=changed, STAGE=stage
                 )
         if needs.watched:
-            self._watch(given, rows)
-        bins = self._search(given, rows, draw_kernels.DRAW)
+            self._watch(given, rows, changed)
+        bins = self._search(given, rows, draw_kernels.DRAW, changed)
         direct(draw_kernels.pick)[rows,](
             *given,
             self.tokens,
@@ -151,19 +162,21 @@ class Chooser:
             bins,
             self._states,
             *sizes,
+            CHANGED=changed,
             BLOCKS=self._room,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
 
-    def _watch(self, given: _Given, rows: int) -> None:
-        strays, sizes, options = self._strays, (self.width, self.blocks), {"BLOCK": BLOCK, "num_warps": WARPS}
+    def _watch(self, given: _Given, rows: int, changed: bool) -> None:
+        strays, sizes = self._strays, (self.width, self.blocks)
+        options = {"CHANGED": changed, "BLOCK": BLOCK, "num_warps": WARPS}
         grid, room = (self.blocks, rows), self._room
         direct(draw_kernels.strays_of_blocks)[grid](*given, strays, *sizes, **options)
         direct(draw_kernels.weigh_before_stray)[grid](*given, self.found, strays, *sizes, BLOCKS=room, **options)
         direct(draw_kernels.judge_stray)[rows,](self.asked, self.found, self._limits, strays, self.blocks, BLOCKS=room)
 
-    def _search(self, given: _Given, rows: int, stage: object) -> Tensor:
+    def _search(self, given: _Given, rows: int, stage: object, changed: bool) -> Tensor:
         """All passes of a stage but the first, and what `states` says then; the last pass's bins."""
         bins, sizes = self._first, (self.width, self.blocks)
         options = {"STAGE": stage, "BLOCKS": self._room}
@@ -173,7 +186,7 @@ class Chooser:
             )
             direct(draw_kernels.narrow)[self.blocks, rows](
                 *given, self.found, bins, self._states, self._bins[number % 2], *sizes, shift,
-                STAGE=stage, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
+                CHANGED=changed, STAGE=stage, BLOCK=BLOCK, PIECE=PIECE, num_warps=WARPS,
             )  # fmt: skip
             bins = self._bins[number % 2]
         direct(draw_kernels.descend)[rows,](
