@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tools.gpu import check, device_tests, pytest_outcomes, runner, tables
+from tools.gpu import check, device_tests, outcomes, pytest_outcomes, runner, tables
 from tools.gpu.runner import Case, Goal, LeftOut, Row, Section
 
 ROW = Row("a row", {"ours_ms": 2.0, "of_best": 0.7}, (Goal("of_best", 0.65), Goal("of_best", 0.9)))
@@ -293,11 +293,11 @@ def test_what_has_not_passed_on_a_device_comes_first(tmp_path: Path, monkeypatch
     for test in ("test_one", "test_two[1]"):  # each by a process of its own
         assert sorted(order, key=lambda name: lines.index(f"{name}::{test}")) == list(order)
     passed = pytest_outcomes.passed_in(file)
-    assert len(passed) == 6 and len(pytest_outcomes.outcomes_in(file)) == 9
-    (tmp_path / "2026-11-27-gpu-check.json").write_text(json.dumps({"tests": pytest_outcomes.outcomes_in(file)}))
+    assert len(passed) == 6 and len(outcomes.outcomes_in(file)) == 9
+    (tmp_path / "2026-11-27-gpu-check.json").write_text(json.dumps({"tests": outcomes.outcomes_in(file)}))
     (tmp_path / "2026-11-28-gpu-check.json").write_text(json.dumps({"cases": []}))
     assert pytest_outcomes.passed_before(tmp_path) == passed
-    file.write_text("".join(f"passed {name}\n" for name in pytest_outcomes.outcomes_in(file)))
+    file.write_text("".join(f"passed {name}\n" for name in outcomes.outcomes_in(file)))
     tests = device_tests.DeviceTests(file, str(folder), at_once=1)
     try:
         assert tests.result(60.0).figures == {"pytest": "9 passed"}, "nothing is left to run"
@@ -371,24 +371,31 @@ def test_a_test_that_ends_its_process_costs_itself_alone(tmp_path: Path) -> None
             tests.result(60.0)
     finally:
         tests.stop()
-    told = pytest_outcomes.failures_beside(file).read_text()
+    told = outcomes.failures_beside(file).read_text()
     assert "an illegal memory access" in told and "Timeout" in told
 
 
 def test_without_a_device_nothing_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The result says so; what an earlier one has is not lost."""
-    monkeypatch.setattr(check, "no_device", lambda: "no CUDA device")
-    monkeypatch.setattr(check, "machine", lambda: {})
+    """The result is there before the device is asked, and says so; what an earlier one has is not lost."""
+
+    def no_device() -> str:
+        told = json.loads(file.read_text())
+        assert told["under"] == ["check", "begin"] and told["machine"] == {} and len(told["cases"]) == 1
+        return "no CUDA device"
+
+    monkeypatch.setattr(check, "no_device", no_device)
+    monkeypatch.setattr(check, "machine", lambda: {"gpu": ""})
     monkeypatch.setattr(check, "run", lambda *args: pytest.fail("a section began"))
     monkeypatch.setattr(device_tests, "OUTCOMES", tmp_path / "outcomes")
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"cases": [{"section": "limits", "case": "limits", "status": "measured"}]}))
     assert check.main(["--json", str(file), "--skip-passed", str(file)]) == 1
     assert capsys.readouterr().err == "gpu-check: no CUDA device; nothing was checked\n"
-    found = json.loads(file.read_text())["cases"]
-    assert [(case["section"], case["status"]) for case in found] == [
+    found = json.loads(file.read_text())
+    assert found["under"] is None and found["machine"] == {"gpu": ""}
+    assert [(case["section"], case["status"]) for case in found["cases"]] == [
         ("limits", "measured"), ("check", "failed: no CUDA device"),
     ]  # fmt: skip
 
@@ -397,6 +404,18 @@ def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) ->
     find = check.find_spec
     monkeypatch.setattr(check, "find_spec", lambda name: None if name in ("msgspec", "xxhash") else find(name))
     assert check.no_device() == "python has no msgspec, xxhash: install what is missing"
+
+
+def test_what_names_missing_packages_needs_none_of_them(tmp_path: Path) -> None:
+    """The result is written, too."""
+    bare = "import sys; sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(','))); "
+    bare += "from tools.gpu import check; sys.exit(check.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", bare, ",".join(check.NEEDED), "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    told = f"python has no {', '.join(check.NEEDED)}: install what is missing"
+    assert done.returncode == 1 and done.stderr == f"gpu-check: {told}; nothing was checked\n"
+    (case,) = json.loads((tmp_path / "found.json").read_text())["cases"]
+    assert case["status"] == f"failed: {told}"
 
 
 def test_a_machine_that_cannot_be_told_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +428,7 @@ def test_a_machine_that_cannot_be_told_costs_no_result(monkeypatch: pytest.Monke
     assert found["triton"] == found["torch"] == "" and found["gpu"].startswith("unknown: ")
 
 
-@pytest.mark.parametrize("text", [None, '{"cases": ['])
+@pytest.mark.parametrize("text", [None, '{"cases": [', "[]", "{}", '{"cases": ["limits"]}'])
 def test_an_earlier_result_that_cannot_be_read_ends_nothing(
     text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

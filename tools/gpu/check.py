@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu import device_tests
+from tools.gpu.outcomes import outcomes_in
 from tools.gpu.processes import end_by_signal, ended, started
-from tools.gpu.pytest_outcomes import outcomes_in
 from tools.gpu.runner import GRACE, Case, DeviceLost, Guard, Report, Section, run
 
 SECONDS = 480.0
@@ -66,10 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.json.parent.mkdir(parents=True, exist_ok=True)
     device_tests.begin(earlier.get("tests", {}))
     report = Report.resumed(earlier)
+    report.under = "check", "begin"
+    _write(given.json, report, asked=False)
     why = no_device()
     if why is not None:
         print(f"gpu-check: {why}; nothing was checked", file=sys.stderr)
-        report.note("check", "begin", f"failed: {why}")
+        report.note(*report.under, f"failed: {why}")
+        report.under = None
         _write(given.json, report)
         return 1
     report = supervised(names, given.seconds, given.json, report, bool(given.only))
@@ -82,9 +85,10 @@ def _earlier(file: Path | None) -> dict[str, Any]:
     if file is not None:
         try:
             found: dict[str, Any] = json.loads(file.read_text())
+            Report.resumed(found)
             return found
-        except (OSError, ValueError) as error:
-            print(f"gpu-check: nothing is skipped: {file}: {error}", file=sys.stderr)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"gpu-check: nothing is skipped: {file}: {error!r}", file=sys.stderr)
     return {"cases": []}
 
 
@@ -155,10 +159,10 @@ def usable() -> bool:
     return True
 
 
-def _write(file: Path, report: Report) -> None:
-    """Whoever ends this process meanwhile leaves the file as it was before."""
+def _write(file: Path, report: Report, asked: bool = True) -> None:
+    """Whoever ends this process meanwhile leaves the file as it was before. asked: as by `result`."""
     whole = file.with_suffix(".new")
-    whole.write_text(json.dumps(result(report), indent=1) + "\n")
+    whole.write_text(json.dumps(result(report, asked), indent=1) + "\n")
     whole.replace(file)
 
 
@@ -189,12 +193,12 @@ def cases_of(name: str) -> Callable[[], Iterator[Case]]:
     return cases
 
 
-def result(report: Report) -> dict[str, Any]:
+def result(report: Report, asked: bool = True) -> dict[str, Any]:
     """As bench/results has it: date, machine, command, cases, sections that ended, the case under way, and outcomes of
-    tests."""
+    tests. asked: the device is asked what it is, which takes seconds, or for ever."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machine() if asked else {},
         "command": " ".join(["python -m tools.gpu.check", *sys.argv[1:]]),
         "cases": report.cases,
         "ended": report.ended,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tools.gpu.pytest_outcomes import FAILED, failures_beside, outcomes_in
+from tools.gpu.outcomes import FAILED, failures_beside, outcomes_in
 from tools.gpu.runner import Case, LeftOut, Row
 
 OUTCOMES = Path("build/gpu-check.tests.txt")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.gpu.outcomes import FAILED, LOST, failures_beside, outcomes_in
+
 RESULTS = Path("bench/results")
 ENDED = ("test_cuda_copy_streams.py", "test_gpu_sampling.py", "test_triton_rows.py")
 """Files all of whose tests passed on an H200 before outcomes were kept."""
@@ -29,8 +31,6 @@ FIRST = (
 """Files that ask for what has never run on a device (docs/gpu-check.md): before others, which take as long."""
 SECONDS = 90.0
 """For one test and its fixtures, kernels compiled."""
-FAILED, LOST = 64, 65
-"""Exit status where tests failed, and where the device is lost: pytest's own 1 is that of a process that hung."""
 LONGEST = 3000
 """Characters kept of what a failure says."""
 
@@ -93,11 +93,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = FAILED
 
 
-def failures_beside(outcomes: Path) -> Path:
-    """The file of what failures say, beside the one of outcomes."""
-    return outcomes.with_suffix(".failures.txt")
-
-
 def _append(file: Path, text: str) -> None:
     with file.open("a") as lines:
         lines.write(text)
@@ -118,12 +113,6 @@ def _lost() -> bool:
 def function_of(name: str) -> str:
     """The name of a test without its parameters."""
     return name.partition("[")[0]
-
-
-def outcomes_in(file: Path | None) -> dict[str, str]:
-    """The last outcome of each test that a file has."""
-    lines = file.read_text().splitlines() if file is not None and file.exists() else []
-    return {name: outcome for outcome, _, name in (line.partition(" ") for line in lines)}
 
 
 def passed_in(file: Path | None) -> set[str]:
