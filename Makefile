@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev# with the tools for development, and kernels for the instruction sets that run here
 ALL := $(VENV)/.installed-all# with Ray and the documentation's tools besides, and kernels for all instruction sets
+WHOLE := $(filter docs test-matrix,$(MAKECMDGOALS))# goals that need that: others beside them (make -j) wait for it
 USE := $(if $(wildcard $(DEV)),$(DEV),$(READY))# what there is, for those whom either serves
 AT_ONCE ?= 3# tests that run at the same time: of three on two cores one often waits
 # A worker that crashes ends the run: pytest-xdist would start another and wait for it for ever.
@@ -30,9 +31,13 @@ $(READY): $(NATIVE)
 	@$(PYTHON) tools/install.py --extra demo
 	@touch $@
 
+ifeq ($(WHOLE),)
 $(DEV): $(NATIVE)
 	@$(PYTHON) tools/install.py --extra dev --isas runnable
 	@touch $@ $(READY)
+else
+$(DEV): $(ALL) ;
+endif
 
 $(ALL): $(NATIVE)
 	@$(PYTHON) tools/install.py --extra dev --extra docs --extra ray --isas all

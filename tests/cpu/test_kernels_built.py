@@ -31,6 +31,18 @@ def test_configuration_tells_the_sets_that_run_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("target", "sets"), [("test", "runnable"), ("test-matrix", "all")])
 def test_what_a_change_must_pass_compiles_all_sets(target: str, sets: str) -> None:
     assert f"make {target}\n" in (ROOT / ".ci/run").read_text()
-    dry = ["make", "--dry-run", "--always-make", target]
+    assert [step.rpartition(" ")[2] for step in installs(target)] == [sets]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make")
+@pytest.mark.parametrize("targets", [("lint", "docs"), ("test-matrix", "test"), ("fuzz", "lint", "docs")])
+def test_what_is_made_together_is_installed_once(targets: tuple[str, ...]) -> None:
+    """With make -j two would write into .venv at the same time, and the last one's kernels stay."""
+    assert [step.rpartition(" ")[2] for step in installs(*targets)] == ["all"]
+
+
+def installs(*targets: str) -> list[str]:
+    """The commands that install, in a clone without .venv."""
+    dry = ["make", "--dry-run", "--always-make", *targets]
     steps = subprocess.run(dry, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert f"--isas {sets}\n" in steps
+    return [step for step in steps.splitlines() if "tools/install.py" in step]
