@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
@@ -17,6 +18,7 @@ import openai
 import pytest
 
 from headrace.config import EngineConfig
+from headrace.progress import LoadPhase
 from headrace.server.app import create_app
 from headrace.server.serve import bind, make_server
 from headrace.types import UnsupportedModel
@@ -76,14 +78,28 @@ def test_more_prompts_than_the_queue_holds() -> None:
 
 
 def test_loading_answers_503_then_serves() -> None:
-    with serving(ready=False, start_s=1.0) as running:
-        running.wait(503)
-        assert running.http.get("/health").json()["status"] == "loading"
+    may_go_on = threading.Event()
+
+    class Loading(FakeEngine):
+        async def start(self, progress: Any = None, *, phases: Any = None) -> None:
+            phases(LoadPhase("weights", 1, 2))
+            while not may_go_on.is_set():
+                await asyncio.sleep(0.01)
+            await super().start(progress, phases=phases)
+
+    config = EngineConfig(model="fake")
+    running = Running(Loading(config), config)
+    try:
         until(lambda: "50%" in running.http.get("/health").text)
+        assert running.http.get("/health").json()["status"] == "loading"
+        running.wait(503)
         check_refusal(running.http.post(TEXT, json=text()), 503, None)
         check_refusal(running.http.get("/metrics"), 503, None)
+        may_go_on.set()
         running.wait(200)
         assert running.http.post(TEXT, json=text()).status_code == 200
+    finally:
+        running.close()
 
 
 def test_failure_to_load_shows_in_health() -> None:
