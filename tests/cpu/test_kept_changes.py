@@ -262,7 +262,7 @@ def test_an_engine_ahead_gives_the_same_answers(unsure: bool, monkeypatch: pytes
         with delayed_device(monkeypatch) as late:
             if unsure and ahead:
                 monkeypatch.setattr(launched_draws.Drawn, "sampled", some)
-            core = machine_engine(llm, late, 5, ahead, max_batch_tokens=80)
+            core = machine_engine(llm, late, 4, ahead, max_batch_tokens=80)
             width, eos = llm.engine.loaded.capacity.vocab_size, llm.engine.loaded.capacity.eos_token_ids
             core.overlap.draws = LaunchedDraws(DeviceSampler(), width, eos)
             client = Client(core)
@@ -276,6 +276,7 @@ def test_an_engine_ahead_gives_the_same_answers(unsure: bool, monkeypatch: pytes
             client.add("e", prompt(5, 20), max_tokens=10, frequency_penalty=1.5, **GREEDY)
             client.finish()
             assert (client.machine.ahead > 10) == ahead
+            assert client.core.stats().scheduler.preemptions or not ahead
         found[ahead] = client
     compare(found[True], found[False])
 
