@@ -218,6 +218,29 @@ def test_what_is_forbidden_no_longer_is_drawn() -> None:
     play(ENDING, [Plan(1, 0, 9, False, False)] * 5)
 
 
+def test_memory_that_grew_is_told_all_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of others, which was waited for, has needed more rows; the next one is of the same sequences as before."""
+    output, change, seen = output_of(SamplingParams(**FREQUENT[0]), [3, 99]), changing.change, list[list[int]]()
+
+    def checked(logits: torch.Tensor, request: torch.Tensor) -> None:
+        assert output.kept is not None
+        params = output.sequence.request.params
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        assert request.tolist() == [output.kept.memory.request(0, *penalties)]
+        seen.append(request[0].tolist())
+        change(logits, request)
+
+    monkeypatch.setattr(changing, "change", checked)
+    with delayed_device(monkeypatch) as late:
+        steps = Steps(late)
+        for turn in range(3):
+            logits = random_logits(turn, 1, WIDTH, scale=0.5)
+            steps.launch([output], logits)
+            steps.land()
+            steps.draws.sampler.prepared(20 << turn, logits)
+    assert len(seen) == 3
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("unsure", [False, True], ids=["sure", "unsure"])
 def test_an_engine_ahead_gives_the_same_answers(unsure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +262,7 @@ def test_an_engine_ahead_gives_the_same_answers(unsure: bool, monkeypatch: pytes
         with delayed_device(monkeypatch) as late:
             if unsure and ahead:
                 monkeypatch.setattr(launched_draws.Drawn, "sampled", some)
-            core = machine_engine(llm, late, 5, ahead, max_batch_tokens=80)
+            core = machine_engine(llm, late, 4, ahead, max_batch_tokens=80)
             width, eos = llm.engine.loaded.capacity.vocab_size, llm.engine.loaded.capacity.eos_token_ids
             core.overlap.draws = LaunchedDraws(DeviceSampler(), width, eos)
             client = Client(core)
@@ -253,6 +276,7 @@ def test_an_engine_ahead_gives_the_same_answers(unsure: bool, monkeypatch: pytes
             client.add("e", prompt(5, 20), max_tokens=10, frequency_penalty=1.5, **GREEDY)
             client.finish()
             assert (client.machine.ahead > 10) == ahead
+            assert client.core.stats().scheduler.preemptions or not ahead
         found[ahead] = client
     compare(found[True], found[False])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -86,6 +87,27 @@ def test_offline_by_text(tmp_path: Path) -> None:
         assert llm.load_session("mill").restored_tokens == report.saved_tokens
         answer = llm.generate(text, PARAMS)[0]
     assert answer.token_ids == truth and answer.metrics.cached_tokens == (report.tokens - 1) // CHUNK * CHUNK
+
+
+def test_no_other_call_comes_between_computing_and_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might evict what was computed, and less would be saved."""
+    with engine(tmp_path) as llm:
+        drain = llm._drain
+
+        def evict() -> None:
+            with llm._turn:
+                llm.engine.cache.tree.clear()
+
+        def drained(*given: Any) -> Any:
+            answers = drain(*given)
+            other = Thread(target=evict, daemon=True)
+            other.start()
+            other.join(0.2)
+            return answers
+
+        monkeypatch.setattr(llm, "_drain", drained)
+        report = llm.save_session("mill", "In the beginning there was a river. " * 12)
+        assert report.saved_tokens == report.tokens // CHUNK * CHUNK > 0
 
 
 def test_tenants_and_salts_are_apart(tmp_path: Path) -> None:

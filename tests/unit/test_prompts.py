@@ -33,7 +33,7 @@ def test_one_prompt_and_several(given: Any, expected: list[str | list[int]]) -> 
     assert all(type(token) is int for each in found if isinstance(each, list) for token in each)
 
 
-NEITHER = [None, 5, b"bytes", [None], [1.0, 2.0], [[1.7]], [[True]], [["5"]], ["a", 5], [[[5]]]]
+NEITHER = [None, 5, b"bytes", bytearray(b"bytes"), [None], [1.0, 2.0], [[1.7]], [[True]], [["5"]], ["a", 5], [[[5]]]]
 
 
 @pytest.mark.parametrize("given", NEITHER, ids=map(repr, NEITHER))

@@ -112,7 +112,7 @@ class LaunchedDraws:
         return Drawn(self._read_back.begin(chooser.found[:rows]), leaders, ranked, self._items, self._kept)
 
     def _take_memory(self, chooser: Chooser) -> None:
-        device, self._chooser = current(), chooser
+        device, self._chooser, self._sent = current(), chooser, 0
         self._sending = Sending(tuple(chooser.request.shape), chooser.request.dtype, device)
         self._sending_listed = Sending(tuple(chooser.listed.shape), chooser.listed.dtype, device)
         self._read_back = ReadBack(chooser.found.numel(), chooser.found.dtype, device)

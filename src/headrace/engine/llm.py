@@ -236,8 +236,8 @@ class LLM(metaclass=PublicNames):
         """
         tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
         self.config.sessions.must_save(self.config.cache.prefix_caching)
-        self._run([self._request(tokens, SamplingParams(max_tokens=1, temperature=0.0), *sharing)], progress=False)
-        with self._turn:
+        with self._turn:  # between the two another call might evict what was computed
+            self._run([self._request(tokens, SamplingParams(max_tokens=1, temperature=0.0), *sharing)], progress=False)
             return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing)))
 
     def load_session(self, name: str, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> SessionReport:
