@@ -7,6 +7,7 @@ import gc
 import math
 import mmap
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -155,6 +156,7 @@ class Cuda(Device):
         self._recording: torch.cuda.Stream | None = None
         self._memory: Any = None
         self._keeper: torch.cuda.CUDAGraph | None = None
+        self._turn = threading.Lock()  # another engine's thread may record: one stream takes one recording at a time
 
     @property
     def name(self) -> str:
@@ -198,11 +200,12 @@ class Cuda(Device):
         return found
 
     def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
-        if self._keeper is None:
-            self._memory = torch.cuda.graph_pool_handle()
-            # The shared memory goes with the last graph that has it, and cannot be asked for again: this one stays.
-            self._keeper, _ = self._recorded(lambda: torch.zeros(1, device=self.place))
-        return self._recorded(run)
+        with self._turn:
+            if self._keeper is None:
+                self._memory = torch.cuda.graph_pool_handle()
+                # The shared memory goes with the last graph that has it, and cannot be asked for again: this one stays.
+                self._keeper, _ = self._recorded(lambda: torch.zeros(1, device=self.place))
+            return self._recorded(run)
 
     def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -110,6 +111,26 @@ def test_a_graph_without_memory_to_be_launched_from_is_an_error(
     torch.cuda.empty_cache()
     cuda.graph(driver.launch)
     assert list(driver.users.values()) == [1]
+
+
+def test_threads_record_one_after_another(driver: Driver, cuda: Cuda) -> None:
+    """As those of two engines: what another is given while one is recorded would break both off."""
+    made: list[int] = []
+
+    def another() -> None:
+        _, nodes = cuda.graph(lambda: (driver.launch(), len(driver.capturing))[1])
+        made.append(nodes)
+
+    thread = threading.Thread(target=another)
+
+    def record() -> list[int]:
+        thread.start()
+        thread.join(0.2)
+        return list(made)
+
+    assert cuda.graph(record)[1] == []
+    thread.join(20)
+    assert made == [1] and not driver.capturing and not driver.open
 
 
 class Pinned:

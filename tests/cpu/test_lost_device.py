@@ -13,6 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from headrace import LLM, SamplingParams, device
+from headrace.config import EngineConfig
+from headrace.engine import gpu_memory
 from headrace.engine.loader import Loaded
 from headrace.kernels.triton import backend
 from headrace.offload.ranked import words
@@ -84,6 +86,31 @@ def test_close_ends_where_the_end_of_a_group_does_not(
     with device.use(FakeDevice()):
         assert not group_of(StuckGroup(kernels)).close()
         assert device.current().lost == HELD_UP
+
+
+def test_a_closed_group_leaves_the_next_alone(kernels: StuckKernels, destroyed: list[str]) -> None:
+    """Its `close` may be called again; how many ranks shared the device says nothing of an engine of one."""
+    alone = EngineConfig(attention_backend="triton", kv_cache_tokens=4096)
+    with device.use(FakeDevice()) as used:
+        assert used is not None
+        device.current().sharers = 2
+        group = group_of(StuckGroup(kernels))
+        for _ in range(2):
+            assert group.close() and destroyed == ["all"]
+        assert gpu_memory.sharing(alone) == 1
+
+
+def test_what_was_lost_before_is_not_waited_for_again(
+    kernels: StuckKernels, destroyed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wait is as long as an abort may take; and ranks on CPUs have nothing to wait for."""
+    group, waits = group_of(StuckGroup(kernels, heeds=False)), list[float]()
+    aborted = group.nccl.aborted
+    monkeypatch.setattr(group.nccl, "aborted", lambda seconds: (waits.append(seconds), aborted(seconds))[1])
+    with device.use(FakeDevice()):
+        assert not group.close() and not group.released() and not group.close()
+        assert len(waits) == 1 and group_of().released() and group_of().close()
+    assert destroyed == ["all"]
 
 
 def test_a_lost_device_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,7 @@ def group_of(rank: int, context: int, tensor: int, same: bool = False, on: str =
     ours = SeveralDevices.identity
     kept = {f"headrace/device/{each}": ours if same else f"GPU-{each + 1}" for each in range(context * tensor)}
     kept |= {f"headrace/computes/{each}": f"{on}, Triton {devices._triton()}" for each in range(context * tensor)}
+    kept |= {f"headrace/queues/{each}": "32" for each in range(context * tensor)}
     mesh = SimpleNamespace(size=lambda axis: (context, tensor)[axis])
     store = SimpleNamespace(set=kept.__setitem__, get=lambda name: kept[name].encode())
     return SimpleNamespace(
@@ -147,7 +148,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
             super().__init__(config=SimpleNamespace(), **given)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(os, "environ", {each: value for each, value in os.environ.items() if each not in SETTINGS})
+    kept = {each: value for each, value in os.environ.items() if each not in (*SETTINGS, devices.CONNECTIONS)}
+    monkeypatch.setattr(os, "environ", kept)
+    devices.ask_for_queues()
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "new_group", new_group)
     return asked
@@ -229,7 +232,7 @@ def test_ranks_that_each_see_one_device(same: bool, made: list[list[int]], monke
     group.context.close()
 
 
-@pytest.mark.parametrize(("context", "ctas"), [(2, 16), (8, 4), (11, 3)])
+@pytest.mark.parametrize(("context", "ctas"), [(2, 16), (8, 4), (10, 3)])
 def test_kernels_of_all_communicators_run_at_the_same_time(context: int, ctas: int, made: list[list[int]]) -> None:
     """One that has no place would wait for another, which may wait for a rank where it is the other way round."""
     group, there = group_of(0, context, 1), SeveralDevices()
@@ -244,9 +247,33 @@ def test_kernels_of_all_communicators_run_at_the_same_time(context: int, ctas: i
 def test_streams_of_a_device_are_enough_for_all_links(made: list[list[int]]) -> None:
     """Those that share a queue wait for each other, be it on two ranks in turn."""
     with device.use(SeveralDevices()):
-        with pytest.raises(ValueError, match="exchanges with 11 others, and a GPU carries the streams of 10"):
-            devices.connect(group_of(0, 12, 1), "nccl", "127.0.0.1")
-        assert devices.connect(group_of(0, 12, 1), "auto", "127.0.0.1") == "pinned memory"
+        with pytest.raises(ValueError, match=r"exchanges with 10 others, .* the streams of 9 side by side;"):
+            devices.connect(group_of(0, 11, 1), "nccl", "127.0.0.1")
+        assert devices.connect(group_of(0, 11, 1), "auto", "127.0.0.1") == "pinned memory"
+
+
+@pytest.mark.parametrize(("said", "rank", "fits"), [("1", 0, 0), ("", 1, 0), ("17", 1, 2), ("64", 0, 9)])
+def test_queues_are_those_that_the_environment_gives(said: str, rank: int, fits: int, made: list[list[int]]) -> None:
+    """Which is the user's to say."""
+    os.environ[devices.CONNECTIONS] = said
+    devices.ask_for_queues()
+    assert os.environ[devices.CONNECTIONS] == said
+    group = group_of(rank, fits + 2, 1)
+    with device.use(SeveralDevices()), pytest.raises(ValueError, match=f"carries the streams of {fits} side by side"):
+        devices.connect(group, "nccl", "127.0.0.1")
+    if fits:
+        group = group_of(rank, fits + 1, 1)
+        with device.use(SeveralDevices()):
+            assert devices.connect(group, "nccl", "127.0.0.1") == "NCCL"
+        group.context.close()
+
+
+def test_the_rank_with_fewest_queues_decides_for_all(made: list[list[int]]) -> None:
+    """All ranks decide alike, whoever has few."""
+    group = group_of(0, 2, 1)
+    group.store.set("headrace/queues/1", "8")
+    with device.use(SeveralDevices()), pytest.raises(ValueError, match=r"by 8 queues \(CUDA_DEVICE_MAX_CONNECTIONS\)"):
+        devices.connect(group, "nccl", "127.0.0.1")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])

@@ -24,17 +24,25 @@ from headrace.parallel.transport import Links
 
 log = logging.getLogger(__name__)
 
-QUEUES = 32
-"""Of the driver for streams, and torch's own streams of a device: more than so many share some, and wait for each
-other."""
-STREAMS = 6
-"""Of a rank beside those of its links: the computation's, that of what is passed on, those of copies in and out, and
-two by which chunks are stored."""
+QUEUES, FEWEST = 32, 8
+"""Of the driver for streams: those that are asked for, as many as torch has streams of a device, and those that it
+gives unasked. More streams than queues share some, and wait for each other."""
+STREAMS = 7
+"""Of a rank beside those of its links: the computation's, that of what is passed on, those of copies in and out, two by
+which chunks are stored, and that on which choices of tokens are recorded, which waits for the computation then."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def ask_for_queues() -> None:
-    """Has this process, and those that it starts, get QUEUES. To be called before the driver is first used."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(QUEUES))
+    """Has this process, and those that it starts, get QUEUES, unless the environment says otherwise. To be called
+    before the driver is first used."""
+    os.environ.setdefault(CONNECTIONS, str(QUEUES))
+
+
+def _queues() -> int:
+    """Those that this process has."""
+    said = os.environ.get(CONNECTIONS, "")
+    return min(QUEUES, int(said)) if said.isdecimal() else FEWEST
 
 
 def claim(rank: int) -> None:
@@ -68,12 +76,17 @@ def connect(group: Group, asked: RankTransport, interface: str) -> str:
     return "NCCL"
 
 
+def _told(group: Group, what: str, value: str) -> list[str]:
+    """What each rank says of itself."""
+    names = [f"headrace/{what}/{rank}" for rank in range(group.size)]
+    group.store.set(names[group.rank], value)
+    return [group.store.get(name).decode() for name in names]
+
+
 def _share(group: Group, device: Device) -> list[str]:
     """The devices of all ranks, by what names them everywhere: processes may each see one alone, as number 0. Tells
     the device how many share it."""
-    names = [f"headrace/device/{rank}" for rank in range(group.size)]
-    group.store.set(names[group.rank], device.identity)
-    every = [group.store.get(name).decode() for name in names]
+    every = _told(group, "device", device.identity)
     device.sharers = every.count(device.identity)
     told = "alone" if device.sharers == 1 else f"with others: {device.sharers} ranks share it"
     level = logging.DEBUG if device.sharers == 1 else logging.INFO
@@ -86,18 +99,18 @@ def _obstacle(group: Group, devices: Sequence[str]) -> str | None:
     if len(set(devices)) < len(devices):
         return "ranks share a device"
     others = group.mesh.size(0) - 1 + group.mesh.size(1) - 1
-    most = (QUEUES - STREAMS - 2 * TRANSPORT_STREAMS) // 2
+    queues = min(map(int, _told(group, "queues", str(_queues()))))
+    most = max(0, (queues - STREAMS - 2 * TRANSPORT_STREAMS) // 2)
     if others > most:
-        return f"each rank exchanges with {others} others, and a GPU carries the streams of {most} side by side"
+        told = "" if queues == QUEUES else f" by {queues} queues ({CONNECTIONS})"
+        return f"each rank exchanges with {others} others, and a GPU carries the streams of {most} side by side{told}"
     return None if dist.is_nccl_available() else "this torch has no NCCL"
 
 
 def _check_alike(group: Group, device: Device) -> None:
     """Raises ValueError on every rank if some compute on another GPU, or by another Triton: bits would depend on who
     computes, and stored chunks are named by those of rank 0 (offload.identity)."""
-    names = [f"headrace/computes/{rank}" for rank in range(group.size)]
-    group.store.set(names[group.rank], f"{device.name}, Triton {_triton()}")
-    first, *others = (group.store.get(name).decode() for name in names)
+    first, *others = _told(group, "computes", f"{device.name}, Triton {_triton()}")
     for rank, other in enumerate(others, 1):
         if other != first:
             raise ValueError(

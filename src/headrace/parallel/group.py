@@ -46,7 +46,7 @@ class Group:
     World rank = context rank * tensor size + tensor rank. `context` links the ranks of equal tensor rank, and numbers
     them by context rank; `tensor` the other way round; `tensor_group` is the latter for torch's collectives.
     workers: on the driver, rank 0; None elsewhere. store: torch calls it for as long as the process groups live.
-    nccl: its process groups, if tensors of a GPU go by it (parallel.devices).
+    nccl: its process groups, if tensors of a GPU go by it (parallel.devices). closed: torch's groups are destroyed.
     """
 
     rank: int
@@ -57,6 +57,7 @@ class Group:
     store: LinkStore
     workers: WorkerSupervisor | None = None
     nccl: NcclGroups = field(default_factory=NcclGroups)
+    closed: bool = False
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -71,9 +72,10 @@ class Group:
     def released(self) -> bool:
         """Whether nothing waits on the device for a rank that is known to be gone. If NCCL has not given that up within
         ABORT_S the device is lost to this process."""
-        if not self.nccl.aborted(ABORT_S):
+        if not len(self.nccl):
+            return True
+        if current().lost is None and not self.nccl.aborted(ABORT_S):
             self._lose_device()
-            return False
         return current().lost is None
 
     def close(self) -> bool:
@@ -88,19 +90,23 @@ class Group:
         for name, transport in (("context", self.context), ("tensor", self.tensor)):
             if not transport.close() and released:
                 log.warning("threads of the %s links still wait for ranks that did not end", name)
-        if not released or not dist.is_initialized():
-            return released
-        if not len(self.nccl):
+        if released and not self.closed:  # else torch's groups may be another engine's by now
+            current().sharers = None
+            self._leave_torch()
+            self.closed = True
+        return self.released()
+
+    def _leave_torch(self) -> None:
+        """Destroys torch's process groups. Where one of NCCL does not end in time the device is lost."""
+        if dist.is_initialized() and not len(self.nccl):
             dist.destroy_process_group()
-        elif not ends(dist.destroy_process_group, ABORT_S):
+        elif dist.is_initialized() and not ends(dist.destroy_process_group, ABORT_S):
             self._lose_device()
-        return current().lost is None
 
     def _lose_device(self) -> None:
-        if current().lost is None:
-            current().lost = HELD_UP
-            self.nccl.keep()
-            log.error("%s", HELD_UP)
+        current().lost = HELD_UP
+        self.nccl.keep()
+        log.error("%s", HELD_UP)
 
 
 def form(rank: int, context: int, tensor: int, store: LinkStore, interface: str, secret: str) -> Group:
