@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -61,10 +62,21 @@ def padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> list[Tens
     return [row[: len(tokens)] for row, tokens in zip(logits, prompts, strict=True)]
 
 
+def exact_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """Logits of transformers in fp64, which its grouped products of experts do not have."""
+    exact = deepcopy(model).double()
+    for module in exact.modules():
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"
+    return their_logits(exact, tokens)
+
+
 @all_kinds
 def test_fp32_logits_equal_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
     tokens = prompt(PROMPT_LENGTH)
-    difference = prompt_logits(ours_of(kind), tokens) - their_logits(theirs_of(kind), tokens)
+    # In fp32 transformers' own logits of this kind, which reach 10, are 1.2e-4 from those in fp64 on AVX2.
+    their = exact_logits if kind == "gemma4_experts" else their_logits
+    difference = prompt_logits(ours_of(kind), tokens) - their(theirs_of(kind), tokens)
     assert difference.abs().max() <= TOLERANCE
 
 
