@@ -64,7 +64,7 @@ def padded_logits(model: PreTrainedModel, prompts: list[list[int]]) -> list[Tens
 
 def exact_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     """Logits of transformers in fp64, which its grouped products of experts do not have."""
-    exact = deepcopy(model).double()
+    exact: Any = deepcopy(model).double()
     for module in exact.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = "eager"
