@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import logging
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,6 +25,7 @@ from headrace.stats import EngineStats, FinishedStats, KVStats, SchedulerStats, 
 from headrace.types import Metrics, SamplingParams
 from tests.support.fake_engine import FakeCapacity, FakeTokenizer
 from tests.support.fake_server import TEXT, open_request, serving, text, until
+from tests.support.server_log import logged
 
 pytestmark = pytest.mark.unit
 
@@ -39,22 +37,6 @@ CAPACITY = FakeCapacity(
     kv_cache_tokens=57_344, kv_bytes_per_token=32_768, kv_cache_dtype="bfloat16", dtype="bfloat16", kernels=ALL_CPP,
     max_model_len=4096, architecture="LlamaForCausalLM", layers=4,
 )  # fmt: skip
-
-
-@contextmanager
-def logged(form: str = "text", level: int = logging.INFO) -> Iterator[io.StringIO]:
-    """What the server's logger writes meanwhile; times are left out of text."""
-    out, log = io.StringIO(), logging.getLogger("headrace.server")
-    handler = logging.StreamHandler(out)
-    handler.setFormatter(logs.JsonFormatter() if form == "json" else logs.LineFormatter())
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(level)
-    try:
-        yield out
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
 
 
 def without_times(lines: str) -> str:
@@ -346,33 +328,6 @@ async def test_each_refusal_is_told_at_debug_and_faults_of_our_own_never() -> No
 DEBUG refused  req_1  POST /v1/completions with 400: n: too\\nmany
 INFO  refused one with 400: n: too\\nmany"""
     )
-
-
-def test_a_reply_and_the_lines_about_it_have_one_id() -> None:
-    """Under the name that the route's clients look for. A stream has it at its beginning."""
-    streamed = text(stream=True)
-    with logged("json", logging.DEBUG) as out, serving() as running:
-        client = running.client()
-        message = {"model": "fake", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
-        ids = [running.http.post(TEXT, json=body).headers["x-request-id"] for body in (text(), streamed, text(n=0))]
-        ids.append(client.completions.create(model="fake", prompt="hi")._request_id)
-        ids.append(running.http.post("/v1/messages", json=message).headers["request-id"])
-        refused = running.http.post("/v1/messages", json={"model": "fake"})
-        assert refused.json()["request_id"] == refused.headers["request-id"]
-        ids.append(refused.headers["request-id"])
-        assert len({*ids, running.http.get("/v1/models").headers["x-request-id"]}) == 7
-        until(lambda: out.getvalue().count('"ended"') == 4)
-    lines = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert [line["request_id"] for line in lines if "request_id" in line] == ids
-
-
-def test_a_fault_is_told_with_the_id_of_its_reply() -> None:
-    with logged("json") as out, serving() as running:
-        running.engine.check = None
-        reply = running.http.post(TEXT, json=text())
-        assert reply.status_code == 500
-    (fault,) = (line for line in map(json.loads, out.getvalue().splitlines()) if line["level"] == "error")
-    assert fault["request_id"] == reply.headers["x-request-id"] and "TypeError" in fault["exception"]
 
 
 def test_refused_requests_have_no_line_of_their_own() -> None:

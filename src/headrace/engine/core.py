@@ -170,8 +170,7 @@ class EngineCore:
             self.on_prefill(prompts, self.loaded.executor.expected_s(slices))
         computed = self._compute(slices)
         self.cache.commit()
-        ended = self._observe(computed)
-        deltas = ended + self._advance(computed)
+        deltas = self._observe(computed) + self._advance(computed)
         self.loaded.executor.confirm()
         for part in slices if self.speculator is not None else ():
             self._settle(part.sequence)

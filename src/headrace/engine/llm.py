@@ -223,9 +223,7 @@ class LLM(metaclass=PublicNames):
             tokens = self._tokens(each)
             self.capacity.check(tokens, EMBEDS, embed=True)
             requests.append(self._checked_request(tokens, EMBEDS, salt, public, embed=True))
-        with self._turn:
-            embeddings = [answer.embedding for answer in self._answered(requests)]
-        return stacked(embeddings, self.capacity.pooling, dimensions)
+        return stacked([answer.embedding for answer in self._answered(requests)], self.capacity.pooling, dimensions)
 
     def save_session(
         self, name: str, prompt: str | Sequence[int], *, cache_salt: str | None = None, public_prefix_tokens: int = 0
@@ -327,25 +325,25 @@ class LLM(metaclass=PublicNames):
     def _drain(
         self, requests: list[Request], note: Note | None = None, want_logits: bool = False
     ) -> list[RequestOutput]:
-        with self._turn:
-            return [answer.output for answer in self._answered(requests, note, want_logits)]
+        return [answer.output for answer in self._answered(requests, note, want_logits)]
 
     def _answered(self, requests: list[Request], note: Note | None = None, want_logits: bool = False) -> list[Answer]:
         """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
         answers = {request.request_id: Answer(request) for request in requests}
-        try:
-            for request in requests:
-                self.engine.add(request, want_logits=want_logits)
-            while self.engine.has_work:
-                deltas = self.engine.step()
-                for delta in deltas:
-                    answers[delta.request_id].add(delta)
-                if note is not None:
-                    note(deltas)
-        except BaseException:
-            for request in requests:
-                self.engine.abort(request.request_id)
-            raise
+        with self._turn:
+            try:
+                for request in requests:
+                    self.engine.add(request, want_logits=want_logits)
+                while self.engine.has_work:
+                    deltas = self.engine.step()
+                    for delta in deltas:
+                        answers[delta.request_id].add(delta)
+                    if note is not None:
+                        note(deltas)
+            except BaseException:
+                for request in requests:
+                    self.engine.abort(request.request_id)
+                raise
         return [answers[request.request_id] for request in requests]
 
 

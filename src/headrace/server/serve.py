@@ -45,8 +45,8 @@ SPARE_S = 2
 
 def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     """Serves until a signal or a last failure. Returns the exit code: 0 after a signal, 1 after a failure, 2 where the
-    settings or the model cannot work. Raises OSError where the port cannot be bound, ValueError for
-    a host without an address."""
+    settings or the model cannot work. Raises OSError where the port cannot be bound, ValueError for a host without an
+    address."""
     sock = bind(config.server.host, config.server.port)
     config = config.replace(port=sock.getsockname()[1])
     app = create_app(make_engine or _engine_maker(config), config)
