@@ -21,7 +21,7 @@ from headrace.types import CHUNK
 from tests.support.checkpoints import FolderOf
 from tests.support.drafting import answered, drafts_from, free_model
 from tests.support.feature_pairs import OUTLIVING, PROJECTED, STORED, TIERS, cases, id_of
-from tests.support.offloading import counters, flush, forced, projecting, watched
+from tests.support.offloading import counters, flush, forced, look_at_once, projecting, watched
 from tests.support.pairwise import Case, every_value
 from tests.support.redis_servers import fake_server
 from tests.support.thread_group import ranks_as_threads
@@ -170,20 +170,6 @@ def by_one_rank(llm: LLM) -> Iterator[None]:
     yield
     executor.allowed = allowed
     executor.counts.clear()
-
-
-def look_at_once(llm: LLM) -> None:
-    """Has each lookup end before the step goes on: sequences that wait for a slow tier do not crowd the pool."""
-    source: Any = llm.engine.offload.source  # type: ignore[union-attr]
-    look = source.look
-
-    def looked(*asked: Any) -> Any:
-        lookup = look(*asked)
-        while not lookup.done:
-            lookup.wait_briefly(1)
-        return lookup
-
-    source.look = looked
 
 
 BROUGHT = {"stored": 5, "half": 3, "half+cached": 2}

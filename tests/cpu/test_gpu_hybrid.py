@@ -22,7 +22,7 @@ from headrace.offload.restore import timing
 from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.hybrid_checkpoints import make_checkpoint
-from tests.support.offloading import flush, forced, watched
+from tests.support.offloading import flush, forced, look_at_once, watched
 from tests.support.small_gpu_engines import launched, tokens
 from tests.support.traces import run, same
 
@@ -98,6 +98,7 @@ def test_shared_and_restored_are_the_same_as_launched_alone(folder: Path, fake: 
     runner = llm.engine.loaded.executor
     assert llm.engine.offload is not None and isinstance(runner, Runner)
     llm.engine.offload.choose, runner.mixed = forced(0.0, 0.0), runner.eager
+    look_at_once(llm)
     same(watched(llm, [prompt, prompt], ONE), truth * 2)
     before = llm.engine.stats().tokens.cached
     same(watched(llm, [prompt], ONE), truth)

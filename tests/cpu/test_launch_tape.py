@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -76,3 +77,10 @@ def test_what_waits_or_is_sent_is_refused(work: Callable[[Tensor], Any]) -> None
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         FakeDevice().graph(lambda: work(X))
     assert X.tolist() == [0, 1, 2, 3] and bool(X[1])
+
+
+def test_another_thread_reads_what_it_likes() -> None:
+    """Counters of the host, say, while this one records."""
+    with ThreadPoolExecutor(1) as other:
+        _, made = FakeDevice().graph(lambda: other.submit(lambda: [X.tolist(), X.numpy().sum(), bool(X[1])]).result())
+    assert made == [[0, 1, 2, 3], 6, True]

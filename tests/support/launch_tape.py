@@ -3,11 +3,12 @@
 A replay repeats the operations of torch and the Triton kernels that were launched, on the very tensors and numbers of
 then; Python has no say in it. What a recording allocated holds anything when it is replayed, since others share that
 memory. And what CUDA and torch refuse of a stream that is captured is refused: the host reads nothing of the device,
-waits for nothing, and sends nothing that is not pinned.
+waits for nothing, and sends nothing that is not pinned. What other threads read meanwhile is no matter of the stream.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -60,7 +61,7 @@ class LaunchTape(TorchDispatchMode):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Kernels, too, are made and noted; reads of the host are refused."""
+        """Kernels, too, are made and noted; reads of the host are refused, to the thread that records."""
         launch = DirectKernel.launch
 
         def noted(kernel: DirectKernel, grid: Any, arguments: Any, constants: Any) -> None:
@@ -73,7 +74,7 @@ class LaunchTape(TorchDispatchMode):
             patch.setattr(DirectKernel, "launch", noted)
             self._reads = {name: getattr(Tensor, name) for name in READS}
             for name in READS:
-                patch.setattr(Tensor, name, partial(_refuse, name))
+                patch.setattr(Tensor, name, _refused_here(name, self._reads[name], threading.get_ident()))
             yield
 
     def _allow(self, patch: pytest.MonkeyPatch) -> None:
@@ -92,8 +93,15 @@ def refused(name: str) -> RuntimeError:
     return RuntimeError(f"{name}: operation not permitted when stream is capturing")
 
 
-def _refuse(name: str, *_: object) -> None:
-    raise refused(name)
+def _refused_here(name: str, method: Callable[..., object], thread: int) -> Callable[..., object]:
+    """The method of a tensor, which `thread` is refused."""
+
+    def read(x: Tensor, *args: object, **kwargs: object) -> object:
+        if threading.get_ident() == thread:
+            raise refused(name)
+        return method(x, *args, **kwargs)
+
+    return read
 
 
 def _sends(name: str, args: Any) -> bool:

@@ -62,6 +62,20 @@ def stored(llm: LLM) -> None:
         pass
 
 
+def look_at_once(llm: LLM) -> None:
+    """Has each lookup end before the step goes on: sequences that wait for a slow tier do not crowd the pool."""
+    source: Any = llm.engine.offload.source  # type: ignore[union-attr]
+    look = source.look
+
+    def looked(*asked: Any) -> Any:
+        lookup = look(*asked)
+        while not lookup.done:
+            lookup.wait_briefly(1)
+        return lookup
+
+    source.look = looked
+
+
 def flush(llm: LLM) -> None:
     """Everything stored, and nothing left in the pool."""
     stored(llm)
