@@ -52,6 +52,15 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
+class GraphMemory:
+    """Memory that the graphs of an engine share. What one of them returned is valid until another of them is replayed:
+    engines that are called from several threads have one each."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+        self.keeper: Graph | None = None
+
+
 class Device(Protocol):
     """type: as backends declare it; place: where tensors lie; processors: those that run one program at a time. lost:
     why this process cannot use it any more; nothing waits for it then, or gives its memory back. sharers: ranks that
@@ -94,9 +103,9 @@ class Device(Protocol):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory from which copies run beside the kernels, zeroed."""
 
-    def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
-        """Records what `run` launches on the current stream, which is not computed, and what it returns. All graphs
-        share their memory: what one returned is valid until another is replayed. Raises what `run` does, and
+    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
+        """Records what `run` launches on the current stream, which is not computed, and what it returns. memory: what
+        the launches allocate lies there; by default in one for all that bring none. Raises what `run` does, and
         RuntimeError for what cannot be recorded; others can be recorded afterwards."""
 
     def stream(self) -> Stream: ...
@@ -154,8 +163,7 @@ class Cuda(Device):
     def __init__(self, index: int = 0) -> None:
         self.place = torch.device("cuda", index)
         self._recording: torch.cuda.Stream | None = None
-        self._memory: Any = None
-        self._keeper: torch.cuda.CUDAGraph | None = None
+        self._memory = GraphMemory()
         self._turn = threading.Lock()  # another engine's thread may record: one stream takes one recording at a time
 
     @property
@@ -199,28 +207,29 @@ class Cuda(Device):
         mapping.register(found.data_ptr(), size)
         return found
 
-    def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
+    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
+        memory = memory or self._memory
         with self._turn:
-            if self._keeper is None:
-                self._memory = torch.cuda.graph_pool_handle()
-                # The shared memory goes with the last graph that has it, and cannot be asked for again: this one stays.
-                self._keeper, _ = self._recorded(lambda: torch.zeros(1, device=self.place))
-            return self._recorded(run)
+            if memory.keeper is None:
+                memory.handle = torch.cuda.graph_pool_handle()
+                # The memory goes with the last graph that has it, and cannot be asked for again: this one stays.
+                memory.keeper, _ = self._recorded(lambda: torch.zeros(1, device=self.place), memory.handle)
+            return self._recorded(run, memory.handle)
 
-    def _recorded(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _recorded(self, run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
         # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.
         graph, side, current = torch.cuda.CUDAGraph(), self._side, torch.cuda.current_stream(self.place)
         side.wait_stream(current)
-        with torch.cuda.stream(side), _uncollected(), self._capturing(graph):
+        with torch.cuda.stream(side), _uncollected(), self._capturing(graph, pool):
             made = run()
         current.wait_stream(side)
         return graph, made
 
     @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         """An error ends the capture: otherwise all that the stream is given would be recorded for good."""
         try:
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield
             except BaseException:
@@ -231,8 +240,8 @@ class Cuda(Device):
         except BaseException:
             # Where it cannot be ended, torch's allocator takes it for under way, and frees nothing from then on.
             with suppress(RuntimeError):  # it was ended
-                allocator._cuda_endAllocateToPool(self.place.index, self._memory)
-                allocator._cuda_releasePool(self.place.index, self._memory)
+                allocator._cuda_endAllocateToPool(self.place.index, pool)
+                allocator._cuda_releasePool(self.place.index, pool)
             raise
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.device import Cuda
+from headrace.device import Cuda, GraphMemory
 from tests.support import torch_cuda
 from tests.support.torch_cuda import STREAMS, Driver, Graph
 
@@ -27,6 +27,18 @@ def test_recordings_share_their_memory_and_their_stream(driver: Driver, cuda: Cu
     seen = []
     kept = [cuda.graph(lambda: seen.append(driver.current)) for _ in range(3 * STREAMS)]
     assert len(set(seen)) == 1 and list(driver.users.values()) == [len(kept) + 1]
+
+
+def test_each_engine_has_memory_for_its_graphs(driver: Driver, cuda: Cuda) -> None:
+    """It stays while the engine does, though no graph is left, and goes with it."""
+    mine, other = GraphMemory(), GraphMemory()
+    kept = [cuda.graph(driver.launch, memory) for memory in (mine, other, mine)]
+    assert list(driver.users.values()) == [3, 2]
+    kept.clear()
+    assert list(driver.users.values()) == [1, 1]
+    del other
+    cuda.graph(driver.launch, mine)
+    assert list(driver.users.values()) == [1, 0]
 
 
 @pytest.mark.parametrize("before", [0, 1, STREAMS - 1, STREAMS, 2 * STREAMS - 1])

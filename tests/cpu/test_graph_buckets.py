@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import write_checkpoint
-from headrace.device import Graph
+from headrace.device import Graph, GraphMemory
 from headrace.engine import graph_buckets
 from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
@@ -85,6 +85,24 @@ def test_a_step_takes_the_next_larger_bucket(folder: Path, fake: FakeDevice) -> 
 
 
 @pytest.mark.matrix
+def test_another_engine_of_the_process_may_compute_at_any_moment(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when two are called from two threads: the other's steps are replayed between a step and what is read of it."""
+    prompts = [tokens(6, 1), tokens(3, 2)]
+    truth = run(engine(folder, max_batch_tokens=5), prompts, TWO)
+    theirs, replay = list(fake.graphs), FakeGraph.replay
+
+    def disturbed(mine: FakeGraph) -> None:
+        replay(mine)
+        for other in theirs:
+            replay(other)
+
+    monkeypatch.setattr(FakeGraph, "replay", disturbed)
+    same(run(engine(folder, max_batch_tokens=5), prompts, TWO), truth)
+    assert len(fake.graphs) > len(theirs) > 1
+
+
 def test_long_drafts_are_verified_by_replayed_steps(folder: Path, fake: FakeDevice) -> None:
     """Runs of four rows, which are long here: steps of decoding have no room for their tasks, those of prompts do."""
     llm, params = engine(folder, speculative="ngram", num_speculative_tokens=3), replace(ONE, max_tokens=6)
@@ -165,14 +183,14 @@ def test_what_cannot_be_recorded(
 
     record = fake.graph
 
-    def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> tuple[Graph, object]:
+    def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], memory: GraphMemory) -> tuple[Graph, object]:
         def other() -> tuple[torch.Tensor, torch.Tensor]:
             logits, chosen = run()
             return logits.add_(1), chosen
 
         if why == "no memory":
             raise torch.OutOfMemoryError(why)
-        return record(other)
+        return record(other, memory)
 
     monkeypatch.setattr(fake, "graph", graph)
     same(run(llm, prompts, ONE), truth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace import device
-from headrace.device import Device, Event, Graph, Stream
+from headrace.device import Device, Event, Graph, GraphMemory, Stream
 from headrace.engine import preflight
 from tests.support.launch_tape import LaunchTape, spoil, tensors_of
 
@@ -61,6 +62,7 @@ class FakeDevice(Device):
     def __init__(self, memory: int = 1 << 32, peak: int = 0) -> None:
         self.memory, self.peak = memory, peak
         self.graphs: list[FakeGraph] = []
+        self._sharing: dict[GraphMemory | None, list[FakeGraph]] = defaultdict(list)
 
     def missing(self) -> str | None:
         return None
@@ -71,14 +73,15 @@ class FakeDevice(Device):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
-    def graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
+    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
         tape = LaunchTape()
         with tape.noting():
             made = run()
         for each in tensors_of(made):
             spoil(each)  # a recording computes nothing
-        graph = FakeGraph(tape, made, self.graphs)
-        self.graphs.append(graph)
+        graph = FakeGraph(tape, made, self._sharing[memory])
+        for those in (self.graphs, graph.others):
+            those.append(graph)
         return graph, made
 
     def stream(self) -> Stream:

@@ -49,8 +49,9 @@ class PromptGraphs(Recordings):
         states, most = decoding.states, decoding.sizes[-1]
         recurrence = None if states is None else ReplayedRecurrence(states, rows, most)
         super().__init__(
-            decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns, recurrence
-        )
+            decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns, recurrence,
+            decoding.memory,
+        )  # fmt: skip
         self.stats, self.sizes = decoding.stats, buckets(rows)
         decoding.otherwise = self.run  # long runs among its rows are tasks of flash, for which there is room here
         drawn = decoding.sizes[-1]

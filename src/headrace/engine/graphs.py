@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.attention.plan import Plan, PlannedStep
 from headrace.attention.recurrence import ReplayedRecurrence
-from headrace.device import Graph, current
+from headrace.device import Graph, GraphMemory, current
 from headrace.engine.programs import Eager, Launched, Logits, StepRows
 from headrace.kernels import ops
 from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep, LayerStep
@@ -84,7 +84,7 @@ def obstacle(config: ModelConfig) -> str | None:
 
 class Recordings:
     """Recorded steps whose index data lies in the memory of `step` and, of recurrent layers, of `recurrence`. turns:
-    rotations by position, on the device."""
+    rotations by position, on the device. memory: theirs, for all recordings of an engine."""
 
     def __init__(
         self,
@@ -94,9 +94,10 @@ class Recordings:
         step: GraphStep,
         turns: Tensor | None,
         recurrence: ReplayedRecurrence | None,
+        memory: GraphMemory,
     ) -> None:
         self.decoder, self.storage, self.eager, self.step, self.turns = decoder, storage, eager, step, turns
-        self.recurrence = recurrence
+        self.recurrence, self.memory = recurrence, memory
         self._recorded: dict[Key, Recorded] = {}
         self.stats = GraphStats()
 
@@ -130,7 +131,7 @@ class Recordings:
 
     def _capture(self, key: Key) -> Recorded:
         """Records what has been computed once."""
-        graph, (logits, chosen) = current().graph(partial(self._compute, key))
+        graph, (logits, chosen) = current().graph(partial(self._compute, key), self.memory)
         self._recorded[key] = found = Recorded(graph, logits, chosen)
         self.stats.recorded += 1
         return found
@@ -185,7 +186,8 @@ class CudaGraphs(Recordings):
         turns = None if decoder.rope is None else decoder.rope.table(torch.arange(length)).to(decoder.device)
         self.states, most = states, self.sizes[-1]
         recurrence = None if states is None else ReplayedRecurrence(states, most, most)
-        super().__init__(decoder, storage, eager, backend.graph_step(kinds, decoder.key_bias), turns, recurrence)
+        step = backend.graph_step(kinds, decoder.key_bias)
+        super().__init__(decoder, storage, eager, step, turns, recurrence, GraphMemory())
         self.otherwise: Callable[[StepRows], Logits] = self._launched
         """Computes what does not fit, as a draft that makes a long run (kernels.triton.tile_schedule). May be set."""
         self._first: Plan | None = None
