@@ -42,6 +42,13 @@ class WordWrapConsole(Console):
     def soft_wrap(self, _: bool) -> None:
         """What Console sets when it is made."""
 
+    def on_broken_pipe(self) -> None:
+        """The reader is gone. Work goes on without its progress; without anybody for its results it ends
+        (cli.errors)."""
+        if not self.stderr:
+            raise  # Console calls this while it handles the error
+        self.quiet = True
+
 
 out = WordWrapConsole(highlight=False)
 err = WordWrapConsole(stderr=True, highlight=False)

@@ -32,13 +32,16 @@ def run(*arguments: str, stdin: str | None = None, **env: str) -> Result:
     return CliRunner().invoke(main.app, arguments, input=stdin, env=env)
 
 
-def headrace(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def headrace(
+    *arguments: str, stdout: Any = subprocess.PIPE, stderr: Any = subprocess.PIPE, **env: str
+) -> subprocess.CompletedProcess[str]:
     """In a process of its own."""
     command = [sys.executable, "-m", "headrace.cli.main", *arguments]
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=stdout,
+        stderr=stderr,
         text=True,
         timeout=120,
         env={**os.environ, **env},
@@ -220,6 +223,34 @@ def test_generate_from_pipe_and_arguments() -> None:
     rows = [json.loads(line) for line in several.stdout.splitlines()]
     assert [row["prompt"] for row in rows] == ["And God said", "In the"]
     assert rows[0]["text"].strip() == piped.stdout.strip() and rows[0]["output_tokens"] == 8
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("info", "--help"), ("doctor", "--json")])
+def test_without_a_reader_a_command_ends_and_says_nothing(arguments: tuple[str, ...]) -> None:
+    """As of `headrace doctor | head -1`; 141 is what shells tell of one that SIGPIPE ended."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as nobody:
+        ran = headrace(*arguments, stdout=nobody)
+    assert ran.returncode == 141 and "headrace:" not in ran.stderr and "Exception" not in ran.stderr
+
+
+def test_work_goes_on_without_a_reader_of_its_progress() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as nobody:
+        ran = headrace("generate", "-m", "tiny", "The code of", "--max-tokens", "2", *SMALL, stderr=nobody)
+    assert ran.returncode == 0 and ran.stdout.strip()
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a process that is lost."""
+
+    def lost(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("headrace.cli.doctor.run", lost)
+    check_error(run("doctor"), 1, "Broken pipe")
 
 
 def test_batch_from_a_pipe() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,9 @@ from headrace.console import err
 from headrace.types import did_you_mean
 
 BAD_INPUT, FAILURE, INTERRUPTED = 2, 1, 130
+UNREAD = 141
+"""As shells tell that a process ended by SIGPIPE: whoever read its output, `head` for one, had enough."""
+STDOUT = 1
 
 _debug = False
 
@@ -81,10 +86,29 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
-        if _debug:
+        if _debug or (isinstance(error, BrokenPipeError) and _nobody_reads()):
             raise
         tell(str(error) or type(error).__name__)
         raise typer.Exit(BAD_INPUT if isinstance(error, ValueError) else FAILURE) from None
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader is gone: a broken pipe may also be a lost process's."""
+    poll = select.poll()
+    poll.register(STDOUT, 0)
+    return any(happened & select.POLLERR for _, happened in poll.poll(0))
+
+
+@contextmanager
+def _ends_unread() -> Iterator[None]:
+    """Without anybody for its results a command ends, and says nothing."""
+    try:
+        yield
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python will write what it still holds
+        raise typer.Exit(UNREAD) from None
 
 
 class OneLineGroup(PanelledGroup):
@@ -95,6 +119,16 @@ class OneLineGroup(PanelledGroup):
         if "--debug" in ours[1:]:
             args = ["--debug", *(each for each in ours if each != "--debug"), *args[len(ours) :]]
         return super().parse_args(ctx, args)
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _ends_unread():  # --version and --help are answered here
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _ends_unread():
+            made = super().invoke(ctx)
+            sys.stdout.flush()
+            return made
 
     def main(self, args: Any = None, standalone_mode: bool = True, **more: Any) -> Any:  # type: ignore[override]
         if not standalone_mode:
