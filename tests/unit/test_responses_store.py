@@ -20,6 +20,9 @@ def item(item_id: str, text: str = "") -> Item:
     return {"id": item_id, "type": "message", "text": text}
 
 
+NAMES = [f"{tenant}{number}" for tenant in "ac" for number in range(12)]
+
+
 def response(response_id: str, *output: Item) -> dict[str, object]:
     return {"id": response_id, "output": list(output)}
 
@@ -51,6 +54,33 @@ def test_the_least_recently_used_makes_room() -> None:
     assert store.response(A, "r1") is not None  # used
     store.put(A, response("r3"), [])
     assert ["r1" in store, "r2" in store, "r3" in store] == [True, False, True]
+
+
+def test_a_tenant_within_its_share_loses_nothing_to_others() -> None:
+    """Of two, whatever the other keeps: by bytes, and by number. The other's oldest ones make room."""
+    for store in (ResponseStore(20 * RESPONSE_BYTES), ResponseStore(100_000, most=8)):
+        for name in ("a1", "a2", "a3", "a4"):
+            assert store.put(("a", None), response(name), [])
+        for number in range(40):
+            assert store.put(("b", str(number % 3)), response(f"b{number}"), [])
+            store.check()
+        assert all(f"a{number}" in store for number in (1, 2, 3, 4))
+        assert "b39" in store and "b0" not in store
+
+
+def test_the_tenant_with_more_makes_room_for_the_others() -> None:
+    """Even with what it asks to be kept at last, which is told."""
+    store, large = ResponseStore(10_000), item("i", "x" * 3_500)
+    for number in range(12):
+        store.put(("a", None), response(f"a{number}"), [])
+    assert store.put(("b", None), response("b"), [large])
+    assert not {"a0", "a1", "a2", "a3"} & {name for name in NAMES if name in store} and "a11" in store
+    for number in range(4):
+        assert store.put(("c", None), response(f"c{number}"), [])
+    store.check()
+    assert {"a11", "c0", "c3"} <= {name for name in NAMES if name in store} and "b" not in store
+    assert not store.put(("b", None), response("b2"), [large]) and "b2" not in store
+    store.check()
 
 
 def test_items_are_counted_once() -> None:

@@ -1,12 +1,13 @@
-"""Responses that are kept for the next turn: in memory, the least recently used ones making room.
+"""Responses that are kept for the next turn: in memory. The least recently used of the tenant that has most make room.
 
 An item is kept once, however many responses hold it: a conversation of many turns costs its items once and a list of
-their ids a turn. All of it belongs to an owner, and to any other owner does not exist.
+their ids a turn. All of it belongs to an owner, and to any other owner does not exist. Of T tenants one that has at
+most a T-th of the room loses nothing to others.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,16 +58,25 @@ class _Entry:
         return len(self.raw) + RESPONSE_BYTES + LISTED_BYTES * (len(self.input_ids) + len(self.output_ids))
 
 
+class _Tenant:
+    """ids of its responses, the least recently used first; used: bytes of them and of their items."""
+
+    def __init__(self) -> None:
+        self.ids: OrderedDict[str, None] = OrderedDict()
+        self.used = 0
+
+
 class ResponseStore:
     """Invariants: `used` is the size of all entries and items, at most `limit`; an item has as many holders as entries
-    list it, and at least one."""
+    list it, and at least one; a tenant is known as long as it has a response."""
 
     def __init__(self, limit: int, most: int = MOST) -> None:
         """limit: bytes; 0 keeps nothing. most: responses."""
         self.limit, self.most = limit, most
         self.used = 0
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._entries: dict[str, _Entry] = {}
         self._items: dict[str, _Kept] = {}
+        self._tenants: dict[str, _Tenant] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,7 +86,7 @@ class ResponseStore:
 
     def put(self, owner: Owner, response: dict[str, Any], given: Sequence[Item], answer: Sequence[int] = ()) -> bool:
         """Keeps a response that has ended, with the items that it was given and the tokens of its answer; False for one
-        that is too large."""
+        that is too large, or the only one of a tenant that has more than others then."""
         output: list[Item] = response["output"]
         items = [*given, *[{**item, TOKENS: answer} for item in output[:1]], *output[1:]]
         kept = {item["id"]: _kept(owner, item) for item in items}
@@ -89,12 +99,16 @@ class ResponseStore:
         if entry.size + sum(each.size for each in kept.values()) > self.limit or not self.most:
             return False
         self._entries[response["id"]] = entry
-        self.used += entry.size
+        self._tenants.setdefault(owner[0], _Tenant()).ids[response["id"]] = None
+        self._add(owner, entry.size)
         for item_id in entry.ids:
             self._hold(item_id, kept[item_id])
-        while self.used > self.limit or len(self._entries) > self.most:
-            self._drop(next(iter(self._entries)))
-        return True
+        tenants = self._tenants.values()
+        while self.used > self.limit:
+            self._drop_oldest(max(tenants, key=lambda each: each.used))
+        while len(self._entries) > self.most:
+            self._drop_oldest(max(tenants, key=lambda each: len(each.ids)))
+        return response["id"] in self._entries
 
     def response(self, owner: Owner, response_id: str) -> bytes | None:
         """Its JSON; None if it is not kept for this owner."""
@@ -132,15 +146,21 @@ class ResponseStore:
                 held[item_id] = held.get(item_id, 0) + 1
                 assert self._items[item_id].owner == entry.owner
         assert held == {item_id: kept.holders for item_id, kept in self._items.items()}
-        sizes = [entry.size for entry in self._entries.values()] + [kept.size for kept in self._items.values()]
-        assert self.used == sum(sizes) <= self.limit or not sizes
-        assert len(self._entries) <= self.most
+        sizes: Counter[str] = Counter()
+        parts: list[_Entry | _Kept] = [*self._entries.values(), *self._items.values()]
+        for each in parts:
+            sizes[each.owner[0]] += each.size
+        assert self.used == sizes.total() <= self.limit
+        assert sizes == {name: tenant.used for name, tenant in self._tenants.items()}
+        ids = [(name, response_id) for name, tenant in self._tenants.items() for response_id in tenant.ids]
+        assert sorted(ids) == sorted((entry.owner[0], response_id) for response_id, entry in self._entries.items())
+        assert len(ids) <= self.most
 
     def _find(self, owner: Owner, response_id: str) -> _Entry | None:
         entry = self._entries.get(response_id)
         if entry is None or entry.owner != owner:
             return None
-        self._entries.move_to_end(response_id)
+        self._tenants[owner[0]].ids.move_to_end(response_id)
         return entry
 
     def _item(self, item_id: str) -> Item:
@@ -155,18 +175,29 @@ class ResponseStore:
         kept = self._items.get(item_id)
         if kept is None:
             kept = self._items[item_id] = new
-            self.used += kept.size
+            self._add(kept.owner, kept.size)
         kept.holders += 1
+
+    def _add(self, owner: Owner, size: int) -> None:
+        self.used += size
+        self._tenants[owner[0]].used += size
+
+    def _drop_oldest(self, tenant: _Tenant) -> None:
+        self._drop(next(iter(tenant.ids)))
 
     def _drop(self, response_id: str) -> None:
         entry = self._entries.pop(response_id)
-        self.used -= entry.size
+        tenant = self._tenants[entry.owner[0]]
+        del tenant.ids[response_id]
+        self._add(entry.owner, -entry.size)
         for item_id in entry.ids:
             kept = self._items[item_id]
             kept.holders -= 1
             if not kept.holders:
                 del self._items[item_id]
-                self.used -= kept.size
+                self._add(kept.owner, -kept.size)
+        if not tenant.ids:
+            del self._tenants[entry.owner[0]]
 
 
 def _kept(owner: Owner, item: Item) -> _Kept:
