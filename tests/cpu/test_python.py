@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
 
 from headrace import LLM, AsyncLLM, EngineDead, InvalidRequest, SamplingParams
 from headrace.config import SETTINGS, EngineConfig
+from headrace.types import Delta
 
 pytestmark = pytest.mark.cpu
 
@@ -110,6 +114,45 @@ def test_a_closed_one_answers_no_more() -> None:
     assert repr(llm).endswith(", closed)")
     with pytest.raises(EngineDead, match="closed"):
         llm.generate("Hello", BRIEF)
+
+
+def test_closing_ends_what_another_thread_has_under_way() -> None:
+    """At its next step, behind which nothing computes any more: `close` waits for that alone."""
+    llm, begun, stepping = LLM("tiny", kv_cache_tokens=4096, threads=1), Event(), Event()
+    computes = llm.engine.step
+
+    def step() -> list[Delta]:
+        stepping.set()
+        begun.set()
+        while not llm._closed:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        deltas = computes()
+        stepping.clear()
+        return deltas
+
+    llm.engine.step = step  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(llm.generate, "Hello", SamplingParams(max_tokens=1000, ignore_eos=True))
+        assert begun.wait(60)
+        llm.close()
+        assert not stepping.is_set()
+        with pytest.raises(EngineDead, match="closed"):
+            answer.result()
+    assert not llm.engine.has_work
+
+
+def test_a_forked_process_leaves_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has none of its threads, and would end its ranks. It does not wait for a thread's turn that has none there."""
+    with LLM("tiny", kv_cache_tokens=4096, threads=1) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)
+            patch.setattr(llm, "_turn", None)
+            llm.close()
+            for call in (lambda: llm.generate("Hello"), lambda: llm.embed("Hello"), lambda: llm.load_session("a")):
+                with pytest.raises(EngineDead, match="forked"):
+                    call()
+        assert llm.generate("Hello", BRIEF)[0].token_ids
 
 
 def test_settings_of_an_async_engine() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from threading import RLock
@@ -24,7 +25,7 @@ from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
 from headrace.engine.loader import Loaded, load
-from headrace.engine.prompts import Prompt, Prompts, listed, token_ids
+from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, listed, token_ids
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
@@ -41,8 +42,6 @@ from headrace.types import (
     TokenLogprobs,
 )
 
-Messages = Sequence[Mapping[str, Any]]
-"""A conversation: {"role": "user", "content": "..."} and so on."""
 Note = Callable[[list[Delta]], None]
 """Is told what each step adds."""
 
@@ -70,7 +69,7 @@ class LLM(metaclass=PublicNames):
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
         self._turn = RLock()  # calls of several threads step the engine one after another
-        self._closed = False
+        self._process, self._closed = os.getpid(), False
         self._shapes = ShapeDoor()
         self._calls = CallHandlers(self.engine)
 
@@ -84,10 +83,14 @@ class LLM(metaclass=PublicNames):
         self.close()
 
     def close(self) -> None:
-        """Ends other ranks and stores what tiers shall keep. Further requests raise EngineDead; `with` closes, too."""
+        """Ends other ranks and stores what tiers shall keep. Further requests raise EngineDead, and those of other
+        threads that are under way do at their next step; `with` closes, too."""
+        if os.getpid() != self._process:
+            return  # forked: ranks and tiers are those of the process that made them
         self._closed = True
         atexit.unregister(self.close)
-        self.engine.loaded.close()
+        with self._turn:
+            self.engine.loaded.close()
 
     def stats(self) -> Summary:
         """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use."""
@@ -234,7 +237,7 @@ class LLM(metaclass=PublicNames):
         """
         tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
         self.config.sessions.must_save(self.config.cache.prefix_caching)
-        with self._turn:  # between the two another call might evict what was computed
+        with self._in_turn():  # between the two another call might evict what was computed
             self._run([self._request(tokens, SamplingParams(max_tokens=1, temperature=0.0), *sharing)], progress=False)
             return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing)))
 
@@ -243,8 +246,7 @@ class LLM(metaclass=PublicNames):
 
         cache_salt, public_prefix_tokens: as it was saved with. Raises InvalidRequest, also for a damaged file.
         """
-        self._must_be_open()
-        with self._turn:
+        with self._in_turn():
             return SessionReport(**self._calls.ask(LoadSession(name, "", cache_salt, public_prefix_tokens)))
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -256,7 +258,7 @@ class LLM(metaclass=PublicNames):
             if sequence.request is request:
                 rows.append(logits)
 
-        with self._turn, self._observed(keep):
+        with self._in_turn(), self._observed(keep):
             self._drain([request], want_logits=True)
         return torch.cat(rows)
 
@@ -288,19 +290,28 @@ class LLM(metaclass=PublicNames):
         self, tokens: list[int], params: SamplingParams, salt: str | None, public: int, embed: bool = False, **own: Any
     ) -> Request:
         """own: further fields of a Request."""
-        with self._turn:
+        with self._in_turn():
             self._count += 1
             name = f"offline-{self._count}"
         return Request(name, tokens, params, salt, public, time.monotonic(), embed, **own)
 
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        self._must_be_open()
+        with self._turn:
+            self._must_be_open()
+            yield
+
     def _must_be_open(self) -> None:
         if self._closed:
             raise EngineDead("this LLM is closed: make another")
+        if os.getpid() != self._process:
+            raise EngineDead("this LLM belongs to the process that this one was forked from: make another")
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         if not progress:
             return self._drain(requests)
-        with self._turn:
+        with self._in_turn():
             return self._watched(requests)
 
     def _watched(self, requests: list[Request]) -> list[RequestOutput]:
@@ -330,11 +341,12 @@ class LLM(metaclass=PublicNames):
     def _answered(self, requests: list[Request], note: Note | None = None, want_logits: bool = False) -> list[Answer]:
         """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
         answers = {request.request_id: Answer(request) for request in requests}
-        with self._turn:
+        with self._in_turn():
             try:
                 for request in requests:
                     self.engine.add(request, want_logits=want_logits)
                 while self.engine.has_work:
+                    self._must_be_open()
                     deltas = self.engine.step()
                     for delta in deltas:
                         answers[delta.request_id].add(delta)
@@ -360,17 +372,6 @@ def _load(config: EngineConfig) -> Loaded:
 def reported(output: RequestOutput) -> Sequence[TokenLogprobs]:
     """Rows of log probabilities: the prompt's, or the answer's."""
     return [row for row in output.prompt_logprobs or output.logprobs or [] if row is not None]
-
-
-def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
-    """One or several as several. Raises InvalidRequest for what is neither."""
-    several = isinstance(messages, list | tuple) and bool(messages) and not isinstance(messages[0], Mapping)
-    found: Sequence[Any] = messages if several else [messages]
-    for one in found:
-        if not isinstance(one, list | tuple) or not all(isinstance(each, Mapping) for each in one):
-            told = "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
-            raise InvalidRequest(told, "messages")
-    return found
 
 
 class Answer:

@@ -8,6 +8,8 @@ from typing import Any
 from headrace.types import InvalidRequest
 
 Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: {"role": "user", "content": "..."} and so on."""
 Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -30,6 +32,17 @@ def token_ids(given: Any, param: str) -> list[int]:
     for kind in dict.fromkeys(map(type, found)):
         if kind is not int:
             raise InvalidRequest(f"{param}: token ids must be integers, got {kind.__name__}", param)
+    return found
+
+
+def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """One or several as several. Raises InvalidRequest for what is neither."""
+    several = isinstance(messages, list | tuple) and bool(messages) and not isinstance(messages[0], Mapping)
+    found: Sequence[Any] = messages if several else [messages]
+    for one in found:
+        if not isinstance(one, list | tuple) or not all(isinstance(each, Mapping) for each in one):
+            told = "messages must be a list of {'role': ..., 'content': ...}, or a list of such lists"
+            raise InvalidRequest(told, "messages")
     return found
 
 
