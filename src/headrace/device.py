@@ -52,7 +52,7 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-class GraphMemory:
+class GraphPool:
     """Memory that the graphs of an engine share. What one of them returned is valid until another of them is replayed:
     engines that are called from several threads have one each."""
 
@@ -103,8 +103,8 @@ class Device(Protocol):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory from which copies run beside the kernels, zeroed."""
 
-    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
-        """Records what `run` launches on the current stream, which is not computed, and what it returns. memory: what
+    def graph(self, run: Callable[[], T], pool: GraphPool | None = None) -> tuple[Graph, T]:
+        """Records what `run` launches on the current stream, which is not computed, and what it returns. pool: what
         the launches allocate lies there; by default in one for all that bring none. Raises what `run` does, and
         RuntimeError for what cannot be recorded; others can be recorded afterwards."""
 
@@ -163,7 +163,7 @@ class Cuda(Device):
     def __init__(self, index: int = 0) -> None:
         self.place = torch.device("cuda", index)
         self._recording: torch.cuda.Stream | None = None
-        self._memory = GraphMemory()
+        self._pool = GraphPool()
         self._turn = threading.Lock()  # another engine's thread may record: one stream takes one recording at a time
 
     @property
@@ -207,29 +207,29 @@ class Cuda(Device):
         mapping.register(found.data_ptr(), size)
         return found
 
-    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
-        memory = memory or self._memory
+    def graph(self, run: Callable[[], T], pool: GraphPool | None = None) -> tuple[Graph, T]:
+        pool = pool or self._pool
         with self._turn:
-            if memory.keeper is None:
-                memory.handle = torch.cuda.graph_pool_handle()
+            if pool.keeper is None:
+                pool.handle = torch.cuda.graph_pool_handle()
                 # The memory goes with the last graph that has it, and cannot be asked for again: this one stays.
-                memory.keeper, _ = self._recorded(lambda: torch.zeros(1, device=self.place), memory.handle)
-            return self._recorded(run, memory.handle)
+                pool.keeper, _ = self._recorded(lambda: torch.zeros(1, device=self.place), pool.handle)
+            return self._recorded(run, pool.handle)
 
-    def _recorded(self, run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    def _recorded(self, run: Callable[[], T], handle: Any) -> tuple[torch.cuda.CUDAGraph, T]:
         # torch.cuda.graph would empty the allocator, and wait for the device, at each recording.
         graph, side, current = torch.cuda.CUDAGraph(), self._side, torch.cuda.current_stream(self.place)
         side.wait_stream(current)
-        with torch.cuda.stream(side), _uncollected(), self._capturing(graph, pool):
+        with torch.cuda.stream(side), _uncollected(), self._capturing(graph, handle):
             made = run()
         current.wait_stream(side)
         return graph, made
 
     @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    def _capturing(self, graph: torch.cuda.CUDAGraph, handle: Any) -> Iterator[None]:
         """An error ends the capture: otherwise all that the stream is given would be recorded for good."""
         try:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
             try:
                 yield
             except BaseException:
@@ -240,8 +240,8 @@ class Cuda(Device):
         except BaseException:
             # Where it cannot be ended, torch's allocator takes it for under way, and frees nothing from then on.
             with suppress(RuntimeError):  # it was ended
-                allocator._cuda_endAllocateToPool(self.place.index, pool)
-                allocator._cuda_releasePool(self.place.index, pool)
+                allocator._cuda_endAllocateToPool(self.place.index, handle)
+                allocator._cuda_releasePool(self.place.index, handle)
             raise
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.device import Cuda, GraphMemory
+from headrace.device import Cuda, GraphPool
 from tests.support import torch_cuda
 from tests.support.torch_cuda import STREAMS, Driver, Graph
 
@@ -31,8 +31,8 @@ def test_recordings_share_their_memory_and_their_stream(driver: Driver, cuda: Cu
 
 def test_each_engine_has_memory_for_its_graphs(driver: Driver, cuda: Cuda) -> None:
     """It stays while the engine does, though no graph is left, and goes with it."""
-    mine, other = GraphMemory(), GraphMemory()
-    kept = [cuda.graph(driver.launch, memory) for memory in (mine, other, mine)]
+    mine, other = GraphPool(), GraphPool()
+    kept = [cuda.graph(driver.launch, pool) for pool in (mine, other, mine)]
     assert list(driver.users.values()) == [3, 2]
     kept.clear()
     assert list(driver.users.values()) == [1, 1]

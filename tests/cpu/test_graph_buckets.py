@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import write_checkpoint
-from headrace.device import Graph, GraphMemory
+from headrace.device import Graph, GraphPool
 from headrace.engine import graph_buckets
 from headrace.engine.graph_buckets import PromptGraphs, buckets
 from headrace.engine.graphs import Key, Recorded, Recordings
@@ -183,14 +183,14 @@ def test_what_cannot_be_recorded(
 
     record = fake.graph
 
-    def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], memory: GraphMemory) -> tuple[Graph, object]:
+    def graph(run: Callable[[], tuple[torch.Tensor, torch.Tensor]], pool: GraphPool) -> tuple[Graph, object]:
         def other() -> tuple[torch.Tensor, torch.Tensor]:
             logits, chosen = run()
             return logits.add_(1), chosen
 
         if why == "no memory":
             raise torch.OutOfMemoryError(why)
-        return record(other, memory)
+        return record(other, pool)
 
     monkeypatch.setattr(fake, "graph", graph)
     same(run(llm, prompts, ONE), truth)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace import device
-from headrace.device import Event, Graph, GraphMemory, Stream
+from headrace.device import Event, Graph, GraphPool, Stream
 from headrace.engine import preflight
 from headrace.engine.graph_buckets import PromptGraphs
 from headrace.engine.graphs import CudaGraphs, Key, Recorded
@@ -91,8 +91,8 @@ class DelayedDevice(FakeDevice):
     def event(self, timing: bool = False, blocking: bool = False) -> Event:
         return DelayedEvent(self)
 
-    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
-        graph, made = super().graph(run, memory)
+    def graph(self, run: Callable[[], T], pool: GraphPool | None = None) -> tuple[Graph, T]:
+        graph, made = super().graph(run, pool)
         assert isinstance(graph, FakeGraph)
         late = DelayedGraph(graph.tape, graph.made, graph.others)
         late.late = self

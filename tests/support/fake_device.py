@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace import device
-from headrace.device import Device, Event, Graph, GraphMemory, Stream
+from headrace.device import Device, Event, Graph, GraphPool, Stream
 from headrace.engine import preflight
 from tests.support.launch_tape import LaunchTape, spoil, tensors_of
 
@@ -62,7 +62,7 @@ class FakeDevice(Device):
     def __init__(self, memory: int = 1 << 32, peak: int = 0) -> None:
         self.memory, self.peak = memory, peak
         self.graphs: list[FakeGraph] = []
-        self._sharing: dict[GraphMemory | None, list[FakeGraph]] = defaultdict(list)
+        self._sharing: dict[GraphPool | None, list[FakeGraph]] = defaultdict(list)
 
     def missing(self) -> str | None:
         return None
@@ -73,13 +73,13 @@ class FakeDevice(Device):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype)
 
-    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
+    def graph(self, run: Callable[[], T], pool: GraphPool | None = None) -> tuple[Graph, T]:
         tape = LaunchTape()
         with tape.noting():
             made = run()
         for each in tensors_of(made):
             spoil(each)  # a recording computes nothing
-        graph = FakeGraph(tape, made, self._sharing[memory])
+        graph = FakeGraph(tape, made, self._sharing[pool])
         for those in (self.graphs, graph.others):
             those.append(graph)
         return graph, made

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.device import Device, Event, Graph, GraphMemory, Stream
+from headrace.device import Device, Event, Graph, GraphPool, Stream
 
 T = TypeVar("T")
 ALLOCATING = ("aten::empty_like", "aten::new_empty")
@@ -146,7 +146,7 @@ class StreamOrder(Device):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.watch(torch.zeros(*shape, dtype=dtype), "pinned memory", held=False)
 
-    def graph(self, run: Callable[[], T], memory: GraphMemory | None = None) -> tuple[Graph, T]:
+    def graph(self, run: Callable[[], T], pool: GraphPool | None = None) -> tuple[Graph, T]:
         raise NotImplementedError("graphs are not recorded here")
 
     def stream(self) -> Stream:

@@ -50,7 +50,7 @@ class PromptGraphs(Recordings):
         recurrence = None if states is None else ReplayedRecurrence(states, rows, most)
         super().__init__(
             decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns, recurrence,
-            decoding.memory,
+            decoding.pool,
         )  # fmt: skip
         self.stats, self.sizes = decoding.stats, buckets(rows)
         decoding.otherwise = self.run  # long runs among its rows are tasks of flash, for which there is room here

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.attention.plan import Plan, PlannedStep
 from headrace.attention.recurrence import ReplayedRecurrence
-from headrace.device import Graph, GraphMemory, current
+from headrace.device import Graph, GraphPool, current
 from headrace.engine.programs import Eager, Launched, Logits, StepRows
 from headrace.kernels import ops
 from headrace.kernels.backend import Attend, GraphBackend, GraphSizes, GraphStep, LayerStep
@@ -84,7 +84,7 @@ def obstacle(config: ModelConfig) -> str | None:
 
 class Recordings:
     """Recorded steps whose index data lies in the memory of `step` and, of recurrent layers, of `recurrence`. turns:
-    rotations by position, on the device. memory: theirs, for all recordings of an engine."""
+    rotations by position, on the device. pool: their memory, for all recordings of an engine."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class Recordings:
         step: GraphStep,
         turns: Tensor | None,
         recurrence: ReplayedRecurrence | None,
-        memory: GraphMemory,
+        pool: GraphPool,
     ) -> None:
         self.decoder, self.storage, self.eager, self.step, self.turns = decoder, storage, eager, step, turns
-        self.recurrence, self.memory = recurrence, memory
+        self.recurrence, self.pool = recurrence, pool
         self._recorded: dict[Key, Recorded] = {}
         self.stats = GraphStats()
 
@@ -131,7 +131,7 @@ class Recordings:
 
     def _capture(self, key: Key) -> Recorded:
         """Records what has been computed once."""
-        graph, (logits, chosen) = current().graph(partial(self._compute, key), self.memory)
+        graph, (logits, chosen) = current().graph(partial(self._compute, key), self.pool)
         self._recorded[key] = found = Recorded(graph, logits, chosen)
         self.stats.recorded += 1
         return found
@@ -187,7 +187,7 @@ class CudaGraphs(Recordings):
         self.states, most = states, self.sizes[-1]
         recurrence = None if states is None else ReplayedRecurrence(states, most, most)
         step = backend.graph_step(kinds, decoder.key_bias)
-        super().__init__(decoder, storage, eager, step, turns, recurrence, GraphMemory())
+        super().__init__(decoder, storage, eager, step, turns, recurrence, GraphPool())
         self.otherwise: Callable[[StepRows], Logits] = self._launched
         """Computes what does not fit, as a draft that makes a long run (kernels.triton.tile_schedule). May be set."""
         self._first: Plan | None = None
