@@ -13,7 +13,7 @@ from headrace.server.protocol import parse_body
 from headrace.server.tool_prompt import told_in_text
 from headrace.server.turn import Reasoning, ToolChoice
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
-from tests.support.fake_server import CHAT, Running, ask, serving, tool
+from tests.support.fake_server import CHAT, Running, ask, check_refusal, serving, tool
 
 pytestmark = pytest.mark.unit
 
@@ -122,6 +122,24 @@ def test_what_templates_are_given() -> None:
     assert [each["function"]["arguments"] for each in second["tool_calls"]] == [{"a": 1}, '{"a": ', {}]
     assert "content" not in second and second["reasoning_content"] == "r"
     assert third == {"role": "tool", "tool_call_id": "c", "content": "4\n2"}
+
+
+def test_a_refusal_of_another_model_is_its_answer(hermes: Running) -> None:
+    """As a client sends it back that has talked with one of OpenAI's."""
+    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Why?"}]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "content": parts, "refusal": None},
+    ]
+    _, first, second = parsed(messages=messages).turn().messages
+    assert [first, second] == [{"role": "assistant", "content": text} for text in ("I cannot.", "No.\nWhy?")]
+    for wrong, param in (
+        ({"role": "user", "content": "?", "refusal": "No."}, "messages[0].refusal"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "messages[0].content[0].text"),
+        ({"role": "assistant", "content": None, "refusal": 1}, "messages[0].refusal"),
+    ):
+        check_refusal(hermes.http.post(CHAT, json=ask(messages=[wrong])), 400, param)
 
 
 @pytest.mark.parametrize(

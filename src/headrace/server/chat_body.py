@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from headrace.server.breakpoints import MARK, Breakpoint, CacheControl, Part, breakpoints, parts_of
 from headrace.server.errors import invalid
 from headrace.server.protocol import SampledBody, Strict
+from headrace.server.strict import refusal_as
 from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
 from headrace.types import SamplingParams
 
@@ -28,9 +29,16 @@ ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class TextPart(Strict):
+    """Or a refusal, as OpenAI's models reply with: its text."""
+
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal_is_text(cls, raw: Any) -> Any:
+        return refusal_as(raw, "text")
 
     def marked(self) -> TextPart:
         return self.model_copy(update={"text": self.text + MARK})
@@ -75,9 +83,9 @@ class Message(Strict):
     reasoning_content: str | None = None
     token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, fail_fast=True)
     parsed: Any = None
+    refusal: str | None = None
     cache_control: CacheControl | None = None
     # Fields of our own replies, so that a client may send them back; only the empty values mean nothing.
-    refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: list[None] | None = None
@@ -93,6 +101,8 @@ class Message(Strict):
             raise invalid(f"{where}: only the assistant has tool_calls", f"{where}.tool_calls")
         if self.token_ids and self.role != "assistant":
             raise invalid(f"{where}: only the assistant has token_ids", f"{where}.token_ids")
+        if self.refusal is not None and self.role != "assistant":
+            raise invalid(f"{where}: only the assistant has a refusal", f"{where}.refusal")
         if self.tool_call_id is not None and self.role != "tool":
             raise invalid(f"{where}: only a tool has tool_call_id", f"{where}.tool_call_id")
         if self.role == "tool" and self.tool_call_id is None:
@@ -102,7 +112,7 @@ class Message(Strict):
 
     def for_template(self) -> dict[str, Any]:
         """OpenAI's 'developer' is the newer name of 'system', which is what templates know."""
-        content = None if self.content is None else "\n".join(part.text for part in self.content)
+        content = self.refusal if self.content is None else "\n".join(part.text for part in self.content)
         given = {
             "role": "system" if self.role == "developer" else self.role,
             "content": content if self.tool_calls else content or "",

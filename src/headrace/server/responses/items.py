@@ -18,6 +18,7 @@ from headrace.server.errors import ApiError, invalid
 from headrace.server.protocol import Strict, explain
 from headrace.server.responses.namespaces import flat_name
 from headrace.server.responses.sealed import unsealed
+from headrace.server.strict import refusal_as
 
 MAX_ITEMS = 10_000
 """Of a conversation: items without text have no tokens that would bound them."""
@@ -54,13 +55,7 @@ class Part(Strict):
     @model_validator(mode="before")
     @classmethod
     def _refusal_is_text(cls, raw: Any) -> Any:
-        if isinstance(raw, dict) and raw.get("type") == "refusal" and "text" not in raw:
-            return {
-                **{k: v for k, v in raw.items() if k != "refusal"},
-                "type": "output_text",
-                "text": raw.get("refusal"),
-            }
-        return raw
+        return refusal_as(raw, "output_text")
 
 
 class SummaryText(Strict):
