@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -306,6 +307,28 @@ async def test_engine_that_never_says_a_word_is_noticed(monkeypatch: pytest.Monk
     llm = AsyncLLM(CONFIG.replace(engine_timeout_s=2.0))
     with pytest.raises(EngineDead, match="hung: no sign of life for 2 s"):
         await asyncio.wait_for(llm.start(), 100)
+
+
+HANGS = """
+import sys, time
+from headrace.engine import core, worker
+step = core.EngineCore.step
+core.EngineCore.step = lambda self: time.sleep(600) if self.has_work else step(self)
+worker._leave(worker.main(int(sys.argv[1])))
+"""
+
+
+async def test_a_step_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that answers no more: the engine's other thread answers pings all the while."""
+    start = process.start
+    monkeypatch.setattr(process, "start", lambda given, link: start([sys.executable, "-c", HANGS, given[-1]], link))
+    llm = AsyncLLM(CONFIG.replace(step_timeout_s=0.3))
+    try:
+        await asyncio.wait_for(llm.start(), 100)
+        with pytest.raises(EngineDead, match=r"a step has taken more than 0\.3 s \(step_timeout_s\)"):
+            await asyncio.wait_for(collect(llm.generate("Hello", GREEDY)), 60)
+    finally:
+        await llm.shutdown()
 
 
 @pytest.mark.matrix

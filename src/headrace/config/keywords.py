@@ -266,3 +266,7 @@ class SettingKeywords(TypedDict, total=False):
 
     engine_timeout_s: float
     """An engine process silent for so many seconds counts as hung and is killed."""
+
+    step_timeout_s: float | None
+    """An engine whose step takes more seconds counts as hung and ends. Default: 600 on a GPU, which may hang without an
+    error; on a CPU steps may take as long as they do."""

@@ -158,3 +158,11 @@ class ServerSettings(SettingsRecord):
         everywhere=True,
         rare=True,
     )
+    step_timeout_s: float | None = setting(
+        None,
+        "An engine whose step takes more seconds counts as hung and ends. Default: 600 on a GPU, which may hang "
+        "without an error; on a CPU steps may take as long as they do.",
+        check=seconds,
+        everywhere=True,
+        rare=True,
+    )

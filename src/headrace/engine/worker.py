@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace import logs
@@ -24,6 +25,7 @@ from headrace.config import EngineConfig
 from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.calls import Refused
+from headrace.engine.watchdog import StepWatch
 from headrace.stats import EngineStats
 from headrace.types import InvalidRequest, UnsupportedModel
 
@@ -114,12 +116,15 @@ class Link:
 class Inbox:
     """What the server has said, read by a thread of its own; None at the end. Pings are answered there, at once.
 
+    on_ping: is called at each of them, about once a second.
+
     Before `serving` is set the end of the stream ends the process, by `leave`. Afterwards the process has
     `process.STORE_S` left.
     """
 
     def __init__(self, link: Link, leave: Callable[[int], object] | None = None) -> None:
         self.serving = threading.Event()
+        self.on_ping: Callable[[], object] = lambda: None
         self._link, self._leave = link, leave or _leave
         self._messages: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="headrace-inbox", daemon=True).start()
@@ -136,6 +141,7 @@ class Inbox:
             while (message := self._link.receive()) is not None:
                 if isinstance(message, m.EnginePing):
                     self._link.send(m.EnginePong())
+                    self.on_ping()
                 else:
                     self._messages.put(message)
         except (BrokenPipeError, ConnectionResetError):
@@ -180,6 +186,12 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+def _leave_hung(link: Link, reason: str) -> NoReturn:
+    log.error("%s", reason)
+    _report(link, m.EngineFailed(reason))
+    _leave(1)
+
+
 def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     first = inbox.get()
     if not isinstance(first, m.LoadModel):
@@ -196,13 +208,15 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     try:
         core = EngineCore(loaded)
         core.on_prefill = lambda prefills, expected_s: link.send(m.Prefills(prefills, expected_s))
-        return _step_on(core, link, inbox)
+        steps = StepWatch.of(config, partial(_leave_hung, link) if watch is None else watch.end)
+        inbox.on_ping = steps.look
+        return _step_on(core, link, inbox, steps)
     except RankLost as error:
         assert watch is not None and loaded.ranks is not None, "one rank loses none"
         watch.end(loaded.ranks.why_lost(error))
 
 
-def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
+def _step_on(core: EngineCore, link: Link, inbox: Inbox, steps: StepWatch) -> int:
     """Steps until the other side is gone."""
     from headrace.engine.call_handlers import CallHandlers
 
@@ -214,7 +228,8 @@ def _step_on(core: EngineCore, link: Link, inbox: Inbox) -> int:
         if not _drain(core, inbox, refused, calls, link):
             return 0
         _answer(link, calls.advance())
-        deltas = core.step()
+        with steps:
+            deltas = core.step()
         link.send_events(m.Events(deltas, core.take_started(), refused, core.stats()))
 
 
