@@ -96,7 +96,7 @@ def _nobody_reads() -> bool:
     """Whether standard output is a pipe whose reader is gone: a broken pipe may also be a lost process's."""
     poll = select.poll()
     poll.register(STDOUT, 0)
-    return any(happened & select.POLLERR for _, happened in poll.poll(0))
+    return any(happened & (select.POLLERR | select.POLLHUP) for _, happened in poll.poll(0))
 
 
 @contextmanager
