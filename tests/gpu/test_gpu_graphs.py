@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,21 @@ def test_replayed_is_the_same_as_eager() -> None:
         eager = run(llm, prompts)
     same(together, eager)
     same(apart, eager)
+
+
+def test_two_engines_of_one_process_answer_at_once() -> None:
+    """Each from a thread of its own: tokens drawn on the device, steps ahead, prompts beside sequences that decode."""
+    first, second = engine(max_sequences=16), engine(max_sequences=16, max_batch_tokens=64)
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=40, ignore_eos=True)
+
+    def answers(llm: LLM) -> list[list[int]]:
+        llm.engine.cache.tree.clear()
+        return [each.token_ids for each in llm.generate(prompts_of(llm), params)]
+
+    truth = [answers(llm) for llm in (first, second)]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            assert list(threads.map(answers, (first, second))) == truth
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
