@@ -22,7 +22,8 @@ from headrace.parallel.staged_transport import StagedTransport
 from headrace.parallel.transport import Links, RankLost, Tag
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_nccl import FakeCommunicator, Mailbox, directions, gloo_directions, host_links
-from tests.support.stream_order import Clock, StreamOrder, ordered_threads
+from tests.support.ordered_threads import ordered_threads
+from tests.support.stream_order import Clock, StreamOrder
 
 SIZE = 3
 Ends = tuple[list[Links], dict[tuple[int, int], FakeCommunicator]]

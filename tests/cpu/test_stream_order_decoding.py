@@ -18,7 +18,8 @@ from headrace.offload import copy_streams, ticket
 from headrace.offload.copy_streams import open_copy_streams
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.weights.streamed import StreamedLayers
-from tests.support.stream_order import StreamOrder, ordered_threads
+from tests.support.ordered_threads import ordered_threads
+from tests.support.stream_order import StreamOrder
 from tests.support.traces import run, same, words
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

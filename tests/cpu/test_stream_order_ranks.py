@@ -21,8 +21,9 @@ from headrace.parallel.device_transfer import DeviceTransfer
 from headrace.parallel.step_fence import StepFence
 from headrace.parallel.transport import Traffic
 from headrace.parallel.workspace import LayerBuffer
+from tests.support.ordered_threads import ordered_threads
 from tests.support.pool_on_streams import DIM, HEADS, KINDS, LAYERS, PoolOnStreams
-from tests.support.stream_order import StreamOrder, ordered_threads
+from tests.support.stream_order import StreamOrder
 
 CPU = torch.device("cpu")
 

@@ -29,7 +29,8 @@ from headrace.offload.streaming.store import OutsideStore
 from headrace.parallel.coming import CachedPiece, SideStream
 from headrace.parallel.workspace import LayerBuffer
 from headrace.types import CHUNK
-from tests.support.stream_order import StreamOrder, ordered_threads
+from tests.support.ordered_threads import ordered_threads
+from tests.support.stream_order import StreamOrder
 
 LAYERS, SLOTS, HIDDEN, HEADS, DIM = 3, 6, 4, 1, 4
 CPU = torch.device("cpu")

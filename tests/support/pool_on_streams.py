@@ -24,7 +24,8 @@ from headrace.offload.tiers.host import HostTier
 from headrace.offload.tiers.pinned import PinnedBuffers
 from headrace.offload.tiers.stack import Tiers
 from headrace.parallel.coming import wait_for_all
-from tests.support.stream_order import StreamOrder, ordered_threads
+from tests.support.ordered_threads import ordered_threads
+from tests.support.stream_order import StreamOrder
 
 LAYERS, SLOTS, HIDDEN, HEADS, DIM = 2, 8, 32, 2, 16
 DIGESTS = [bytes([number]) * 32 for number in range(1, 5)]
