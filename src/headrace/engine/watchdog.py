@@ -15,7 +15,6 @@ LOADING_S = 120.0
 """Least silence of an engine that is loading after which it counts as hung: what it imports and maps may hold up all of
 its threads, and a timeout chosen for a serving engine would kill one that has just begun."""
 
-
 GPU_STEP_S = 600.0
 """A step on a GPU takes milliseconds; one that streams weights from a disk, or compiles kernels, takes minutes."""
 
