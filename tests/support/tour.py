@@ -66,12 +66,14 @@ class Scene:
         return text.replace(f":{port}", ":8000").replace("\t", " ")
 
     def same(self, text: str) -> list[str]:
-        """What another machine shows too: words, but for numbers, instruction sets, and lengths of blanks and rules."""
+        """What another machine shows too: words, but for numbers, whether times keep their limits, instruction sets,
+        and lengths of blanks and rules."""
         lines = [line for line in text.splitlines() if line.strip() and not re.search(self.passing, line)]
         if self.first_words:
             later = text.partition("\n\n")[2].splitlines()
             return [words[0] for line in later if (words := line.split()) and not line.startswith("  ")]
-        text = re.sub(r"\b(portable|amx|avx\w*|neon\w*)\b", "isa", " ".join(lines))
+        verdicts = [re.sub(r"\b(ok|short)\s*$", "verdict", line) for line in lines]  # of times, on a busy machine too
+        text = re.sub(r"\b(portable|amx|avx\w*|neon\w*)\b", "isa", " ".join(verdicts))
         whole = re.sub(r"\b[0-9a-f]{8}\b|[\d,.]*\d\s*([KMG]iB|B|ms|us|s|k)?\b|[─━╺╸]+|\s+", " ", text)
         return whole.split()
 
