@@ -32,15 +32,7 @@ from headrace.offload.tiers import own_disk
 from headrace.outputs import Completion, RequestOutput, Score, SessionReport
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
-from headrace.types import (
-    Delta,
-    EngineDead,
-    InvalidRequest,
-    Metrics,
-    Request,
-    SamplingParams,
-    TokenLogprobs,
-)
+from headrace.types import Delta, EngineDead, InvalidRequest, Metrics, Request, SamplingParams, TokenLogprobs
 
 Note = Callable[[list[Delta]], None]
 """Is told what each step adds."""
