@@ -152,6 +152,7 @@ def test_a_step_takes_the_next_larger_graph(folder: Path, fake: FakeDevice) -> N
         llm.engine.cache.tree.clear()
         llm.generate([tokens(5, seed) for seed in range(count)], SamplingParams(max_tokens=2, ignore_eos=True))
     assert sorted(graphs._recorded) == [Key(1, 1), Key(2, 1), Key(4, 1)]
+    assert {each.logits.data_ptr() for each in graphs._recorded.values()} == {graphs.logits.data_ptr()}
 
 
 def test_what_does_not_fit_is_computed_eagerly(folder: Path, fake: FakeDevice) -> None:

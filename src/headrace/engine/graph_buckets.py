@@ -13,7 +13,6 @@ import time
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from headrace.attention.recurrence import ReplayedRecurrence
 from headrace.device import current
@@ -50,14 +49,12 @@ class PromptGraphs(Recordings):
         recurrence = None if states is None else ReplayedRecurrence(states, rows, most)
         super().__init__(
             decoding.decoder, decoding.storage, decoding.eager, decoding.step.prompts(), decoding.turns, recurrence,
-            decoding.pool,
+            decoding.pool, decoding.logits,
         )  # fmt: skip
         self.stats, self.sizes = decoding.stats, buckets(rows)
         decoding.otherwise = self.run  # long runs among its rows are tasks of flash, for which there is room here
         drawn = decoding.sizes[-1]
         self.drawn = sorted({min(FEW_DRAWN, drawn), drawn})
-        # Of all recordings: beside the memory that they share, each would keep its own.
-        self._logits = torch.empty(drawn, self.decoder.config.vocab_size, device=self.decoder.device)
         self._read_back = ReadBack(2 * drawn, torch.int32, current())
 
     @torch.inference_mode()
@@ -147,7 +144,3 @@ class PromptGraphs(Recordings):
         if self.recurrence is not None:
             self.recurrence.fill(torch.tensor([[0, rows, NONE, 0]]), rows)
             self.recurrence.memory.send()
-
-    def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
-        logits, chosen = super()._compute(key)
-        return self._logits[: key.drawn].copy_(logits), chosen

@@ -48,7 +48,8 @@ class Key(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """logits fp32 [T, V], chosen int32 [2, T], of rows that tokens are drawn from: where a replay leaves them."""
+    """logits fp32 [T, V], in memory of all recordings, chosen int32 [2, T], of rows that tokens are drawn from: where a
+    replay leaves them."""
 
     graph: Graph
     logits: Tensor
@@ -84,7 +85,8 @@ def obstacle(config: ModelConfig) -> str | None:
 
 class Recordings:
     """Recorded steps whose index data lies in the memory of `step` and, of recurrent layers, of `recurrence`. turns:
-    rotations by position, on the device. pool: their memory, for all recordings of an engine."""
+    rotations by position, on the device. pool: their memory, for all recordings of an engine. logits fp32 [rows, V]: of
+    the last replay, whichever recording's. In the pool each would keep its own."""
 
     def __init__(
         self,
@@ -95,9 +97,10 @@ class Recordings:
         turns: Tensor | None,
         recurrence: ReplayedRecurrence | None,
         pool: GraphPool,
+        logits: Tensor,
     ) -> None:
         self.decoder, self.storage, self.eager, self.step, self.turns = decoder, storage, eager, step, turns
-        self.recurrence, self.pool = recurrence, pool
+        self.recurrence, self.pool, self.logits = recurrence, pool, logits
         self._recorded: dict[Key, Recorded] = {}
         self.stats = GraphStats()
 
@@ -152,6 +155,7 @@ class Recordings:
         recur = None if self.recurrence is None else self.recurrence.layers(key.rows)
         x = decoder.through(tokens, decoder.embed(tokens, positions), turns, attend, drawn, watch=keep, recur=recur)
         logits = decoder.logits(decoder.leave(x))
+        logits = self.logits[: len(logits)].copy_(logits)
         values, best = ops.greatest(logits)
         chosen = best.int()
         self.step.chosen[: len(chosen)].copy_(chosen)
@@ -187,7 +191,8 @@ class CudaGraphs(Recordings):
         self.states, most = states, self.sizes[-1]
         recurrence = None if states is None else ReplayedRecurrence(states, most, most)
         step = backend.graph_step(kinds, decoder.key_bias)
-        super().__init__(decoder, storage, eager, step, turns, recurrence, GraphPool())
+        logits = torch.empty(most, config.vocab_size, device=decoder.device)
+        super().__init__(decoder, storage, eager, step, turns, recurrence, GraphPool(), logits)
         self.otherwise: Callable[[StepRows], Logits] = self._launched
         """Computes what does not fit, as a draft that makes a long run (kernels.triton.tile_schedule). May be set."""
         self._first: Plan | None = None
