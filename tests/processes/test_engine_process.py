@@ -73,6 +73,18 @@ def test_what_is_left_of_the_group_ends_with_its_first_process() -> None:
     process.kill(made)
 
 
+def test_an_engine_that_nobody_takes_ends() -> None:
+    """While it imports; one that was taken is left to whoever took it, and ends with the link."""
+    unused, used = process.EngineStart(), process.EngineStart()
+    made, link = used.take()
+    for each in (unused, used):
+        each.close()
+    assert unused.process.returncode == 0 and made.poll() is None
+    link.close()
+    process.end(made)
+    assert made.returncode == 0
+
+
 def test_kill_ends_stopped_processes_of_the_group() -> None:
     made, ours, child = started("obedient")
     process.kill(made)

@@ -47,8 +47,10 @@ class ServerProcess:
         assert self.process.poll() is None, self.log.read_text()
 
     def engine(self) -> psutil.Process:
+        """Of which there is one."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return next(p for p in found if "headrace.engine.worker" in p.cmdline())
+        (engine,) = [p for p in found if "headrace.engine.worker" in p.cmdline()]
+        return engine
 
     def template_processes(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -19,6 +20,7 @@ import pytest
 
 from headrace.config import EngineConfig
 from headrace.progress import LoadPhase
+from headrace.server import serve
 from headrace.server.app import create_app
 from headrace.server.serve import bind, make_server
 from headrace.types import UnsupportedModel
@@ -301,3 +303,10 @@ def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(ValueError, match="host 'nosuch' is no address of this machine: Name or service not known"):
         bind("nosuch", 8000)
+
+
+async def test_the_process_that_was_begun_is_the_first_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_engine_class", lambda: lambda config: Mock(begun=None))
+    begun: Any = object()
+    make: Any = serve.engine_maker(EngineConfig(), begun)
+    assert [(await make()).begun, (await make()).begun] == [begun, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -56,9 +57,14 @@ def serve(config: EngineConfig) -> None:
 
     Ends with 0 after ctrl-c or SIGTERM, with 1 after a failure, with 2 for settings or a model that cannot work.
     """
-    from headrace.server.serve import serve as run
+    from headrace.engine.process import EngineStart
 
-    code = run(_restartable(config))
+    config = _restartable(config)
+    with closing(EngineStart()) as begun:  # it imports torch while this process imports the server
+        from headrace.server.serve import engine_maker
+        from headrace.server.serve import serve as run
+
+        code = run(config, engine_maker(config, begun))
     if code:
         raise typer.Exit(code)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -64,6 +62,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self.stats = EngineStats()
         self.tokenizer: Tokenizer | None = None
         self._capacity: Capacity | None = None
+        self.begun: process.EngineStart | None = None
         self._process: process.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -127,12 +126,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         tell = both(progress, phases)
         preflight.check(self.config)
         folder = model_folder(self.config.model.folder)
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
         tell(LoadPhase("starting the engine"))
-        with theirs:
-            self._process = process.start(command, theirs.fileno())
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._process, link = (self.begun or process.EngineStart()).take()
+        reader, self._writer = await asyncio.open_connection(sock=link)
         self._send(m.LoadModel(self.config.flat))
         self._watch = asyncio.create_task(self._keep_watch(self._process))
         tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive

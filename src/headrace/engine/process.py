@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
 
 from headrace.host import told_signal
@@ -22,6 +24,28 @@ Process = subprocess.Popen[bytes]
 def start(command: list[str], descriptor: int) -> Process:
     """Runs `command`, which inherits `descriptor`, as the first process of a new group."""
     return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0)
+
+
+class EngineStart:
+    """The engine's process, which imports what it needs until it is told over `link` what to serve."""
+
+    def __init__(self) -> None:
+        self.link, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
+            self.process = start(command, theirs.fileno())
+        self._taken = False
+
+    def take(self) -> tuple[Process, socket.socket]:
+        """For whoever ends it from now on."""
+        self._taken = True
+        return self.process, self.link
+
+    def close(self) -> None:
+        """Ends it if nobody has taken it."""
+        if not self._taken:
+            self.link.close()
+            end(self.process)
 
 
 def kill(process: Process) -> None:

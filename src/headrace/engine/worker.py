@@ -193,13 +193,13 @@ def _leave_hung(link: Link, reason: str) -> NoReturn:
 
 
 def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
-    first = inbox.get()
-    if not isinstance(first, m.LoadModel):
-        return 0
     from headrace.engine.core import EngineCore
     from headrace.engine.loader import load
     from headrace.parallel.transport import RankLost
 
+    first = inbox.get()
+    if not isinstance(first, m.LoadModel):
+        return 0
     config = EngineConfig(**first.settings)
     logs.to_stderr(logs.level_of(config.server.log_level, logging.WARNING), config.server.log_format)
     loaded = load(config, lambda phase: link.send(m.LoadProgress(*phase)))

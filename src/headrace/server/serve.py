@@ -11,10 +11,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,6 +26,10 @@ from headrace.server.connections import ACCEPTED_AT_ONCE, KEEP_ALIVE_S, Connecti
 from headrace.server.engine import ServedEngine
 from headrace.server.start import address
 from headrace.server.state import MakeEngine, ServerState
+
+if TYPE_CHECKING:  # it imports the tokenizer
+    from headrace.engine.async_llm import AsyncLLM
+    from headrace.engine.process import EngineStart
 
 log = logging.getLogger("headrace.server")
 
@@ -49,7 +54,7 @@ def serve(config: EngineConfig, make_engine: MakeEngine | None = None) -> int:
     address."""
     sock = bind(config.server.host, config.server.port)
     config = config.replace(port=sock.getsockname()[1])
-    app = create_app(make_engine or _engine_maker(config), config)
+    app = create_app(make_engine or engine_maker(config), config)
     server = make_server(app)
     server.state.on_failure = lambda: _end_after_failure(server)
     if not server.state.keys.guarded and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
@@ -167,16 +172,21 @@ def make_server(app: FastAPI) -> HTTPServer:
     )
 
 
-def _engine_maker(config: EngineConfig) -> MakeEngine:
+def engine_maker(config: EngineConfig, begun: EngineStart | None = None) -> MakeEngine:
+    """begun: the process of the first engine; those that follow start their own."""
+    starts = [] if begun is None else [begun]
+
     async def make() -> ServedEngine:
-        engine_class = await asyncio.to_thread(_engine_class)
+        engine = (await asyncio.to_thread(_engine_class))(config)
         gc.freeze()  # else each collection of what a large body leaves looks at all modules: some tenths of a second
-        return engine_class(config)
+        if starts:
+            engine.begun = starts.pop()
+        return engine
 
     return make
 
 
-def _engine_class() -> Callable[[EngineConfig], ServedEngine]:
+def _engine_class() -> type[AsyncLLM]:
     from headrace.engine.async_llm import AsyncLLM
 
     return AsyncLLM
