@@ -6,7 +6,8 @@ READY := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev# with the tools for development, and kernels for the instruction sets that run here
 ALL := $(VENV)/.installed-all# with Ray and the documentation's tools besides, and kernels for all instruction sets
 WHOLE := $(filter docs test-matrix,$(MAKECMDGOALS))# goals that need that: others beside them (make -j) wait for it
-USE := $(if $(wildcard $(DEV)),$(DEV),$(READY))# what there is, for those whom either serves
+TOOLS := $(filter-out help install demo wheel test-clients bench bench-peers train-tiny clean,$(MAKECMDGOALS))# need DEV
+USE := $(if $(or $(wildcard $(DEV)),$(TOOLS)),$(DEV),$(READY))# what there is or comes, for those whom either serves
 AT_ONCE ?= 3# tests that run at the same time: of three on two cores one often waits
 # A worker that crashes ends the run: pytest-xdist would start another and wait for it for ever.
 SHARED := -n $(AT_ONCE) --max-worker-restart 0 -p tests.support.scheduling -p tests.support.sampling
