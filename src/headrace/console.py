@@ -22,13 +22,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.segment import Segment
 
 from headrace.progress import LoadPhase, PhaseTime, PhaseTimes, duration
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderableType, RenderResult
+
+
+LEAST_WIDTH = 20
 
 
 class WordWrapConsole(Console):
@@ -41,6 +44,17 @@ class WordWrapConsole(Console):
     @soft_wrap.setter
     def soft_wrap(self, _: bool) -> None:
         """What Console sets when it is made."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """At least LEAST_WIDTH wide: into no columns at all (COLUMNS=0, as some editors and jobs have it) nothing would
+        be printed, neither results nor errors."""
+        width, height = super().size
+        return ConsoleDimensions(max(LEAST_WIDTH, width), height)
+
+    @size.setter
+    def size(self, new: tuple[int, int]) -> None:
+        Console.size.fset(self, new)  # type: ignore[attr-defined]
 
     def on_broken_pipe(self) -> None:
         """The reader is gone. Work goes on without its progress; without anybody for its results it ends

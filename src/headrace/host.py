@@ -1,10 +1,11 @@
-"""Facts of this host, as the system tells them: its processor and its memory."""
+"""Facts of this host, as the system tells them: its processor and its memory; how Python is started on it."""
 
 from __future__ import annotations
 
 import os
 import platform
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,22 @@ def told_signal(number: int) -> str:
     except ValueError:
         name = f"signal {number}"
     return f"{name} (out of memory? the kernel's log, `dmesg`, tells)" if number == signal.SIGKILL else name
+
+
+def python_module(name: str, *arguments: str) -> list[str]:
+    """The command that runs a module in another process. Without -P the working directory would come before the
+    standard library: a file there that is called logging.py, in the folder of a downloaded model say, would be run."""
+    return [sys.executable, "-P", "-m", name, *arguments]
+
+
+def open_streams() -> None:
+    """Puts the null device in place of a standard stream without which the process was started (`>&-`, and some
+    supervisors). Python has None there, and the next file or socket to be opened would get the stream's number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: the stream's own
+            os.set_inheritable(null, True)
+            setattr(sys, name, open(null, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def fields(path: Path) -> dict[str, str]:

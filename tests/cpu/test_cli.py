@@ -243,6 +243,25 @@ def test_work_goes_on_without_a_reader_of_its_progress() -> None:
     assert ran.returncode == 0 and ran.stdout.strip()
 
 
+def test_closed_streams_are_empty_ones() -> None:
+    """`>&-`: the engine's process has none either."""
+    words = [sys.executable, "-m", "headrace.cli.main", "generate", "--max-tokens", "2", *SMALL]
+    for closed, given, code, told in (("<&- >&-", ["Hello"], 0, "prompt "), ("<&-", [], 2, "the prompt is empty")):
+        ran = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *words, *given], capture_output=True, text=True, timeout=120
+        )
+        assert ran.returncode == code and told in ran.stderr and "Traceback" not in ran.stderr, ran.stderr
+
+
+def test_the_mark_of_an_editor_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfHello\r\n")
+    rows = [
+        json.loads(run("generate", "--max-tokens", "2", "--json", *SMALL, *more, stdin=given).stdout)
+        for more, given in ((["-f", str(tmp_path / "p.txt")], None), ([], "\ufeffHello\n"))
+    ]
+    assert [row["prompt"] for row in rows] == ["Hello", "Hello"]
+
+
 def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a process that is lost."""
 

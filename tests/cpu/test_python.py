@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +156,30 @@ def test_a_forked_process_leaves_the_engine_alone(monkeypatch: pytest.MonkeyPatc
                 with pytest.raises(EngineDead, match="forked"):
                     call()
         assert llm.generate("Hello", BRIEF)[0].token_ids
+
+
+FORKS = """
+import os
+import re
+import subprocess
+import sys
+from headrace import LLM, SamplingParams
+def answer(threads):
+    return LLM("tiny", kv_cache_tokens=1024, threads=threads).generate("Hello", SamplingParams(temperature=0))[0].text
+right = answer(2)
+if (child := os.fork()) == 0:
+    try:
+        answer(2)
+    except ValueError as refused:
+        print(refused, answer(1) == right, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_process_has_an_engine_of_one_thread_and_does_not_hang() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=50)
+    assert re.fullmatch(r"threads: this process was forked .*'spawn', or give threads=1 True\n", done.stdout), done
 
 
 def test_settings_of_an_async_engine() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import io
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -272,3 +273,10 @@ def test_standard_streams(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.C
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line("a").encode())))
     batch.run(config, "-", "-", quiet=True, engine_maker=lambda config: Maker(config, healthy))
     assert json.loads(capfdbinary.readouterr().out)["custom_id"] == "a"
+
+
+def test_an_output_that_is_no_file_is_refused_and_not_read(place: Place) -> None:
+    """What is there already is read first: of a device, for ever."""
+    os.mkfifo(place.target)
+    with pytest.raises(ValueError, match=r"out\.jsonl is not a regular file.*- for standard output"):
+        place.run(line("a"))

@@ -11,7 +11,17 @@ import pytest
 from rich.console import Console
 
 from headrace import console
-from headrace.console import Counting, ProgressLine, changes_in_place, counting, loading, working
+from headrace.cli.doctor import rows_of
+from headrace.console import (
+    Counting,
+    ProgressLine,
+    Trimmed,
+    WordWrapConsole,
+    changes_in_place,
+    counting,
+    loading,
+    working,
+)
 from headrace.progress import LoadPhase
 
 pytestmark = pytest.mark.unit
@@ -222,3 +232,12 @@ def test_working_and_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "headrace-progress" in {thread.name for thread in threading.enumerate()}
     assert "headrace-progress" not in {thread.name for thread in threading.enumerate()}
     assert printed(to) == "measuring the machine\n"
+
+
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_no_width_swallows_what_is_printed(columns: str) -> None:
+    to = WordWrapConsole(file=StringIO(), _environ={"COLUMNS": columns})
+    to.print("headrace: no such model")
+    to.print(Trimmed(rows_of([("the key", "hr-1234567890")])))
+    assert printed(to).splitlines()[0] == "headrace: no such model"
+    assert "".join(printed(to).split()).endswith("thekeyhr-1234567890")

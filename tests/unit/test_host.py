@@ -1,7 +1,9 @@
-"""Memory of this host within the limits of its control groups."""
+"""Memory of this host within the limits of its control groups; standard streams that are not there."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,22 @@ def test_groups_of_the_first_version(groups: Path) -> None:
     put(groups / "memory/docker/memory.stat", "inactive_file 1\ntotal_inactive_file 500")
     put(groups / "memory/memory.limit_in_bytes", 2**63 - 4096)
     assert (host.memory_available(), host.memory_limit()) == (1000, 4000)
+
+
+STREAMS = """
+import os, subprocess, sys
+from headrace.host import open_streams
+open_streams()
+print("lost", sys.stdin.read())
+print("lost", file=sys.stderr)
+inner = subprocess.run([sys.executable, "-c", "import sys; print('lost'); assert None not in (sys.stdin, sys.stderr)"])
+other = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+os.write(other, f"{other > 2} {inner.returncode}".encode())
+"""
+
+
+def test_closed_streams_are_the_null_device_here_and_in_children(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", STREAMS, str(told)]
+    assert subprocess.run(command, check=False).returncode == 0
+    assert told.read_text() == "True 0"

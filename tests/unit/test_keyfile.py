@@ -44,6 +44,10 @@ def test_tenants_with_their_keys_and_rules(write: Write) -> None:
     assert "plain-key" not in repr(file) and not file.readable
 
 
+def test_the_mark_of_an_editor_does_not_matter(write: Write) -> None:
+    assert read_key_file(write(f'\ufeff[tenants.acme]\nkeys = ["{KEY}"]')).rules == {"acme": Rules()}
+
+
 def test_the_page_on_keys_shows_a_file_and_names_every_rule(write: Write) -> None:
     page = (Path(__file__).parents[2] / "docs/keys.md").read_text()
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)

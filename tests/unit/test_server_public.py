@@ -88,6 +88,8 @@ def test_files_that_cannot_be_used(file: str, tmp_path: Path) -> None:
     for name, why in (("none", "No such file"), ("empty", "is empty"), ("bytes", "not UTF-8"), (".", "regular file")):
         with pytest.raises(ValueError, match=f"public_prefix_file.*{why}"):
             read_texts(str(tmp_path / name))
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfA text")  # as some editors begin UTF-8: no prompt begins so
+    assert list(read_texts(str(tmp_path / "marked")).values()) == ["A text"]
     with pytest.raises(ValueError, match="has none"):
         prefixes_of(read_texts(file), None)
     assert read_texts(None) == {} and prefixes_of({}, None).tokens([1] * 100) == 0

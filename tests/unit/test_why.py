@@ -59,7 +59,8 @@ def test_plain_prompts(tmp_path: Path) -> None:
     assert "differs from 0.json at token" in shown and "whole chunks of 64" in shown
 
 
-@pytest.mark.parametrize("body", ["[]", "{", '{"model": "tiny"}', '{"model": "tiny", "prompt": ["a", "b"]}'])
+@pytest.mark.parametrize("body", ["[]", "5", "{", '{"model": "tiny"}', '{"model": "tiny", "prompt": ["a", "b"]}'])
 def test_what_is_no_request(tmp_path: Path, body: str) -> None:
     result = why(tmp_path, chat(SYSTEM), body)
     assert result.exit_code == 2 and "1.json" in result.stderr and "Traceback" not in result.stderr
+    assert "iterable" not in result.stderr

@@ -26,6 +26,7 @@ from headrace.bench.load import ask_all, first_error, new_client, quantile
 from headrace.bench.server_process import ServerProcess
 from headrace.bench.table import Column
 from headrace.console import working
+from headrace.host import python_module
 
 DESCRIPTORS = 1024
 KEY = "a key of the bench"
@@ -87,7 +88,9 @@ def serving() -> Iterator[tuple[int, int, Path]]:
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
     code = limit.format(DESCRIPTORS) + "runpy.run_module('headrace.cli.main', run_name='__main__', alter_sys=True)"
     with ServerProcess(
-        ("tiny", "--threads", "1", "--kv-offload-path", "none"), os.environ | {"HEADRACE_API_KEY": KEY}, ("-c", code)
+        ("tiny", "--threads", "1", "--kv-offload-path", "none"),
+        os.environ | {"HEADRACE_API_KEY": KEY},
+        ("-P", "-c", code),
     ) as server:
         with working("starting a server"):
             server.wait_ready(READY_S)
@@ -97,7 +100,7 @@ def serving() -> Iterator[tuple[int, int, Path]]:
 @contextmanager
 def strangers(port: int, count: int, again: bool) -> Iterator[None]:
     """A process that holds so many silent connections; it has opened each once when this returns."""
-    command = [sys.executable, "-m", __name__, str(port), str(count), str(int(again))]
+    command = python_module(__name__, str(port), str(count), str(int(again)))
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         if not process.stdout.readline():

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from headrace.host import python_module
 
 SCRIPTS = Path("tools/bench_peers")
 ENVIRONMENTS = Path(".venv-peers")
@@ -41,7 +42,7 @@ class Contender:
 
     def command(self) -> list[str]:
         if self.peer is None:
-            return [sys.executable, "-m", "headrace.bench.worker"]
+            return python_module("headrace.bench.worker")
         return [str(self._root() / "bin" / "python"), str(SCRIPTS / f"{self.peer}_peer.py")]
 
     def given(self, checkpoint: Path) -> dict[str, Any]:

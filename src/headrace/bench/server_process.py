@@ -28,7 +28,7 @@ class ServerProcess:
         self,
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "headrace.cli.main"),
+        program: Sequence[str] = ("-P", "-m", "headrace.cli.main"),
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

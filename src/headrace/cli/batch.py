@@ -109,6 +109,8 @@ def _opened(target: str) -> Iterator[BinaryIO]:
 
 
 def _appending(target: str) -> BinaryIO:
+    if Path(target).exists() and not Path(target).is_file():
+        raise ValueError(f"{target} is not a regular file: name a file for the answers, or - for standard output")
     try:
         return open(target, "ab+")
     except OSError as error:

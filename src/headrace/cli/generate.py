@@ -29,15 +29,16 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
     else:
-        prompts = [sys.stdin.read().removesuffix("\n")]
+        prompts = [sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")]
     if not all(prompts):
         raise ValueError("the prompt is empty")
     return prompts
 
 
 def read_text(path: Path) -> str:
+    """Without the mark of its encoding that some editors begin a file with. Raises ValueError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
 

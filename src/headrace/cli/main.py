@@ -16,6 +16,7 @@ from headrace.cli import bench, cache, errors, keys
 from headrace.cli.help import HELP_ALL_OF_GROUP, OWN_PANEL, SHAPE_PANEL, PanelledCommand
 from headrace.cli.options import guarded, with_config, with_model, with_sampling
 from headrace.config import EngineConfig
+from headrace.host import open_streams
 from headrace.parallel.torchrun_environment import started_this
 from headrace.types import SamplingParams
 from headrace.version import __version__
@@ -291,6 +292,7 @@ app.add_typer(cache.app, name="cache", rich_help_panel=MODEL_PANEL)
 
 
 def main() -> None:
+    open_streams()
     app(prog_name="headrace")
 
 

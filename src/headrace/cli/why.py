@@ -59,7 +59,8 @@ def _prompt(tokenizer: Tokenizer, path: Path) -> tuple[Ids, list[dict[str, Any]]
     """Tokens of a request's prompt, and the messages of a conversation."""
     raw = read_given(path, MOST_BYTES)
     try:
-        if "messages" in json.loads(raw):
+        body = json.loads(raw)
+        if isinstance(body, dict) and "messages" in body:
             turn = parse_body(ChatBody, raw).turn()
             read = rendered(tokenizer, turn)
             return np.array(replay(TokenTexts(tokenizer), read.text, read.carried).ids, np.int32), turn.messages

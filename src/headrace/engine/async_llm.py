@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
 
     `config`: an EngineConfig, or a model as LLM takes it, with settings as keywords. `async with` awaits start() and
     shutdown(). `stats`: the engine's figures after its last step; stats.summary() has the usual ones by plain names.
+    It starts once and serves the event loop that started it: do all in one asyncio.run.
     Waiting requests are bounded by max_queued_requests and max_queued_tokens (Overloaded beyond). An engine process
     that says nothing for engine_timeout_s is killed; all waiting then end with EngineDead, as after any failure.
     """
@@ -63,6 +65,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self.tokenizer: Tokenizer | None = None
         self._capacity: Capacity | None = None
         self.begun: process.EngineStart | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._process: process.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
@@ -121,8 +124,11 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
 
         progress(done, total): bytes of weights, as they are read. phases(LoadPhase): everything that takes time, from
         the first moment on; headrace.progress.PhaseTimes times it. Raises ValueError for settings or a model that
-        cannot work, EngineDead for any other failure.
+        cannot work, and at a second start; EngineDead for any other failure.
         """
+        if self._loop is not None or self._closing:
+            raise ValueError("an AsyncLLM starts once, and `async with` does it: make another")
+        self._loop = asyncio.get_running_loop()
         tell = both(progress, phases)
         preflight.check(self.config)
         folder = model_folder(self.config.model.folder)
@@ -323,6 +329,8 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
     def _must_live(self) -> None:
         if not self.alive:
             raise EngineDead(self.failure or "the engine is not started: await start()")
+        if asyncio.get_running_loop() is not self._loop:  # whatever the engine says would never arrive in this one
+            raise EngineDead("this AsyncLLM belongs to the event loop that started it: do all in one asyncio.run")
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -359,14 +367,22 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(m.frame(message))
 
+    def _hang_up(self) -> None:
+        """Closes the link, at which the engine process ends."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.close()
+        except RuntimeError:  # its event loop has been closed without a shutdown
+            self._writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
     async def shutdown(self) -> None:
         """Ends the engine process; requests under way end with EngineDead. May be called twice."""
         self._closing = True
         if self.tokenizer is not None:
             self.tokenizer.close()
         await _cancel(self._watch)
-        if self._writer is not None:
-            self._writer.close()
+        self._hang_up()
         if self._process is not None:
             seconds = process.STORE_S if self.config.tiers is not None else process.END_S
             await asyncio.to_thread(process.end, self._process, seconds)

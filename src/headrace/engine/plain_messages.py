@@ -14,7 +14,8 @@ def check_text(text: Any, param: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{param} has half a surrogate pair at character {error.start}", param) from None
+        told = f"{param} is no text at character {error.start}: a byte that is not UTF-8, or half a surrogate pair"
+        raise InvalidRequest(told, param) from None
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:

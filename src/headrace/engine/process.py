@@ -7,10 +7,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 
-from headrace.host import told_signal
+from headrace.host import python_module, told_signal
 
 END_S = 5.0
 """So long may a process take to end by itself, and again after SIGTERM."""
@@ -32,8 +31,8 @@ class EngineStart:
     def __init__(self) -> None:
         self.link, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "headrace.engine.worker", str(theirs.fileno())]
-            self.process = start(command, theirs.fileno())
+            number = theirs.fileno()
+            self.process = start(python_module("headrace.engine.worker", str(number)), number)
         self._taken = False
 
     def take(self) -> tuple[Process, socket.socket]:

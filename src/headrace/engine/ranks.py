@@ -6,6 +6,7 @@ The driver, rank 0, opens the group; workers make their rank by `make` (parallel
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -71,7 +72,9 @@ def count(config: EngineConfig) -> int:
 
 
 def set_threads(config: EngineConfig) -> None:
-    """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS."""
+    """Threads of this rank: as given, else its part of the cores that may be used, and no more than OMP_NUM_THREADS.
+
+    Raises ValueError for several in a process that was forked from one where they have computed."""
     ranks = ranks_here(config)
     if config.model.threads is not None:
         torch.set_num_threads(config.model.threads)
@@ -79,6 +82,22 @@ def set_threads(config: EngineConfig) -> None:
         torch.set_num_threads(max(1, cores.usable() // ranks))
     else:
         torch.set_num_threads(min(torch.get_num_threads(), cores.usable()))
+    if torch.get_num_threads() > 1:
+        _refuse_fork()
+
+
+_with_threads: set[int] = set()
+"""This process, and those that it was forked from, where they have had several threads of torch."""
+
+
+def _refuse_fork() -> None:
+    """torch's OpenMP waits for ever for the threads that a fork has not taken along."""
+    if _with_threads - {os.getpid()}:
+        raise ValueError(
+            "threads: this process was forked from one where an LLM computes with several threads, and torch would "
+            "hang in it: start it by multiprocessing's 'spawn', or give threads=1"
+        )
+    _with_threads.add(os.getpid())
 
 
 def rank_threads(config: EngineConfig) -> RankThreads:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from typing import Any
 
 from headrace.engine import template_worker as worker
 from headrace.engine.template_worker import LENGTH, Status
+from headrace.host import python_module
 from headrace.types import InvalidRequest
 
 PROCESSES = 2
@@ -45,7 +45,7 @@ class TemplateProcess:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", worker.__name__, str(theirs.fileno())],
+                python_module(worker.__name__, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -26,6 +26,7 @@ from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.calls import Refused
 from headrace.engine.watchdog import StepWatch
+from headrace.host import open_streams
 from headrace.stats import EngineStats
 from headrace.types import InvalidRequest, UnsupportedModel
 
@@ -45,6 +46,7 @@ REPORT_S = 1.0
 
 def main(descriptor: int) -> int:
     """Serves until the other side closes the socket. Exit status 0, or 1 after a failure (which is reported first)."""
+    open_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-c reaches the server, which ends this process
     logs.to_stderr(logging.WARNING)
     link = Link(socket.socket(fileno=descriptor))

@@ -11,7 +11,6 @@ import os
 import secrets
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -26,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from headrace.config import EngineConfig
 from headrace.device import current
 from headrace.files import open_own
-from headrace.host import told_signal
+from headrace.host import python_module, told_signal
 from headrace.parallel import torchrun_environment
 from headrace.parallel.control import FORM_S, Channel, JoinGroup, WorkerHello
 from headrace.parallel.group import Group, form, unless_failed
@@ -166,7 +165,7 @@ def spawn_one(
     reading, writing = os.pipe()
     try:
         os.write(writing, secret.encode())
-        worker = [sys.executable, "-m", "headrace.parallel.worker", str(rank), address, interface, str(reading)]
+        worker = python_module("headrace.parallel.worker", str(rank), address, interface, str(reading))
         environment = {name: value for name, value in os.environ.items() if name != SECRET}
         return subprocess.Popen([*before, *worker], pass_fds=[reading], stdin=subprocess.DEVNULL, env=environment)
     finally:

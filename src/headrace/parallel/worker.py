@@ -22,6 +22,7 @@ import msgspec
 
 from headrace import logs
 from headrace.config import EngineConfig
+from headrace.host import open_streams
 from headrace.parallel import messages
 from headrace.parallel.control import (
     Channel,
@@ -181,6 +182,7 @@ def decode_config(body: bytes) -> EngineConfig:
 
 
 def main(rank: str, address: str, interface: str, descriptor: str) -> int:
+    open_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-c reaches the driver, which ends the workers
     logs.to_stderr(logging.WARNING)
     with os.fdopen(int(descriptor)) as pipe:

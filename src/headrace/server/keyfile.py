@@ -92,7 +92,7 @@ def lines_for(tenant: str, key: str) -> str:
 def read_key_file(path: str) -> KeyFile:
     """Raises ValueError that names the file, and the line or the entry at fault. No message holds a key."""
     try:
-        text = read_given(Path(path), MOST_BYTES).decode()
+        text = read_given(Path(path), MOST_BYTES).decode("utf-8-sig")
         readable = bool(Path(path).stat().st_mode & 0o004)
         rules, owners = parsed(tomllib.loads(text))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:

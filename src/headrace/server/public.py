@@ -28,7 +28,7 @@ def read_texts(paths: str | None) -> dict[str, str]:
     texts = {}
     for path in (paths or "").split(os.pathsep) if paths is not None else ():
         try:
-            texts[path] = read_given(Path(path), MOST_BYTES).decode()
+            texts[path] = read_given(Path(path), MOST_BYTES).decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise ValueError(f"public_prefix_file {path!r}: {why or error}") from None
