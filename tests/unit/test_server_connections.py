@@ -158,6 +158,17 @@ def test_a_head_too_large_is_refused() -> None:
         until(lambda: closed(sock))
 
 
+def test_a_body_whose_end_two_headers_tell_is_refused_with_all_behind_it() -> None:
+    """What a proxy that goes by the length would take for the next request is not answered."""
+    twice = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving() as running, ExitStack() as closing:
+        sock = silent(running.port, closing, twice + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        told = b""
+        while part := sock.recv(1 << 16):
+            told += part
+        assert told.startswith(b"HTTP/1.1 400") and told.count(b"HTTP/1.1") == 1 and b"invalid_framing" in told
+
+
 STARVED = """
 import asyncio, resource, sys, threading
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
