@@ -204,11 +204,8 @@ class DiskTier:
         self._ask(lambda index: index.remove(names), nothing)
 
     def stats(self) -> TierStats:
-        use: dict[bytes, tuple[int, int]] = {}
-        if not self._closed:
-            use = self._ask(Index.usage, use)
-        sizes, counts = zip(*use.values(), strict=True) if use else ((), ())
-        return self._health.stats(self._reopen, used_bytes=sum(sizes), blobs=sum(counts))
+        used, blobs = (0, 0) if self._closed else self._ask(Index.total, (0, 0))
+        return self._health.stats(self._reopen, used_bytes=used, blobs=blobs)
 
     def close(self) -> None:
         with self._opening:
@@ -281,7 +278,7 @@ class DiskTier:
             self._health.works("open")
 
     def _check_room(self, index: Index) -> None:
-        used = sum(size for size, _ in index.usage().values())
+        used, _ = index.total()
         disk = os.statvfs(self._files.root)
         free = disk.f_bavail * disk.f_frsize
         if free < index.budget - used:
