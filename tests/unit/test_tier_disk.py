@@ -193,6 +193,22 @@ def test_files_without_an_entry_are_taken_in(root: Path) -> None:
     check(second, root)
 
 
+@pytest.mark.parametrize("when", [1 << 63, 6 * 10**18, -(10**9)], ids=["2262", "2160", "1969"])
+def test_files_of_another_clock_are_taken_in(root: Path, when: int) -> None:
+    """As if they were used now, or first of all; the index that is made of them is taken as sound by the next one."""
+    first = make(root)
+    put(first, 1), put(first, 2)
+    os.utime(files(root)[name(1)], ns=(when, when))
+    first.close()
+    (root / "index.sqlite").unlink()
+    for _ in range(2):
+        tier = make(root)
+        assert held(tier, [1, 2]) == [1, 2] and not tier.stats().degraded
+        check(tier, root)
+        tier.close()
+    assert not (root / "index.damaged").exists()
+
+
 # Reading
 
 

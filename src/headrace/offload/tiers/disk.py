@@ -306,7 +306,7 @@ class DiskTier:
         """An index in memory, so that reads go on where nothing can be written."""
         self._reopen = True
         index = Index(":memory:", *self._settings)
-        with suppress(OSError):
+        with suppress(OSError, sqlite3.Error):
             index.adopt(self._files.sized(self._files.scan()))
         self._use(index)
 
