@@ -158,6 +158,8 @@ def test_something_else_in_its_place(tier: DiskTier, root: Path, kind: str, tmp_
     assert (tmp_path / "secret").read_bytes() == content(1)
     put(tier, 1)
     assert get(tier, 1) in (None, content(1))
+    put(tier, 2)
+    assert get(tier, 2) == content(2), "others are written meanwhile"
 
 
 def test_foreign_files_are_left_alone(root: Path) -> None:

@@ -29,6 +29,8 @@ from headrace.planner.machine import PieceRate
 T = TypeVar("T")
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+IN_THE_WAY = {errno.EISDIR, errno.ENOTDIR}
+"""Something else has the place of a blob, or of those that begin alike: others can be written."""
 PASSING = {
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT,
@@ -100,8 +102,8 @@ class DiskTier:
             return self._write(index, draft, entry, views) if draft else entry.name in index.find([entry.name])
         except OSError as error:
             self._cancel(index, entry)
-            self._reopen |= error.errno not in FULL
-            self._health.fail("write", error, pause=True)
+            self._reopen |= error.errno not in FULL | IN_THE_WAY
+            self._health.fail("write", error, pause=error.errno not in IN_THE_WAY)
         except sqlite3.Error as error:
             self._index_failed(index, error)
         finally:
