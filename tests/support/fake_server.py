@@ -194,6 +194,8 @@ BAD_REQUESTS: dict[str, tuple[str, Any, int, str | None]] = {
     ),
     "half a surrogate pair": (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "messages"),
     "half a surrogate pair in a prompt": (TEXT, b'{"prompt": "a\\udfff"}', 400, "prompt"),
+    "half a surrogate pair in bytes": (TEXT, b'{"prompt": "a", "stop": "\xed\xa0\x80"}', 400, None),
+    "half a surrogate pair in UTF-16": (TEXT, r'{"prompt": "a", "cache_salt": "\ud800"}'.encode("utf-16"), 400, None),
     "empty prompt": (TEXT, text(""), 400, "prompt"),
     "prompt without tokens": (TEXT, text([]), 400, "prompt"),
     "empty prompt among others": (TEXT, text(["a", ""]), 400, "prompt"),

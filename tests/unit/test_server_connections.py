@@ -151,11 +151,37 @@ def test_a_client_that_takes_nothing_of_its_answer_is_left(monkeypatch: pytest.M
         assert closed(sock)
 
 
+def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "WRITE_S", 2.0)
+    with serving() as running, ExitStack() as closing:
+        page = b"x" * (64 << 20)
+        monkeypatch.setattr(running.server.state.metrics, "page", lambda: page)
+        sock = silent(running.port, closing, b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        taken = last = 0
+        while part := sock.recv(1 << 20):
+            taken += len(part)
+            if taken - last > 4 << 20:  # 16 times, which take twice WRITE_S
+                last = taken
+                time.sleep(0.25)
+        assert taken > len(page)
+
+
 def test_a_head_too_large_is_refused() -> None:
     with serving() as running, ExitStack() as closing:
         sock = silent(running.port, closing, b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000)
         assert b" 400 " in sock.recv(100)
         until(lambda: closed(sock))
+
+
+def test_a_body_whose_end_two_headers_tell_is_refused_with_all_behind_it() -> None:
+    """What a proxy that goes by the length would take for the next request is not answered."""
+    twice = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with serving() as running, ExitStack() as closing:
+        sock = silent(running.port, closing, twice + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        told = b""
+        while part := sock.recv(1 << 16):
+            told += part
+        assert told.startswith(b"HTTP/1.1 400") and told.count(b"HTTP/1.1") == 1 and b"invalid_framing" in told
 
 
 STARVED = """

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from headrace.server.reading import AT_ONCE
 from headrace.server.tenants import salt_of, spoken
+from tests.support.fake_engine import FakeTokenizer
 from tests.support.fake_server import CHAT, TEXT, ask, check_refusal, open_request, serving, text, until
 from tests.support.tenant_keys import ACME, FREE, Write, check_limited, key_file, limited, post
 
@@ -151,6 +155,29 @@ def test_scores_and_embeddings_are_no_output(write: Write) -> None:
         check_refusal(post(running, {"text": "x" * 21, "options": options}, path="/v1/score"), 400, "options")
         check_refusal(post(running, {"input": ["a"] * 41}, path="/v1/embeddings"), 400, "input")
         check_refusal(post(running, text("a", max_tokens=2)), 400, "max_tokens")
+
+
+def test_texts_of_one_tenant_hold_up_no_other(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one thread that tokenizes. acme has 20 texts for it, which take long and may be refused in the end: free
+    waits for no more than those that were there already."""
+    go = threading.Semaphore(0)
+
+    def encode(self: FakeTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert not text.startswith("slow") or go.acquire(timeout=20)
+        return list(text.encode())
+
+    monkeypatch.setattr(FakeTokenizer, "encode", encode)
+    with serving(api_keys_file=write(limited("weight = 9"))) as running, ExitStack() as closing:
+        places = running.app.state.headrace.reading
+        for _ in range(20):
+            closing.enter_context(open_request(running.port, text("slow"), key=ACME))
+        until(lambda: len(places) == 20)
+        closing.enter_context(free := open_request(running.port, text(), key=FREE))
+        until(lambda: len(places) == 21)
+        go.release(2 * AT_ONCE)
+        assert free.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        go.release(20)
+        until(lambda: not len(places))
 
 
 def slow_body(port: int, key: str) -> socket.socket:

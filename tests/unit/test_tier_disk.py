@@ -158,6 +158,8 @@ def test_something_else_in_its_place(tier: DiskTier, root: Path, kind: str, tmp_
     assert (tmp_path / "secret").read_bytes() == content(1)
     put(tier, 1)
     assert get(tier, 1) in (None, content(1))
+    put(tier, 2)
+    assert get(tier, 2) == content(2), "others are written meanwhile"
 
 
 def test_foreign_files_are_left_alone(root: Path) -> None:
@@ -191,6 +193,22 @@ def test_files_without_an_entry_are_taken_in(root: Path) -> None:
     assert held(second, [1, 2, 3]) == [1, 2]
     assert get(second, 2) == content(2)
     check(second, root)
+
+
+@pytest.mark.parametrize("when", [1 << 63, 6 * 10**18, -(10**9)], ids=["2262", "2160", "1969"])
+def test_files_of_another_clock_are_taken_in(root: Path, when: int) -> None:
+    """As if they were used now, or first of all; the index that is made of them is taken as sound by the next one."""
+    first = make(root)
+    put(first, 1), put(first, 2)
+    os.utime(files(root)[name(1)], ns=(when, when))
+    first.close()
+    (root / "index.sqlite").unlink()
+    for _ in range(2):
+        tier = make(root)
+        assert held(tier, [1, 2]) == [1, 2] and not tier.stats().degraded
+        check(tier, root)
+        tier.close()
+    assert not (root / "index.damaged").exists()
 
 
 # Reading

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -189,7 +190,7 @@ def oldest(blobs: dict[bytes, list[int]]) -> Any:
 )
 def test_who_gives(use: dict[bytes, int], tenant: bytes, size: int, victims: list[bytes] | None) -> None:
     blobs = {one: [10] * (amount // 10) for one, amount in use.items()}
-    chosen = choose(use, tenant, size, 100, lambda _: 25, oldest(blobs))
+    chosen = choose(use, tenant, size, 100, 25, {}, oldest(blobs))
     assert (None if chosen is None else [entry.tenant for entry in chosen]) == victims
 
 
@@ -207,7 +208,7 @@ def test_whose_own_quota_is_kept(
     quotas: dict[bytes, int], use: dict[bytes, int], tenant: bytes, victims: list[bytes] | None
 ) -> None:
     blobs = {one: [10] * (amount // 10) for one, amount in use.items()}
-    chosen = choose(use, tenant, 10, 100, lambda one: quotas.get(one, 25), oldest(blobs))
+    chosen = choose(use, tenant, 10, 100, 25, quotas, oldest(blobs))
     assert (None if chosen is None else [entry.tenant for entry in chosen]) == victims
 
 
@@ -281,6 +282,32 @@ def test_use_goes_on_where_the_clock_is_behind(tmp_path: Path) -> None:
         second.reserve(name, b"", 10)
         second.commit(BlobEntry(name, b"", 10))
     assert second.has([b"future", b"x", b"y"]) == [False, True, True]
+
+
+def test_sums_are_read_again_only_after_another_has_changed_them(tmp_path: Path) -> None:
+    """As many tenants as blobs must not make each write look at all of them."""
+    index, other = (Index(str(tmp_path / "index.sqlite"), 10, 0.25) for _ in range(2))
+    read: list[str] = []
+    index._db.set_trace_callback(lambda said: read.append(said) if said.startswith("SELECT * FROM tenants") else None)
+    for number in range(20):
+        entry = BlobEntry(b"%d" % number, b"tenant %d" % number, 1)
+        assert index.reserve(*entry).granted
+        index.commit(entry)
+        assert index.total() == (min(10, number + 1),) * 2
+    assert len(read) == 1
+    assert other.reserve(b"x", b"another", 1).granted
+    assert index.usage()[b"another"] == (1, 1) and len(read) == 2
+    index.check()
+
+
+def test_sums_of_a_change_that_was_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index(":memory:", 10, 0.25)
+    index.adopt([(BlobEntry(b"x", b"a", 8), 1)])
+    with monkeypatch.context() as patch, pytest.raises(sqlite3.OperationalError, match="full"):
+        patch.setattr(index, "_insert", Mock(side_effect=sqlite3.OperationalError("full")))
+        index.reserve(b"y", b"b", 5)
+    index.check()
+    assert index.total() == (8, 1)
 
 
 def test_held_by_another(tmp_path: Path) -> None:

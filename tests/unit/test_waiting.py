@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.engine import waiting
+from headrace.engine import async_llm, waiting
+from headrace.engine import messages as m
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.waiting import WaitingPrompts
 from headrace.kv.cache import KVCache
 from headrace.progress import Prefill
 from headrace.stats import EngineStats, SchedulerStats, TokenStats
-from headrace.types import CHUNK, Overloaded, Request, SamplingParams
+from headrace.types import CHUNK, Delta, Overloaded, Request, SamplingParams
 
 pytestmark = pytest.mark.unit
 
@@ -109,6 +110,22 @@ def test_a_crowd_is_told_to_wait_for_its_new_tokens() -> None:
     with pytest.raises(Overloaded) as told:
         llm._enqueue(last)
     assert told.value.retry_after_s == pytest.approx(4.36), "what is being read comes first, and counts once"
+
+
+def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all requests together; the one of which most waits is ended, here and in the engine."""
+    sent: list[m.ToEngine] = []
+    monkeypatch.setattr(async_llm, "MOST_UNREAD", 10)
+    llm = AsyncLLM(EngineConfig(model="tiny"))
+    monkeypatch.setattr(llm, "_send", sent.append)
+    slow, slower = (llm._enqueue(request(name, [1])) for name in ("slow", "slower"))
+    deltas = [Delta(name, 0) for name in ("slow", "slower", "slower")]
+    for _ in range(4):
+        llm._hand_out(m.Events(deltas, [], {}, EngineStats()))
+    assert slow.qsize() == 4 and isinstance(slower.get_nowait(), Overloaded) and slower.empty()
+    assert sent[-1] == m.Abort("slower") and len(sent) == 3
+    llm._hand_out(m.Events(deltas * 2, [], {}, EngineStats()))
+    assert slow.qsize() == 6 and slower.empty(), "what is still on its way is not kept"
 
 
 # -- between tenants

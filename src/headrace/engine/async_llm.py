@@ -34,6 +34,9 @@ from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Over
 
 Item = Delta | Exception
 
+MOST_UNREAD = 1 << 18
+"""Items of all requests that wait for whoever iterates; with 20 logprobs each takes some 4.5 KB."""
+
 
 @shows_settings
 class AsyncLLM(AsyncScores, metaclass=PublicNames):
@@ -212,6 +215,18 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
             self._put(request_id, refused.error)
         for delta in events.deltas:
             self._put(delta.request_id, delta)
+        if sum(stream.qsize() for stream in self._streams.values()) > MOST_UNREAD:
+            self._end_unread()
+
+    def _end_unread(self) -> None:
+        """Ends the request of which most waits: nobody, or a client that takes next to nothing, reads its answer."""
+        name, unread = max(self._streams.items(), key=lambda each: each[1].qsize())
+        told = f"{unread.qsize():,} steps of this answer were not read, and those of all requests take too much memory"
+        while not unread.empty():
+            unread.get_nowait()
+        unread.put_nowait(Overloaded(told, 1.0))
+        del self._streams[name]
+        self._send(m.Abort(name))
 
     def _put(self, request_id: str, item: Item) -> None:
         stream = self._streams.get(request_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -58,8 +58,8 @@ class Api(Protocol[B]):
 async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
     """One request, from its body to its reply or to the beginning of its stream."""
     arrival_s = time.monotonic()
-    with admission(state, request):
-        body = await read_body(api.body, await read(request))
+    async with admitted(state, request) as raw:
+        body = await read_body(api.body, raw)
         if body.model is not None:
             check_model(state, body.model)
         job = await unless_gone(request.receive, api.job(state, body, arrival_s))
@@ -129,7 +129,7 @@ async def _told_text(state: ServerState, job: Job) -> str:
     return " ... ".join([await state.in_tokenizer(tokenizer.decode, part) for part in parts])
 
 
-async def read(request: Request) -> bytes:
+async def _read(request: Request) -> bytes:
     """The body. Raises ApiError for one that comes too slowly, or is compressed."""
     try:
         async with asyncio.timeout(READ_S):
@@ -143,10 +143,18 @@ async def read(request: Request) -> bytes:
     return raw
 
 
-def admission(state: ServerState, request: Request) -> AbstractContextManager[None]:
-    """Bounds what is read and tokenized at one time, before the engine's own queue bounds what waits. Raises
-    Overloaded."""
-    return state.reading.place(request.scope[TENANT], state.retry_after_of)
+@asynccontextmanager
+async def admitted(state: ServerState, request: Request) -> AsyncIterator[bytes]:
+    """The body. Bounds what is read and tokenized at one time, before the engine's own queue bounds what waits. Raises
+    Overloaded; ApiError for a body that comes too slowly, or is compressed."""
+    tenant = request.scope[TENANT]
+    with state.reading.place(tenant, state.retry_after_of):
+        raw, turn = await _read(request), state.reading.turn(tenant)
+        await unless_gone(request.receive, turn.acquire())
+        try:
+            yield raw
+        finally:
+            turn.release()
 
 
 @asynccontextmanager

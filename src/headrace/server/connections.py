@@ -29,7 +29,8 @@ HEAD_S = 10.0
 KEEP_ALIVE_S = 60.0
 """So long may a connection be silent between two requests."""
 WRITE_S = 60.0
-"""So long may a client take nothing of what is sent to it."""
+LEAST_TAKEN = 1 << 20
+"""Bytes that a client takes at least within each WRITE_S of what waits for it, all if that is less."""
 ACCEPTED_AT_ONCE = 16
 """asyncio accepts so many in one turn of its loop."""
 RESERVED = 128 + 6 * ACCEPTED_AT_ONCE
@@ -154,11 +155,21 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(WRITE_S, self.end, "that took nothing of their answer")
+        self._watch_writing()
 
     def resume_writing(self) -> None:
         self._stop(self._stalled)
         super().resume_writing()
+
+    def _watch_writing(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(WRITE_S, self._look_at_writing, waiting)
+
+    def _look_at_writing(self, before: int) -> None:
+        if before - self.transport.get_write_buffer_size() < LEAST_TAKEN:
+            self.end("that took next to nothing of their answer")
+        else:
+            self._watch_writing()
 
     def end(self, why: str | None) -> None:
         """Closes at once; what has not been sent is thrown away. why: counted for the log, if given."""

@@ -39,6 +39,7 @@ class Guard:
         scope[SCOPE] = new_id()
         reply = _Reply(send, scope, self.state)
         try:
+            _check_framing(scope)
             if scope["path"] != "/health":
                 tenant = self._check(scope)
             else:
@@ -105,6 +106,14 @@ class _Reply:
             told = [] if self.tenant is None else self.tenant.standing()
             message = {**message, "headers": [*message["headers"], id_header(self._scope), *told]}
         await self._send(message)
+
+
+def _check_framing(scope: Scope) -> None:
+    """Raises ApiError for a body whose end two headers tell: a proxy that goes by the other one would take what follows
+    for the next request (RFC 9112, 6.1)."""
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        told = "content-length and transfer-encoding tell the end of one body: send one of them"
+        raise ApiError(400, told, None, "invalid_framing", {"Connection": "close"})
 
 
 def _presented(scope: Scope) -> Iterator[bytes]:

@@ -277,7 +277,7 @@ class Job:
 
     async def _many(self, engine: ServedEngine) -> AsyncIterator[tuple[int, Delta]]:
         """All prompts at once. The first failure ends the others."""
-        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(256)  # more wait before it
         turn = asyncio.Semaphore(self._most)
         tasks = [asyncio.create_task(_pump(self._one(engine, p), queue, turn)) for p in range(len(self.prompts))]
         try:
@@ -298,11 +298,11 @@ async def _pump(stream: AsyncIterator[Any], queue: asyncio.Queue[Any], turn: asy
     try:
         async with turn:
             async for item in stream:
-                queue.put_nowait(item)
+                await queue.put(item)
     except Exception as error:
-        queue.put_nowait(error)
+        await queue.put(error)
     else:
-        queue.put_nowait(None)
+        await queue.put(None)
     finally:
         await aclose(stream)
 

@@ -15,22 +15,23 @@ MAX_OBJECTS = 50_000
 MAX_MEMBERS = 4096
 """Members of one object."""
 
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The object that a body is. NaN and Infinity pass here so that the field that holds them can be named; the models
-    refuse them. Raises ApiError."""
+    """The object that a body is, in UTF-8. NaN and Infinity pass here so that the field that holds them can be named;
+    the models refuse them. Raises ApiError."""
     if raw.count(b",") > MAX_VALUES:
         raise _too_much(f"{MAX_VALUES:,} values")
     try:
-        value = json.loads(raw, object_pairs_hook=_Objects().made)
+        text = raw.decode("utf-8-sig")  # json.loads would take halves of surrogate pairs, and UTF-16 with them
+        value = json.loads(text, object_pairs_hook=_Objects().made)
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", None, "invalid_json")
-    if SURROGATE.search(raw):
+    if SURROGATE.search(text):
         _check_text(value)
     return value
 

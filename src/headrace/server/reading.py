@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from asyncio import Semaphore
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from headrace.server.tenants import Tenant
 from headrace.types import Overloaded
+
+AT_ONCE = 4
+"""Requests of one tenant that are rendered and tokenized at a time. Threads take what comes first: of each tenant of a
+file another one meets no more there. Who has the one key, or needs none, has no others to wait for."""
 
 
 class ReadingPlaces:
@@ -17,6 +22,7 @@ class ReadingPlaces:
     def __init__(self, most: int) -> None:
         self.most = most
         self._taken: Counter[Tenant] = Counter()
+        self._turns: dict[Tenant, Semaphore] = {}
 
     def __len__(self) -> int:
         return self._taken.total()
@@ -33,6 +39,11 @@ class ReadingPlaces:
             self._taken[tenant] -= 1
             if not self._taken[tenant]:
                 del self._taken[tenant]
+                self._turns.pop(tenant, None)
+
+    def turn(self, tenant: Tenant) -> Semaphore:
+        """Held by a request with a place while it is rendered and tokenized."""
+        return self._turns.setdefault(tenant, Semaphore(AT_ONCE if tenant.name else self.most))
 
     def _is_full(self, tenant: Tenant) -> bool:
         own = self._taken[tenant]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, ReadSession, SaveSession, SessionCall
 from headrace.offload.sessions.names import NO_STORAGE, NOT_FOUND, check_name
 from headrace.server.admission import admit, check_public
-from headrace.server.answering import admission, check_model, ended, read, start
+from headrace.server.answering import admitted, check_model, ended, start
 from headrace.server.chat_body import MAX_MESSAGES, MAX_TOOLS, Message, ToolBody, template_variables, tools_of
 from headrace.server.encoding import encoded
 from headrace.server.errors import ApiError, JsonReply, invalid
@@ -97,8 +97,8 @@ def install_sessions(router: APIRouter, state: ServerState) -> None:
 async def _save(state: ServerState, request: Request) -> Response:
     """Computes what is not cached, as any request does, and saves it."""
     arrival_s, tenant = time.monotonic(), request.scope[TENANT]
-    with admission(state, request):
-        body = await read_body(SaveSessionBody, await read(request))
+    async with admitted(state, request) as raw:
+        body = await read_body(SaveSessionBody, raw)
         if body.model is not None:
             check_model(state, body.model)
         state.config.sessions.must_save(state.config.cache.prefix_caching)
@@ -126,8 +126,8 @@ async def _save(state: ServerState, request: Request) -> Response:
 async def _load(state: ServerState, request: Request, name: str) -> Response:
     """What is public of the session's tokens is found out here, as for every request: its file may not say so."""
     tenant: Tenant = request.scope[TENANT]
-    with admission(state, request):
-        body = await read_body(LoadSessionBody, await read(request) or b"{}")
+    async with admitted(state, request) as raw:
+        body = await read_body(LoadSessionBody, raw or b"{}")
         if body.model is not None:
             check_model(state, body.model)
         body.check()

@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from headrace.server.answering import admission, check_model, read
+from headrace.server.answering import admitted, check_model
 from headrace.server.chat_body import MAX_MESSAGES, MAX_TOOLS, Message, ToolBody, template_variables, tools_of
 from headrace.server.encoding import COUNTED, encoded
 from headrace.server.errors import JsonReply, invalid
@@ -61,8 +61,8 @@ class DetokenizeBody(Body):
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:
-    with admission(state, request):
-        body = await read_body(TokenizeBody, await read(request))
+    async with admitted(state, request) as raw:
+        body = await read_body(TokenizeBody, raw)
         _check_model(state, body)
         body.check()
         tokens = await unless_gone(request.receive, _tokens(state, body))
@@ -76,8 +76,8 @@ async def tokenize(state: ServerState, request: Request) -> Response:
 
 async def detokenize(state: ServerState, request: Request) -> Response:
     """Special tokens are part of the text."""
-    with admission(state, request):
-        body = await read_body(DetokenizeBody, await read(request))
+    async with admitted(state, request) as raw:
+        body = await read_body(DetokenizeBody, raw)
         _check_model(state, body)
         size = state.engine.capacity.vocab_size
         ends = (min(body.tokens, default=0), max(body.tokens, default=0))

@@ -29,6 +29,8 @@ from headrace.planner.machine import PieceRate
 T = TypeVar("T")
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+IN_THE_WAY = {errno.EISDIR, errno.ENOTDIR}
+"""Something else has the place of a blob, or of those that begin alike: others can be written."""
 PASSING = {
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT,
@@ -100,8 +102,8 @@ class DiskTier:
             return self._write(index, draft, entry, views) if draft else entry.name in index.find([entry.name])
         except OSError as error:
             self._cancel(index, entry)
-            self._reopen |= error.errno not in FULL
-            self._health.fail("write", error, pause=True)
+            self._reopen |= error.errno not in FULL | IN_THE_WAY
+            self._health.fail("write", error, pause=error.errno not in IN_THE_WAY)
         except sqlite3.Error as error:
             self._index_failed(index, error)
         finally:
@@ -204,11 +206,8 @@ class DiskTier:
         self._ask(lambda index: index.remove(names), nothing)
 
     def stats(self) -> TierStats:
-        use: dict[bytes, tuple[int, int]] = {}
-        if not self._closed:
-            use = self._ask(Index.usage, use)
-        sizes, counts = zip(*use.values(), strict=True) if use else ((), ())
-        return self._health.stats(self._reopen, used_bytes=sum(sizes), blobs=sum(counts))
+        used, blobs = (0, 0) if self._closed else self._ask(Index.total, (0, 0))
+        return self._health.stats(self._reopen, used_bytes=used, blobs=blobs)
 
     def close(self) -> None:
         with self._opening:
@@ -281,7 +280,7 @@ class DiskTier:
             self._health.works("open")
 
     def _check_room(self, index: Index) -> None:
-        used = sum(size for size, _ in index.usage().values())
+        used, _ = index.total()
         disk = os.statvfs(self._files.root)
         free = disk.f_bavail * disk.f_frsize
         if free < index.budget - used:
@@ -309,7 +308,7 @@ class DiskTier:
         """An index in memory, so that reads go on where nothing can be written."""
         self._reopen = True
         index = Index(":memory:", *self._settings)
-        with suppress(OSError):
+        with suppress(OSError, sqlite3.Error):
             index.adopt(self._files.sized(self._files.scan()))
         self._use(index)
 

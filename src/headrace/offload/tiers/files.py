@@ -159,11 +159,12 @@ class BlobFiles:
                     yield bytes.fromhex(match[1]), bytes.fromhex(match[2])
 
     def sized(self, blobs: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[BlobEntry, int]]:
-        """Those that are there yet, each with when it was written [ns]."""
+        """Those that are there yet, each with when it was written [ns]: by now, whatever clock its file has seen."""
+        now = time.time_ns()
         for name, tenant in blobs:
             with suppress(FileNotFoundError):
                 found = os.stat(self.path(BlobEntry(name, tenant, 0)), follow_symlinks=False)
-                yield BlobEntry(name, tenant, found.st_size), found.st_mtime_ns
+                yield BlobEntry(name, tenant, found.st_size), min(max(0, found.st_mtime_ns), now)
 
     def open(self, entry: BlobEntry) -> OpenFile:
         return OpenFile(self.path(entry), entry.size)

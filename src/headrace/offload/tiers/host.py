@@ -107,7 +107,7 @@ class HostTier:
         if self._free[size]:
             self._free_bytes -= size
             return self._free[size].pop()
-        used = sum(held for held, _ in self._index.usage().values())
+        used, _ = self._index.total()
         while used + self._free_bytes > self._index.budget:
             self._discard()
         try:
@@ -184,8 +184,8 @@ class HostTier:
         with self._lock:
             if self._closed:
                 return replace(self._stats)
-            use = self._index.usage().values()
-            return replace(self._stats, used_bytes=sum(size for size, _ in use), blobs=sum(count for _, count in use))
+            used, blobs = self._index.total()
+            return replace(self._stats, used_bytes=used, blobs=blobs)
 
     def close(self) -> None:
         with self._lock:

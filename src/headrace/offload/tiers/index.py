@@ -25,12 +25,12 @@ from headrace.offload.tiers.index_tables import (
     MOST_BYTES,
     BlobEntry,
     StatementLimit,
+    Sums,
     as_damage,
     check_rows,
     check_schema,
     entry_of,
     only_files,
-    use_of,
 )
 
 TOUCHES = 4096
@@ -67,29 +67,36 @@ def choose(
     tenant: bytes,
     size: int,
     budget: int,
-    quota: Callable[[bytes], int],
+    quota: int,
+    own: Mapping[bytes, int],
     oldest: Callable[[bytes], Iterator[BlobEntry]],
 ) -> list[BlobEntry] | None:
     """Victims, in order, that make room for `size` bytes more of `tenant`; None if there can be none.
 
-    use: bytes by tenant. quota: a tenant's, in bytes. oldest: a tenant's blobs that may go, least recently used first;
-    asked once per tenant.
+    use: bytes by tenant. quota: a tenant's, in bytes; own: of those that have another. oldest: a tenant's blobs that
+    may go, least recently used first; asked once per tenant.
     """
     use = {**use, tenant: use.get(tenant, 0) + size}
-    queues: dict[bytes, Iterator[BlobEntry]] = {}
-    victims: list[BlobEntry] = []
-    able = set(use)
     excess = sum(use.values()) - budget
+    victims: list[BlobEntry] = []
+    if excess <= 0:
+        return victims
+    queues: dict[bytes, Iterator[BlobEntry]] = {}
+    beyond = {one: used - quota for one, used in use.items()}
+    beyond.update((one, use[one] - own[one]) for one in own.keys() & use.keys())
+    mine = beyond[tenant]
     while excess > 0:
-        giver = max(able, key=lambda one: (use[one] - quota(one), one == tenant, one), default=None)
-        if giver is None or (use[tenant] > quota(tenant) and use[giver] <= quota(giver)):
+        most = max(beyond.values(), default=0)
+        if not beyond or (mine > 0 and most <= 0):
             return None
+        giver = tenant if beyond.get(tenant) == most else max(one for one, far in beyond.items() if far == most)
         entry = next(queues.setdefault(giver, oldest(giver)), None)
         if entry is None:
-            able.discard(giver)
+            del beyond[giver]
             continue
         victims.append(entry)
-        use[giver] -= entry.size
+        beyond[giver] -= entry.size
+        mine -= entry.size * (giver == tenant)
         excess -= entry.size
     return victims
 
@@ -122,6 +129,7 @@ class Index:
         self._touched: dict[int, int] = {}
         self._db = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
         self._limit = StatementLimit(self._db)
+        self._sums = Sums(self._db)
         try:
             with as_damage(), self._limit(bulk=True):
                 self._prepare()
@@ -162,6 +170,7 @@ class Index:
                 yield db
                 db.execute("COMMIT")
             except BaseException:
+                self._sums.forget()
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
@@ -211,8 +220,8 @@ class Index:
         if size > self.budget:
             return REFUSED
         with self._changing() as db:
-            if alone:
-                db.execute("DELETE FROM blobs WHERE name = ? AND NOT ready", (name,))
+            if alone and db.execute("DELETE FROM blobs WHERE name = ? AND NOT ready", (name,)).rowcount:
+                self._sums.forget()
             row = db.execute("SELECT id, ready FROM blobs WHERE name = ?", (name,)).fetchone()
             if row is not None:
                 if row[1]:
@@ -221,16 +230,24 @@ class Index:
             victims = self._victims(tenant, size)
             if victims is None:
                 return REFUSED
-            remove(db, [entry.name for entry in victims])
-            self._insert(BlobEntry(name, tenant, size), self._now(), ready=False)
+            self._take_out(victims)
+            new = BlobEntry(name, tenant, size)
+            self._insert(new, self._now(), ready=False)
+            self._sums.add(new, 1)
             return Reservation(True, False, victims)
 
     def _victims(self, tenant: bytes, size: int) -> list[BlobEntry] | None:
-        use = {tenant: size for tenant, (size, _) in use_of(self._db).items()}
-        return choose(use, tenant, size, self.budget, self._quota, self._oldest)
+        self._sums.look()
+        if self._sums.bytes + size <= self.budget:
+            return []
+        use = {tenant: size for tenant, (size, _) in self._sums.use.items()}
+        own = {tenant: int(share * self.budget) for tenant, share in self._own.items()}
+        return choose(use, tenant, size, self.budget, int(self._common * self.budget), own, self._oldest)
 
-    def _quota(self, tenant: bytes) -> int:
-        return int(self._own.get(tenant, self._common) * self.budget)
+    def _take_out(self, entries: Sequence[BlobEntry]) -> None:
+        remove(self._db, [entry.name for entry in entries])
+        for entry in entries:
+            self._sums.add(entry, -1)
 
     def _oldest(self, tenant: bytes) -> Iterator[BlobEntry]:
         sql = "SELECT name, tenant, bytes FROM blobs WHERE tenant = ? AND ready = 1 ORDER BY used"
@@ -243,6 +260,9 @@ class Index:
     def commit(self, entry: BlobEntry) -> None:
         """The blob is there, whatever became of the room that was reserved."""
         with self._changing() as db:
+            reserved = db.execute("SELECT name, tenant, bytes FROM blobs WHERE name = ?", (entry.name,)).fetchone()
+            if reserved != entry:
+                self._sums.forget()
             db.execute("DELETE FROM blobs WHERE name = ?", (entry.name,))
             self._insert(entry, self._now(), ready=True)
 
@@ -250,6 +270,7 @@ class Index:
         """Gives back room that was reserved."""
         with self._changing() as db:
             db.executemany("DELETE FROM blobs WHERE name = ? AND NOT ready", [(name,) for name in names])
+            self._sums.forget()
 
     def reserved(self) -> list[bytes]:
         """Names that are being written, or were when their process ended."""
@@ -264,12 +285,13 @@ class Index:
             for entry, used in found:
                 self._db.execute("DELETE FROM blobs WHERE name = ?", (entry.name,))
                 self._insert(entry, used, ready=True)
+            self._sums.forget()
 
     def trim(self) -> list[BlobEntry]:
         """Takes out and returns what is above the budget."""
-        with self._changing(bulk=True) as db:
+        with self._changing(bulk=True):
             victims = self._victims(b"", 0) or []
-            remove(db, [entry.name for entry in victims])
+            self._take_out(victims)
             return victims
 
     def remove(self, names: Sequence[bytes]) -> list[BlobEntry]:
@@ -277,12 +299,20 @@ class Index:
         with self._changing() as db:
             gone = list(select(db, names))
             remove(db, [entry.name for entry in gone])
+            self._sums.forget()
             return gone
 
     def usage(self) -> dict[bytes, tuple[int, int]]:
         """Bytes and blobs by tenant, those being written included."""
-        with self._locked() as db:
-            return use_of(db)
+        with self._locked():
+            self._sums.look()
+            return dict(self._sums.use)
+
+    def total(self) -> tuple[int, int]:
+        """Bytes and blobs of all tenants, those being written included."""
+        with self._locked():
+            self._sums.look()
+            return self._sums.bytes, self._sums.blobs
 
     def uses(self) -> list[tuple[BlobEntry, int]]:
         """All that are there, each with its last use [ns]."""
@@ -297,6 +327,9 @@ class Index:
                 "SELECT tenant, sum(bytes), count(*) FROM blobs GROUP BY tenant ORDER BY tenant"
             ).fetchall()
             assert sums == db.execute("SELECT * FROM tenants ORDER BY tenant").fetchall(), sums
+            self._sums.look()
+            assert self._sums.use == {tenant: (size, count) for tenant, size, count in sums}
+            assert (self._sums.bytes, self._sums.blobs) == tuple(sum(row[of] for row in sums) for of in (1, 2))
             assert sum(size for _, size, _ in sums) <= self.budget
 
     def close(self) -> None:

@@ -144,6 +144,36 @@ def use_of(db: sqlite3.Connection) -> dict[bytes, tuple[int, int]]:
     return use
 
 
+class Sums:
+    """Bytes and blobs by tenant (`use`) and of all, as the table of tenants has them. There may be as many tenants as
+    blobs, so the table is read only after somebody else has changed it: `add` follows the changes of this connection,
+    `forget` those that it does not follow."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.use: dict[bytes, tuple[int, int]] = {}
+        self.bytes = self.blobs = 0
+        self._db = db
+        self._version: int | None = None
+
+    def look(self) -> None:
+        """Raises sqlite3.DatabaseError as use_of does."""
+        version: int = self._db.execute("PRAGMA data_version").fetchone()[0]
+        if version != self._version:
+            self.use, self._version = use_of(self._db), version
+            self.bytes, self.blobs = (sum(each[of] for each in self.use.values()) for of in (0, 1))
+
+    def add(self, entry: BlobEntry, blobs: int) -> None:
+        """The entry has come (1) or gone (-1)."""
+        size, count = self.use.pop(entry.tenant, (0, 0))
+        if count + blobs:
+            self.use[entry.tenant] = size + blobs * entry.size, count + blobs
+        self.bytes += blobs * entry.size
+        self.blobs += blobs
+
+    def forget(self) -> None:
+        self._version = None
+
+
 def is_size(value: object) -> bool:
     return isinstance(value, int) and 0 <= value <= MOST_BYTES
 

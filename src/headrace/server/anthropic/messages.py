@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from headrace.server.answering import admission, check_model, read
+from headrace.server.answering import admitted, check_model
 from headrace.server.anthropic.body import CountBody, MessagesBody
 from headrace.server.anthropic.errors import error_body
 from headrace.server.anthropic.events import PING, Blocks, frame, message, stop_reason, usage
@@ -74,8 +74,8 @@ class Messages:
 
     async def count(self, state: ServerState, request: Request) -> Response:
         """How many tokens the prompt of such a request has, whether or not it fits."""
-        with admission(state, request):
-            body = await read_body(CountBody, await read(request))
+        async with admitted(state, request) as raw:
+            body = await read_body(CountBody, raw)
             if body.model is not None:
                 check_model(state, body.model)
             with naming(NAMES):

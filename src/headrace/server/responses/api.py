@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from headrace.server.answering import admission, answer, check_model, read
+from headrace.server.answering import admitted, answer, check_model
 from headrace.server.errors import ApiError, JsonReply, invalid
 from headrace.server.guard import TENANT
 from headrace.server.job import Job
@@ -89,8 +89,8 @@ def install_responses(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/v1/responses/input_tokens")
     async def input_tokens(request: Request) -> Response:
-        with admission(state, request):
-            body = await read_body(ResponsesBody, await read(request))
+        async with admitted(state, request) as raw:
+            body = await read_body(ResponsesBody, raw)
             if body.model is not None:
                 check_model(state, body.model)
             with naming(NAMES):
