@@ -4,6 +4,7 @@ attention: the same bits in every schedule, replayed and launched, and near tran
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,16 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from headrace import LLM, SamplingParams
+from headrace.device import current
 from headrace.engine import graph_buckets
 from headrace.engine.runner import Runner
 from headrace.host import GIB
 from headrace.kernels.triton import graph_step
+from headrace.kv.node import Node
 from headrace.offload.restore import timing
+from headrace.offload.stored_states import StoredStates
+from headrace.types import Request
+from tests.support.delayed_device import delayed_device
 from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.hybrid_checkpoints import make_checkpoint
@@ -73,6 +79,125 @@ def test_replayed_and_cut_are_the_same_as_launched_alone(folder: Path, fake: Fak
     same(run(llm, prompts, TWO), truth)
     stats = llm.engine.stats().graphs
     assert stats.prompts == 2 and stats.replayed == 3 and not stats.eager
+
+
+Plan = list[tuple[int, str, list[int], SamplingParams | None]]
+"""Before which step requests are added, their names, prompts and parameters; None: it is aborted."""
+
+
+def played(llm: LLM, plan: Plan) -> dict[tuple[str, int], list[Any]]:
+    """Tokens, log probabilities and ends of the answers. Whatever is planned, all agrees after each step."""
+    core, step, left = llm.engine, 0, list(plan)
+    answers: dict[tuple[str, int], list[Any]] = {}
+    while left or core.has_work:
+        while left and left[0][0] <= step:
+            _, name, prompt, params = left.pop(0)
+            if params is None:
+                core.abort(name)
+            else:
+                core.add(Request(name, prompt, params))
+        for delta in core.step():
+            told = answers.setdefault((delta.request_id, delta.index), [])
+            told += [*delta.token_ids, *(delta.logprobs or []), delta.finish_reason]
+        step += 1
+        core.overlap.check()
+    return answers
+
+
+def kept(llm: LLM) -> dict[bytes, list[torch.Tensor]]:
+    """By the name of each chunk its keys and values, and the state behind it, where there is one."""
+    current().synchronize()
+    runner, found = llm.engine.loaded.executor, dict[bytes, list[torch.Tensor]]()
+    assert isinstance(runner, Runner) and runner.states is not None
+    for digest, node in llm.engine.cache.tree.nodes.items():
+        found[digest] = [each[node.slot].clone() for pool in runner.storage.pools for each in pool.tensors]
+        if node.state >= 0:
+            layers = runner.states.layers
+            found[digest] += [part[node.state].clone() for each in layers for part in (each.last, each.matrices)]
+    return found
+
+
+def same_bits(found: dict[bytes, list[torch.Tensor]], wanted: dict[bytes, list[torch.Tensor]]) -> None:
+    assert found.keys() == wanted.keys()
+    for digest, parts in found.items():
+        assert len(parts) == len(wanted[digest]), "a state is kept in one way alone"
+        assert all(torch.equal(one, other) for one, other in zip(parts, wanted[digest], strict=True))
+
+
+def test_a_step_ahead_gives_the_same_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a device that is late: a prompt comes, and is read by slices beside a sequence that decodes."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    monkeypatch.setattr(graph_buckets, "SMALL", (4,))
+    found = {}
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            llm = engine(folder, max_batch_tokens=4, max_sequences=2, async_scheduling=ahead)
+            found[ahead] = played(llm, [(0, "a", tokens(3, 1), SIX), (2, "b", tokens(5, 2), TWO)])
+            stats = llm.engine.stats().graphs
+            assert (late.most_ahead, stats.eager, stats.ahead) == ((2, 0, 3) if ahead else (1, 0, 0))
+    assert found[True] == found[False]
+
+
+@pytest.mark.matrix
+def test_steps_ahead_leave_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of a prompt whose answer fills its chunk, beside one that forks and is drawn from, and one that is
+    aborted; then of one that goes on from the answer's state. Keys, values and states that outlast
+    them are the same."""
+    monkeypatch.setattr(Runner, "record", lambda self: None)
+    monkeypatch.setattr(graph_buckets, "SMALL", (4,))
+    drawn = SamplingParams(temperature=0.9, seed=1, max_tokens=4, n=2, logprobs=2, ignore_eos=True)
+    first, found = tokens(62, 1), {}
+    plan: Plan = [
+        (0, "a", first, replace(SIX, max_tokens=9)), (4, "b", tokens(7, 2), drawn), (5, "c", tokens(9, 3), SIX),
+        (7, "c", [], None),
+    ]  # fmt: skip
+    for ahead in (True, False):
+        with delayed_device(monkeypatch) as late:
+            llm = engine(folder, max_batch_tokens=66, async_scheduling=ahead)
+            answers = played(llm, plan)
+            known = [*first, *(token for token in answers["a", 0] if isinstance(token, int))]
+            answers |= played(llm, [(0, "d", [*known, 5], SIX)])
+            found[ahead], stats = (answers, kept(llm)), llm.engine.stats()
+            assert (late.most_ahead, stats.graphs.eager, stats.tokens.cached) == (1 + ahead, 0, 64)
+            assert stats.graphs.ahead > stats.graphs.replayed // 2 if ahead else not stats.graphs.ahead
+    del found[True][0]["c", 0], found[False][0]["c", 0]
+    assert found[True][0] == found[False][0]
+    same_bits(found[True][1], found[False][1])
+
+
+@pytest.mark.matrix
+def test_states_evicted_by_a_step_ahead_come_back(
+    folder: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two prompts that come while a sequence decodes, in three slots: the last slice of the second one takes that of
+    the first one's state, which goes to host memory before the step that overwrites it, and comes back as it was."""
+    prompts, left = [tokens(66, seed) for seed in (1, 2)], list[bool]()
+    store, found = StoredStates._leaving, {}
+
+    def leaves(self: StoredStates, node: Node) -> None:
+        left.append(llm.engine.scheduler.ahead)
+        store(self, node)
+
+    monkeypatch.setattr(StoredStates, "_leaving", leaves)
+    for ahead in (True, False):
+        llm = engine(
+            folder, max_batch_tokens=40, max_sequences=2, recurrent_states=3, kv_offloading_size=0.01,
+            async_scheduling=ahead,
+        )  # fmt: skip
+        assert llm.engine.offload is not None
+        llm.engine.offload.choose = forced(0.0, 0.0)
+        look_at_once(llm)
+        plan: Plan = [(0, "a", tokens(3, 9), replace(SIX, max_tokens=12))]
+        plan += [(2 + 4 * number, str(number), prompt, TWO) for number, prompt in enumerate(prompts)]
+        answers = played(llm, plan)
+        flush(llm)
+        assert (ahead in left) and bool(llm.engine.stats().graphs.ahead) == ahead
+        answers |= played(llm, [(0, "again", prompts[0], TWO)])
+        assert llm.engine.stats().restore.loaded_tokens == 64
+        assert answers["again", 0] == answers["0", 0]
+        found[ahead] = answers
+        llm.close()
+    assert found[True] == found[False]
 
 
 @pytest.mark.matrix

@@ -269,7 +269,7 @@ class Event:
 
 events = st.builds(
     Event, st.integers(0, 60), st.integers(-12, 3), st.integers(0, len(KINDS) - 1), st.integers(1, 150),
-    st.sampled_from([0, 0, 64, 70, 130]), st.integers(5, 70), st.sampled_from(["", "x"]), st.integers(0, 1),
+    st.sampled_from([0, 0, 64, 70, 130]), st.integers(9, 70), st.sampled_from(["", "x"]), st.integers(0, 1),
 )  # fmt: skip
 
 
@@ -292,15 +292,16 @@ def play(core: EngineCore, planned: list[Event]) -> Client:
 @given(
     planned=st.lists(events, min_size=1, max_size=8), chunks=st.sampled_from([6, 9, 40]),
     policy=st.sampled_from(["fair", "fcfs"]), sequences=st.sampled_from([2, 5]), wild=st.booleans(),
-    haste=st.sampled_from([0.0, 0.3]),
+    haste=st.sampled_from([0.0, 0.3]), states=st.sampled_from([None, 2, 5, 20]),
 )  # fmt: skip
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_answers_are_those_without(
-    llm: LLM, planned: list[Event], chunks: int, policy: str, sequences: int, wild: bool, haste: float
-) -> None:
+    llm: LLM, planned: list[Event], chunks: int, policy: str, sequences: int, wild: bool, haste: float,
+    states: int | None,
+) -> None:  # fmt: skip
     """Stops, aborts, preemption, shared prefixes, tenants, priorities, penalties, seeds. wild: some steps are refused,
-    and some tokens left to the host. haste: how often the device is not late."""
-    given = {"scheduling_policy": policy, "max_sequences": sequences, "max_batch_tokens": 128}
+    and some tokens left to the host. haste: how often the device is not late. states: recurrent ones."""
+    given = {"scheduling_policy": policy, "max_sequences": sequences, "max_batch_tokens": 128, "states": states}
     with pytest.MonkeyPatch.context() as patch, delayed_device(patch, haste) as late:
         ahead = play(machine_engine(llm, late, chunks, True, refuses=wild, unsure=wild, **given), planned)
         compare(ahead, play(machine_engine(llm, late, chunks, False, **given), planned))

@@ -88,6 +88,24 @@ def test_recurrent_layers_in_slices(budget: int, folder: Path, truth: list[Trace
     same(run(engine(folder, max_batch_tokens=budget), prompts(), SHORT), truth)
 
 
+def test_recurrent_layers_a_step_ahead(llm: LLM) -> None:
+    """Answers of uneven lengths, some of which stop while a step with them is under way."""
+    stops, found = list(range(0, VOCAB, 31)), []
+    params = [
+        SamplingParams(temperature=0.9, seed=number, max_tokens=70 + number, stop_token_ids=stops)
+        for number in range(len(prompts()))
+    ]
+    before, engine = llm.engine.overlap.on, llm.engine
+    for on in (True, False, True):
+        engine.overlap.on, ahead = on, engine.stats().graphs.ahead
+        engine.cache.tree.clear()
+        found.append([each.outputs[0] for each in llm.generate(prompts(), params)])
+        assert (engine.stats().graphs.ahead - ahead > 10) == on
+        engine.scheduler.check()
+    engine.overlap.on = before
+    assert found[0] == found[1] == found[2]
+
+
 def test_preempted_recurrent_layers(folder: Path, llm: LLM) -> None:
     small = engine(folder, kv_cache_tokens=640, recurrent_states=8)
     same(run(small, prompts(), LONG), run(llm, prompts(), LONG))

@@ -25,6 +25,7 @@ from headrace.engine.stopping import forbidden_tokens
 from headrace.kernels.step_copies import ReadBack
 from headrace.kernels.triton.arena import Arena, padded
 from headrace.kv.cache import KVCache
+from headrace.kv.table_state import NONE, Segment
 from headrace.kv.tree import chain, token_array
 from headrace.types import CHUNK, chunks_for
 from tests.support.delayed_device import DelayedDevice
@@ -34,12 +35,19 @@ KINDS = 97
 
 
 class Place(NamedTuple):
-    """Where tokens start .. end-1 of a sequence go, and behind how many of the last ones the next is drawn."""
+    """Where tokens start .. end-1 of a sequence go, and behind how many of the last ones the next is drawn. segments:
+    of recurrent states, where there are some."""
 
     slots: np.ndarray[Any, Any]
     start: int
     end: int
     drawn: int
+    segments: tuple[Segment, ...] = ()
+
+    @classmethod
+    def of(cls, part: Slice, drawn: int) -> Place:
+        table = table_of(part)
+        return cls(table.slots.copy(), part.start, part.end, drawn, tuple(table.track.segments))
 
     @property
     def written(self) -> set[int]:
@@ -52,8 +60,9 @@ def drawn_from(part: Slice) -> int:
 
 
 class TokenMachine(Executor):
-    """memory [slots, 64]: tokens. logits: of the step that was computed last. refuses: whether some steps are, as those
-    for which there is no room. ahead: steps launched behind one under way; mixed: of these, those with prompts."""
+    """memory [slots, 64]: tokens. states: by slot, the tokens that each comes from. logits: of the step that was
+    computed last. refuses: whether some steps are, as those for which there is no room. ahead: steps launched behind
+    one under way; mixed: of these, those with prompts."""
 
     launches = True
 
@@ -62,6 +71,7 @@ class TokenMachine(Executor):
     ) -> None:
         self.late, self.refuses = late, random.Random(3) if refuses else None
         self.memory = np.full((slots, CHUNK), -1, np.int64)
+        self.states: dict[int, list[int]] = {}
         self.kinds = torch.randn(KINDS, width, generator=torch.Generator().manual_seed(1))
         self.arena = Arena(tokens, {}, late, torch.device("cpu"), pinned=True)
         self.chosen = torch.zeros(rows, dtype=torch.int32)
@@ -73,12 +83,14 @@ class TokenMachine(Executor):
 
     def run(self, slices: Sequence[Slice]) -> Computed:
         self.late.synchronize()
-        places = [(table_of(part).slots.copy(), part.start) for part in slices]
-        for part, (slots, start) in zip(slices, places, strict=True):
-            for position, token in enumerate(part.tokens, start):
-                self.memory[slots[position // CHUNK], position % CHUNK] = token
+        places = [Place.of(part, 0) for part in slices]
+        for part, place in zip(slices, places, strict=True):
+            for position, token in enumerate(part.tokens, part.start):
+                self.memory[place.slots[position // CHUNK], position % CHUNK] = token
+        for place in places:
+            self._leave_states(place)
         wanted = wanted_rows(slices)
-        ends = {part.sequence: (slots, part.end) for part, (slots, _) in zip(slices, places, strict=True)}
+        ends = {part.sequence: (place.slots, part.end) for part, place in zip(slices, places, strict=True)}
         rows = [self.row(*ends[part.sequence]) for part, _ in wanted.parts]
         return Computed(torch.stack(rows) if rows else torch.empty(0, 0), wanted.parts)
 
@@ -86,7 +98,7 @@ class TokenMachine(Executor):
         if self.refuses is not None and self.refuses.random() < 0.2:
             return None
         ordered, unseen = list(reversed(slices)), before or {}
-        places = [Place(table_of(part).slots.copy(), part.start, part.end, drawn_from(part)) for part in ordered]
+        places = [Place.of(part, drawn_from(part)) for part in ordered]
         known = [
             token
             for part in ordered
@@ -119,6 +131,8 @@ class TokenMachine(Executor):
         for each in places:
             for position in range(each.start, each.end):
                 self.memory[each.slots[position // CHUNK], position % CHUNK] = next(known)
+        for each in reversed(places):  # in the order of the slices
+            self._leave_states(each)
         ends = [(each.slots, end + 1) for each in places for end in range(each.end - each.drawn, each.end)]
         drawn = [self.row(*each) for each in ends]
         for row, logits in enumerate(drawn):
@@ -126,6 +140,13 @@ class TokenMachine(Executor):
         values, best = self.logits[: len(drawn)].max(1)
         self.chosen[: len(drawn)] = best.int()
         self.best[: 2 * len(drawn)] = torch.cat((best.int(), values.view(torch.int32)))
+
+    def _leave_states(self, place: Place) -> None:
+        seen, at = self.memory[place.slots].reshape(-1), place.start
+        for end, source, target in place.segments:
+            assert (self.states[source] if source != NONE else []) == seen[:at].tolist(), "begins with another state"
+            self.states[target], at = seen[:end].tolist(), end
+        assert not place.segments or at == place.end, "the segments are not the slice"
 
     def row(self, slots: np.ndarray[Any, Any], end: int) -> torch.Tensor:
         """Logits behind the first `end` tokens in these slots."""
@@ -143,7 +164,10 @@ class TokenMachine(Executor):
             assert node.complete, "a chunk is left half written"
             parent = root if node.parent is None else node.parent.digest
             assert parent is not None
-            assert chain(parent, token_array(self.memory[node.slot].tolist())) == digest, "a chunk has another's name"
+            last = self.memory[node.slot].tolist()
+            assert chain(parent, token_array(last)) == digest, "a chunk has another's name"
+            if node.state != NONE:
+                assert self.states[node.state][-CHUNK:] == last, "a chunk has another's state"
 
 
 class LateDraws:
@@ -199,12 +223,14 @@ def machine_engine(
     ahead: bool,
     refuses: bool = False,
     unsure: bool = False,
+    states: int | None = None,
     **settings: Any,
 ) -> EngineCore:
-    """An engine with the tokenizer and the sizes of one that is loaded, over a pool of so many chunks."""
+    """An engine with the tokenizer and the sizes of one that is loaded, over a pool of so many chunks. states: how many
+    recurrent ones there are, of a model that has them."""
     loaded = llm.engine.loaded
     config = loaded.config.replace(async_scheduling=ahead, **settings)
-    cache = KVCache(chunks, b"tokens")
+    cache = KVCache(chunks, b"tokens", states=states)
     sizes = config.scheduler.max_sequences, config.scheduler.max_batch_tokens
     machine = TokenMachine(late, chunks, loaded.capacity.vocab_size, *sizes, refuses)
     core = EngineCore(replace(loaded, config=config, cache=cache, executor=machine))

@@ -16,8 +16,9 @@ from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.cache import KVCache
 from headrace.kv.milestones import INTERVAL
 from headrace.kv.table_state import NONE
-from headrace.kv.tree import Node, chain, token_array
+from headrace.kv.tree import Node
 from headrace.types import CHUNK, Request, SamplingParams
+from tests.support.states_ahead import name_of
 
 pytestmark = pytest.mark.unit
 
@@ -123,20 +124,11 @@ class Steps:
 
     def _check_state(self, node: Node) -> None:
         tokens = self.memory[node.state]
-        assert len(tokens) % CHUNK == 0 and _name(self.cache, tokens) == node.digest
+        assert len(tokens) % CHUNK == 0 and name_of(self.cache, tokens) == node.digest
 
     def finish(self) -> None:
         while self.left:
             self.step()
-
-
-def _name(cache: KVCache, tokens: list[int]) -> bytes:
-    """Of the last chunk of these tokens."""
-    table = KVCache(1, cache.identity).open([])
-    name = table._root
-    for start in range(0, len(tokens), CHUNK):
-        name = chain(name, token_array(tokens[start : start + CHUNK]))
-    return name
 
 
 class StatesMachine(RuleBasedStateMachine):

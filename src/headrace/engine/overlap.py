@@ -5,8 +5,9 @@
 
 Which tokens step n chooses only the device knows by then: step n+1 looks them up there (StepRows.before). All else
 about step n+1 follows from counts: sequences go on, but for those whose length ends with step n, prompts go on by
-slices, and requests that have come begin. What step n stores may be shared by step n+1, which the device computes
-behind it. Nobody is preempted: where that is called for, the host waits for the step, as without overlap.
+slices, and requests that have come begin. What step n stores, recurrent states too, may be shared by step n+1, which
+the device computes behind it. Nobody is preempted: where that is called for, the host waits for the step, as without
+overlap.
 
 A step that is planned so is not launched if the device cannot choose all of its tokens, or has no recording of it. It
 then runs when step n has ended, before anything else is planned.
@@ -50,7 +51,7 @@ class Overlap:
         self.executor, self.cache, self.capacity = loaded.executor, loaded.cache, loaded.capacity
         self.scheduler, self.outputs, self.draws = scheduler, outputs, draws
         asked = loaded.config
-        self.on = asked.scheduler.async_scheduling and not asked.speculation.on and loaded.cache.states is None
+        self.on = asked.scheduler.async_scheduling and not asked.speculation.on
         self._flight: Flight | None = None
         self._unsure: set[SequenceState] = set()
         self._waiting, self._patience, self._lacking = -1, 0, False
@@ -112,6 +113,7 @@ class Overlap:
             if flight.launched is not None:
                 flight.launched.reading.wait()
             self._close(flight)
+        self.cache.commit()
 
     def _run(self, slices: list[Slice]) -> Computed:
         if self._unsure:
@@ -172,6 +174,7 @@ class Overlap:
         accounts = [table.account for table in tables if not table.length % CHUNK]
         if accounts and len(accounts) > min(map(self.cache.available_for, set(accounts))):
             return False
+        self.cache.plan_ahead()
         for table in tables:
             self.cache.grow_unknown(table)
         return True

@@ -116,7 +116,10 @@ class Runner(Executor):
             return None
         ends = accumulate(part.length for part in ordered)
         last = None if every else [end - 1 for part, end in zip(ordered, ends, strict=True) if part.samples]
-        launched = program.launch(StepRows(planned, ordered, last, before=before))
+        step = StepRows(planned, ordered, last, before=before)
+        if self.states is not None:
+            step.segments = self._segments(slices, planned.order)
+        launched = program.launch(step)
         if launched is None:
             return None
         given, self._given = self._given, False

@@ -213,12 +213,12 @@ class KVCache:
         return True
 
     def grow_unknown(self, table: ChunkTable) -> None:
-        """`extend` by the token behind all known ones, for which there is room; `arrived` or `keep` is to follow."""
-        if table.length % CHUNK:
-            table.length += 1
-        else:
-            extended = self.extend(table, 1, drafted=1)
-            assert extended, "there is room"
+        """`extend` by the token behind all known ones, for which there is room; `arrived` is to follow."""
+        if table.length % CHUNK == 0:
+            table.append(self._new_node(table, table.length // CHUNK, None))
+        table.length += 1
+        if self.states is not None:
+            self.states.advance(table, table.length - 1)
 
     def arrived(self, table: ChunkTable) -> None:
         """The last token of a table that grew by an unknown one is known."""
@@ -245,13 +245,18 @@ class KVCache:
         return node
 
     def plan_ahead(self) -> None:
-        """A step is planned that may come to nothing yet: what it would complete is nobody else's until `launched`."""
+        """While the step planned before is under way another one is planned, that may come to nothing yet: what it
+        would complete is nobody else's until `launched`."""
         self._names.plan_ahead()
+        if self.states is not None:
+            self.states.plan_ahead()
 
     def launched(self) -> None:
         """After the commit of the step before: the step that was planned ahead, if there is one, is under way, or is
         the next to be computed. What it completes can be shared by whatever is computed behind it."""
         self._names.launched(self.tables)
+        if self.states is not None:
+            self.states.launched()
 
     def commit(self) -> None:
         """After a step: names the private chunks that it filled, or gives them up for their twin in the tree."""

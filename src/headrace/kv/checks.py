@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.table_state import NONE
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK, chunks_for
 
@@ -37,3 +38,23 @@ def _check_node(node: Node, holders: list[tuple[ChunkTable, int]]) -> None:
         assert filled or len(holders) == 1, "a partial chunk is shared"
         assert node.digest is None or node.digest == table.digest(chunk), "a table holds a chunk of other tokens"
         assert filled or node.writer is table, "a partial chunk is not its holder's own"
+
+
+def check_states(
+    slots: Sequence[int],
+    owned_by_none: Sequence[int],
+    refs: Mapping[int, int],
+    nodes: Mapping[int, Node],
+    tables: Iterable[ChunkTable],
+    tree: PrefixTree,
+) -> None:
+    """Raises AssertionError unless the tables own all other slots of recurrent states, hold as many as `refs` says, and
+    just `nodes` of the tree know the slots that are kept behind them."""
+    tracks = [table.track for table in tables]
+    own = [track.slot for track in tracks if track.owns]
+    held = [track.slot for track in tracks if not track.owns and track.slot != NONE]
+    assert not any(track.ahead for track in tracks), "a draft was not settled"
+    assert sorted([*owned_by_none, *own]) == list(slots), "a state's slot is lost or doubled"
+    assert {slot: held.count(slot) for slot in held} == refs, "states are held by others than is counted"
+    known = {node.state: node for node in tree.nodes.values() if node.state != NONE}
+    assert known == nodes, "a chunk knows another state than is kept behind it"

@@ -13,6 +13,11 @@ A step writes states in the order in which its slices were taken (Segment). What
 moment may be so when the step is computed, in which nothing is out of that order; so a slot may be used again at once,
 and a sequence may begin with a state that another leaves in the same step.
 
+While a step is under way on a device, the one behind it may be planned (engine.overlap). The device computes them in
+order, so the same holds for the slots of both. But the second may come to nothing, wholly or for some sequences. Until
+it is under way nobody finds the chunks that know states of it (kv.names), nor are these told to leave; and the state
+that an answer had before is dropped only when the step has ended.
+
 A state cannot be cut as a table can. So of a slice with drafted tokens two are left: behind its known tokens, and, in a
 slot of its own until the draft is settled, behind the drafted ones. Were all of them right, the sequence goes on from
 there; otherwise from its known tokens, and those of the draft that were right are computed again with its next slice.
@@ -20,55 +25,40 @@ there; otherwise from its known tokens, and those of the draft that were right a
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
+from headrace.kv.checks import check_states
 from headrace.kv.chunk_table import ChunkTable
-from headrace.kv.milestones import NO_MILESTONE, Milestones
+from headrace.kv.state_slots import StateSlots
+from headrace.kv.step_states import StepStates
 from headrace.kv.table_state import NONE, Ahead, Segment, TableState
 from headrace.kv.tree import Node, PrefixTree
 from headrace.types import CHUNK
 
 
-class StateCache:
-    """Slots 0 .. total-1: each is free, a table's own, or kept behind a chunk. As many tables may be open as there are
-    slots: one that needs a slot always gets one, at the price of kept states: first those at milestones, then the least
-    recently used. So does a draft, as long as it leaves a slot for each of `tables`.
+class StateCache(StateSlots):
+    """As many tables may be open as there are slots: one that needs a slot always gets one, at the price of kept
+    states: first those at milestones, then the least recently used. So does a draft, as long as it leaves a slot for
+    each of `tables`.
 
     tables: that may be open in the coming step; may be set, at most `total`.
-    idle: kept slots that no table goes on from, in the order of their use. milestones: kept slots that are there for
-    nothing else. leaving: may be set to be told of each chunk whose state is evicted, while the slot still has it.
     """
 
     def __init__(self, total: int, tree: PrefixTree) -> None:
         if total < 1:
             raise ValueError(f"a model with recurrent layers needs at least one state, got {total}")
-        self.total = total
+        super().__init__(total)
         self.tree = tree
         self.tables = total
-        self.evictions = 0
-        self.idle: OrderedDict[int, None] = OrderedDict()
-        self.milestones = Milestones()
-        self.leaving: Callable[[Node], None] | None = None
-        self._free = list(range(total - 1, -1, -1))
-        self._kept: dict[int, Node | None] = {}
-        """Kept slots with their nodes; None: until the step is committed."""
-        self._refs: dict[int, int] = {}
         self._read: set[int] = set()
-        self._written: set[int] = set()
-        """Slots that segments of the step read, and write."""
+        """Slots that segments of the step that was planned last read."""
         self._drafting = 0
         """Tables with a state ahead."""
         self._stepping: list[TableState] = []
         self._computing: dict[Node, tuple[ChunkTable, int]] = {}
-        self._waiting: dict[int, tuple[ChunkTable, int]] = {}
-        """Slots that are kept for a chunk, of a table, that has no name yet."""
+        self._ahead = False
+        """Whether `_planned` is behind a step under way, and may come to nothing yet."""
         tree.forget_state = self._forget
-
-    @property
-    def kept(self) -> int:
-        """States behind chunks."""
-        return len(self._kept)
 
     # -- what a table may take from the tree
 
@@ -157,11 +147,16 @@ class StateCache:
 
     def _replace_answer(self, table: ChunkTable, answer: int, target: int) -> None:
         """Of an answer the latest state, in slot `target`, is kept alone."""
-        track = table.track
-        slot, chunk = track.answer
-        if slot in self.idle and table.nodes[chunk].state == slot:
-            self._drop(slot)
-        track.answer = (target if target in self._kept else NONE, answer // CHUNK - 1)
+        self._planned.outdated.append((table, *table.track.answer))
+        if not self._ahead:
+            self._drop_outdated(self._planned)
+        table.track.answer = (target if target in self._kept else NONE, answer // CHUNK - 1)
+
+    def _drop_outdated(self, step: StepStates) -> None:
+        for table, slot, chunk in step.outdated:
+            if slot in self.idle and chunk < len(table.nodes) and table.nodes[chunk].state == slot:
+                self._drop(slot)
+        step.outdated.clear()
 
     def _has_room(self, table: ChunkTable, mark: int) -> bool:
         """Whether a state may be kept at a milestone, at the price of lesser ones at most; these make room."""
@@ -177,17 +172,12 @@ class StateCache:
             self._evict(slot)
         return True
 
-    def _own_milestone(self, track: TableState) -> int:
-        """The weight of the milestone that the table alone goes on from; more than any where there is none."""
-        alone = not track.owns and self._refs.get(track.slot) == 1
-        return self.milestones.worth(track.slot) if alone else NO_MILESTONE
-
     def _keep(self, table: ChunkTable, chunk: int) -> None:
         """The table's own state, behind the chunk, becomes the chunk's; now if it has a name, else with `commit`."""
         track, node = table.track, table.nodes[chunk]
         if node.digest is None:
             self._kept[track.slot] = None
-            self._waiting[track.slot] = (table, chunk)
+            self._planned.waiting[track.slot] = (table, chunk)
         elif node.state != NONE:
             self.milestones.discard(node.state)
             return
@@ -230,9 +220,24 @@ class StateCache:
         self._free.remove(slot)
         return slot
 
+    def plan_ahead(self) -> None:
+        """The step planned last is under way, and its segments were taken: the next one is planned behind it."""
+        self._planned, self._under_way, self._ahead = self._under_way, self._planned, True
+        self._forget_segments()
+
+    def launched(self) -> None:
+        """The step that was planned ahead is under way, or is the next to be computed."""
+        self._ahead = False
+
     def commit(self) -> None:
-        """After a step, when chunks have their names: states get theirs."""
-        for slot, (table, chunk) in list(self._waiting.items()):
+        """After a step, when chunks have their names: states get theirs. Of one that is planned ahead none do."""
+        self._settle(self._under_way)
+        if not self._ahead:
+            self._settle(self._planned)
+            self._forget_segments()
+
+    def _settle(self, step: StepStates) -> None:
+        for slot, (table, chunk) in list(step.waiting.items()):
             node = table.nodes[chunk] if chunk < len(table.nodes) else None
             if node is not None and node.digest is not None and node.complete and node.state == NONE:
                 self._kept[slot], node.state = node, slot
@@ -240,7 +245,10 @@ class StateCache:
                 self._drop(slot)
             else:
                 self._take_back(table.track)
-        self._waiting.clear()
+        step.waiting.clear()
+        self._drop_outdated(step)
+
+    def _forget_segments(self) -> None:
         for track in self._stepping:
             track.segments.clear()
         self._stepping.clear()
@@ -285,46 +293,6 @@ class StateCache:
 
     # -- slots
 
-    def _own(self, track: TableState) -> None:
-        """Gives the table a slot that it may write to."""
-        if track.owns:
-            return
-        if not self._free and self.idle:
-            first = self.milestones.first(self.idle)[0]
-            own = self._own_milestone(track)
-            if own == NO_MILESTONE or own > self.milestones.worth(first):
-                self._evict(first)
-        if self._free:
-            self._let_go(track)
-            track.slot, track.owns = self._free.pop(), True
-        else:  # every other slot is some table's, or is worth more than a milestone: this one is nobody else's
-            self._take_back(track)
-
-    def _take_back(self, track: TableState) -> None:
-        """A kept state that one table alone goes on from is its own again."""
-        assert self._refs.pop(track.slot) == 1, "more tables than states"
-        self.milestones.discard(track.slot)
-        self._unkeep(track.slot)
-        track.owns = True
-
-    def _hold(self, slot: int) -> None:
-        self._refs[slot] = self._refs.get(slot, 0) + 1
-        self.idle.pop(slot, None)
-
-    def _let_go(self, track: TableState) -> None:
-        """The table has no state any more."""
-        slot, track.slot = track.slot, NONE
-        if slot == NONE:
-            return
-        if track.owns:
-            track.owns = False
-            self._free.append(slot)
-            return
-        self._refs[slot] -= 1
-        if not self._refs[slot]:
-            del self._refs[slot]
-            self.idle[slot] = None
-
     def borrow(self) -> int | None:
         """A slot to be written to at once, which no slice of the coming step names; None if there is none to be had."""
         return self._untouched()
@@ -340,55 +308,20 @@ class StateCache:
         self._keep(table, len(table.nodes) - 1)
 
     def nodes(self) -> list[Node]:
-        """Chunks with states, between two steps."""
-        return [node for node in self._kept.values() if node is not None]
+        """Chunks with states, between two steps, without those that a step planned ahead is still to write."""
+        return [node for node in self._kept.values() if node is not None and node.complete]
 
     def close(self, table: ChunkTable) -> None:
         """Before the table's chunks are let go of."""
         self._drop_ahead(table.track)
         self._let_go(table.track)
 
-    def _evict(self, slot: int) -> None:
-        self.evictions += 1
-        self._tell(slot)
-        self._drop(slot)
-
-    def _tell(self, slot: int) -> None:
-        """What this step is still to write is lost: `leaving` would find other numbers."""
-        node = self._kept[slot]
-        if self.leaving is not None and node is not None and slot not in self._written:
-            self.leaving(node)
-
-    def _drop(self, slot: int) -> None:
-        """Frees a slot that no table goes on from."""
-        del self.idle[slot]
-        self.milestones.discard(slot)
-        self._unkeep(slot)
-        self._free.append(slot)
-
-    def _unkeep(self, slot: int) -> None:
-        """The slot is no chunk's any more, nor to become one's."""
-        node = self._kept.pop(slot)
-        self._waiting.pop(slot, None)
-        if node is not None:
-            node.state = NONE
-
-    def _forget(self, node: Node) -> None:
-        """The node leaves the tree."""
-        self._tell(node.state)
-        self._drop(node.state)
-
     def check(self, tables: Iterable[ChunkTable]) -> None:
         """Raises AssertionError unless slots, tables and nodes agree. For tests, between two steps."""
-        tracks = [table.track for table in tables]
-        own = [track.slot for track in tracks if track.owns]
-        held = [track.slot for track in tracks if not track.owns and track.slot != NONE]
-        assert self._drafting == 0 and not any(track.ahead for track in tracks), "a draft was not settled"
-        assert sorted([*self._free, *own, *self._kept]) == list(range(self.total)), "a state's slot is lost or doubled"
-        assert {slot: held.count(slot) for slot in held} == self._refs, "states are held by others than is counted"
+        assert self._drafting == 0, "a draft was not settled"
         assert set(self.idle) == set(self._kept) - set(self._refs), "idle means kept, and held by nobody"
         assert all(slot in self._kept for slot in self.milestones), "a milestone's state is not kept"
-        assert dict(self._nodes()) == self._kept, "a chunk knows another state than is kept behind it"
-
-    def _nodes(self) -> Iterator[tuple[int, Node]]:
-        return ((node.state, node) for node in self.tree.nodes.values() if node.state != NONE)
+        waiting = {*self._planned.waiting, *self._under_way.waiting}
+        assert all((slot in waiting) == (node is None) for slot, node in self._kept.items()), "a state waits in vain"
+        nodes = {slot: node for slot, node in self._kept.items() if node is not None}
+        check_states(range(self.total), [*self._free, *self._kept], self._refs, nodes, tables, self.tree)
