@@ -59,8 +59,9 @@ class ServerProcess:
     def family(self) -> dict[str, psutil.Process]:
         """The engine's process as "0", its workers by rank."""
         engine = self.engine()
-        workers = [p for p in engine.children() if "headrace.parallel.worker" in p.cmdline()]
-        return {"0": engine} | {p.cmdline()[3]: p for p in workers}
+        commands = {p: p.cmdline() for p in engine.children()}
+        worker = "headrace.parallel.worker"
+        return {"0": engine} | {told[told.index(worker) + 1]: p for p, told in commands.items() if worker in told}
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key or self.key, max_retries=0, timeout=60)
