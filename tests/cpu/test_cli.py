@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -19,6 +20,7 @@ from headrace.cli import main, options
 from headrace.cli.hints import check_file
 from headrace.config import SETTINGS, EngineConfig
 from headrace.engine.capacity import SHIPPED
+from headrace.server.state import MakeEngine
 
 pytestmark = pytest.mark.cpu
 
@@ -66,11 +68,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """The settings with which `serve` would run."""
     seen: list[EngineConfig] = []
 
-    def fake(config: EngineConfig) -> int:
+    def fake(config: EngineConfig, make_engine: MakeEngine) -> int:
         seen.append(config)
         return 0
 
     monkeypatch.setattr("headrace.server.serve.serve", fake)
+    monkeypatch.setattr("headrace.engine.process.EngineStart", Mock)
     monkeypatch.setattr("headrace.engine.preflight.check", lambda config: None)
     return seen
 
@@ -112,8 +115,11 @@ def test_ranks_have_short_flags(served: list[EngineConfig]) -> None:
 
 
 def test_exit_code_of_the_server_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.server.serve.serve", lambda config: 1)
-    assert run("serve").exit_code == 1
+    begun = Mock()
+    monkeypatch.setattr("headrace.engine.process.EngineStart", lambda: begun)
+    monkeypatch.setattr("headrace.server.serve.serve", lambda config, make_engine: 3)
+    assert run("serve").exit_code == 3
+    begun.close.assert_called_once_with()
 
 
 @pytest.mark.parametrize(

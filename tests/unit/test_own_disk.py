@@ -7,6 +7,7 @@ import os
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from headrace.offload.tiers import own_disk
 from headrace.offload.tiers.index import Index, stored_bytes
 from headrace.offload.tiers.own_disk import is_own, kv_folder, resolved
 from headrace.server.start import tier_lines
+from headrace.server.state import MakeEngine
 from tests.support.fake_engine import FakeCapacity
 
 pytestmark = pytest.mark.unit
@@ -170,11 +172,12 @@ def test_an_unusable_place_is_told_and_done_without(
 def served(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     seen: list[EngineConfig] = []
 
-    def serve(config: EngineConfig) -> int:
+    def serve(config: EngineConfig, make_engine: MakeEngine) -> int:
         seen.append(config)
         return 0
 
     monkeypatch.setattr("headrace.server.serve.serve", serve)
+    monkeypatch.setattr("headrace.engine.process.EngineStart", Mock)
     monkeypatch.setattr("headrace.cli.generate.run", lambda config, *_, **__: seen.append(config))
     monkeypatch.setattr("headrace.engine.preflight.check", lambda config: None)
     return seen
