@@ -400,13 +400,3 @@ async def test_another_event_loop_is_refused_before_it_waits_for_ever() -> None:
         await asyncio.to_thread(asyncio.run, asyncio.wait_for(ask(), 20))
     await asyncio.to_thread(asyncio.run, llm.shutdown())
     assert llm._process is not None and llm._process.returncode == 0
-
-
-async def test_files_of_the_working_directory_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the engine's process and its ranks, whose modules they would hide: the folder may be a stranger's model."""
-    for name in ("logging", "queue", "torch"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
-    monkeypatch.chdir(tmp_path)
-    async with AsyncLLM(CONFIG, context_parallel_size=2, threads=1) as llm:
-        assert [delta.text async for delta in llm.generate("Hello", GREEDY)]
-    assert not (tmp_path / "ran").exists()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace import AsyncLLM, SamplingParams
 from headrace.engine import messages as m
 from headrace.engine import process
 from headrace.engine.calls import Refused
@@ -210,3 +211,13 @@ def test_an_engine_that_hangs_while_loading_ends_with_its_server(tmp_path: Path)
         assert not gone(engine)
         server.kill()
     until_gone(engine)
+
+
+async def test_files_of_the_working_directory_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine's process and its ranks, whose modules they would hide: the folder may be a stranger's model."""
+    for name in ("logging", "queue", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    monkeypatch.chdir(tmp_path)
+    async with AsyncLLM("tiny", kv_cache_tokens=4096, context_parallel_size=2, threads=1) as llm:
+        assert [delta.text async for delta in llm.generate("Hello", SamplingParams(temperature=0.0, max_tokens=4))]
+    assert not (tmp_path / "ran").exists()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from fastapi import Request
 
-from headrace.server.reading import AT_ONCE
-from headrace.server.tenants import salt_of, spoken
+from headrace.server.answering import admitted
+from headrace.server.guard import TENANT
+from headrace.server.reading import AT_ONCE, ReadingPlaces
+from headrace.server.tenants import Rules, Tenant, salt_of, spoken
 from tests.support.fake_engine import FakeTokenizer
 from tests.support.fake_server import CHAT, TEXT, ask, check_refusal, open_request, serving, text, until
 from tests.support.tenant_keys import ACME, FREE, Write, check_limited, key_file, limited, post
@@ -186,6 +192,36 @@ def slow_body(port: int, key: str) -> socket.socket:
     head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\nX-Api-Key: {key}\r\n\r\n{{"
     sock.sendall(head.encode())
     return sock
+
+
+async def test_a_request_that_ends_at_any_moment_keeps_no_turn() -> None:
+    """Cancelled while it waits for its turn, in the very moment in which it gets it, and behind that."""
+    tenant, places = Tenant("acme", Rules()), ReadingPlaces(100)
+    state: Any = SimpleNamespace(reading=places, retry_after_of=lambda tenant: 1.0)
+    bodies: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return bodies.pop() if bodies else await asyncio.Event().wait() or {}
+
+    async def hold() -> None:
+        async with admitted(state, Request({"type": "http", "headers": [], TENANT: tenant}, receive)):
+            await asyncio.Event().wait()
+
+    with places.place(tenant, lambda tenant: 1.0):
+        turn = places.turn(tenant)
+        for _ in range(AT_ONCE):
+            await turn.acquire()
+        for moments in range(12):
+            bodies.append({"type": "http.request", "body": b"{}"})
+            task = asyncio.create_task(hold())
+            await asyncio.sleep(0.01)
+            turn.release()
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            while not task.done():  # a cancellation that meets another one is lost (server.job.cancel)
+                task.cancel()
+                await asyncio.sleep(0)
+            await asyncio.wait_for(turn.acquire(), 1)
 
 
 def test_a_full_queue_says_when_what_waits_of_the_tenant_is_done(write: Write) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.engine import async_llm, waiting
+from headrace.engine import answer_streams, waiting
 from headrace.engine import messages as m
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.waiting import WaitingPrompts
@@ -115,7 +115,7 @@ def test_a_crowd_is_told_to_wait_for_its_new_tokens() -> None:
 def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all requests together; the one of which most waits is ended, here and in the engine."""
     sent: list[m.ToEngine] = []
-    monkeypatch.setattr(async_llm, "MOST_UNREAD", 10)
+    monkeypatch.setattr(answer_streams, "MOST_UNREAD", 10)
     llm = AsyncLLM(EngineConfig(model="tiny"))
     monkeypatch.setattr(llm, "_send", sent.append)
     slow, slower = (llm._enqueue(request(name, [1])) for name in ("slow", "slower"))
@@ -126,6 +126,8 @@ def test_answers_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     assert sent[-1] == m.Abort("slower") and len(sent) == 3
     llm._hand_out(m.Events(deltas * 2, [], {}, EngineStats()))
     assert slow.qsize() == 6 and slower.empty(), "what is still on its way is not kept"
+    again = llm._enqueue(request("slower", [1]))
+    assert not llm._streams.close("slower", slower) and llm._streams.close("slower", again), "the id is another's now"
 
 
 # -- between tenants

@@ -17,6 +17,7 @@ from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import messages as m
 from headrace.engine import preflight, process
+from headrace.engine.answer_streams import AnswerStreams, Stream
 from headrace.engine.async_scores import AsyncScores
 from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.capacity import Capacity, check_variables, model_folder
@@ -31,11 +32,6 @@ from headrace.offload.tiers import own_disk
 from headrace.progress import LoadPhase, OnPhase, Prefill, PrefillClock, both
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, MAX_N, Delta, EngineDead, InvalidRequest, Overloaded, Request, SamplingParams
-
-Item = Delta | Exception
-
-MOST_UNREAD = 1 << 18
-"""Items of all requests that wait for whoever iterates; with 20 logprobs each takes some 4.5 KB."""
 
 
 @shows_settings
@@ -77,7 +73,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._dead = asyncio.Event()
         self._closing = False
         self._shapes = ShapeDoor()
-        self._streams: dict[str, asyncio.Queue[Item]] = {}
+        self._streams = AnswerStreams(lambda name: self._send(m.Abort(name)))
         self._calls = PendingCalls(self._send)
         self._queued = WaitingPrompts(0)
         self._prefilling = PrefillClock()
@@ -212,26 +208,10 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         for request_id in events.started:
             self._queued.leave(request_id)
         for request_id, refused in events.refused.items():
-            self._put(request_id, refused.error)
+            self._streams.put(request_id, refused.error)
         for delta in events.deltas:
-            self._put(delta.request_id, delta)
-        if sum(stream.qsize() for stream in self._streams.values()) > MOST_UNREAD:
-            self._end_unread()
-
-    def _end_unread(self) -> None:
-        """Ends the request of which most waits: nobody, or a client that takes next to nothing, reads its answer."""
-        name, unread = max(self._streams.items(), key=lambda each: each[1].qsize())
-        told = f"{unread.qsize():,} steps of this answer were not read, and those of all requests take too much memory"
-        while not unread.empty():
-            unread.get_nowait()
-        unread.put_nowait(Overloaded(told, 1.0))
-        del self._streams[name]
-        self._send(m.Abort(name))
-
-    def _put(self, request_id: str, item: Item) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.put_nowait(item)
+            self._streams.put(delta.request_id, delta)
+        self._streams.bound()
 
     async def call(self, call: EngineCall) -> Answer:
         """The engine's answer to a call (engine.calls). Raises InvalidRequest for what cannot be, EngineDead."""
@@ -242,8 +222,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         if self.failure is None:
             self.failure = "the engine was shut down" if self._closing else reason
         self._calls.fail(self.failure)
-        for stream in self._streams.values():
-            stream.put_nowait(EngineDead(self.failure))
+        self._streams.fail(EngineDead(self.failure))
         self._queued.clear()
         self._prefilling.clear()
         self._dead.set()
@@ -302,11 +281,11 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
                     unfinished.remove(item.index)
                 yield item
         finally:
-            self._streams.pop(name, None)
-            self._queued.leave(name)
-            self._prefilling.drop(name)
-            if unfinished:
-                self._send(m.Abort(name))
+            if self._streams.close(name, stream):
+                self._queued.leave(name)
+                self._prefilling.drop(name)
+                if unfinished:
+                    self._send(m.Abort(name))
 
     async def chat(
         self,
@@ -339,7 +318,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         if request_id in self._streams:
             self._send(m.Abort(request_id))
             for index in range(MAX_N):
-                self._put(request_id, Delta(request_id, index, finish_reason="abort"))
+                self._streams.put(request_id, Delta(request_id, index, finish_reason="abort"))
 
     def _must_live(self) -> None:
         if not self.alive:
@@ -354,15 +333,13 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
             raise InvalidRequest("the model folder has no tokenizer: pass token ids", "prompt")
         return self.tokenizer.encode(prompt)
 
-    def _enqueue(self, request: Request) -> asyncio.Queue[Item]:
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+    def _enqueue(self, request: Request) -> Stream:
+        self._streams.check_free(request.request_id)
         queue, limits = self._queued, self.config.server
         if queue.is_full(request, limits.max_queued_requests, limits.max_queued_tokens):
             wait_s = self.retry_after_s(request.tenant, request.weight)
             raise Overloaded(f"the queue is full: {queue.told(request.tenant)}; try again in {wait_s:.0f} s", wait_s)
-        stream: asyncio.Queue[Item] = asyncio.Queue()
-        self._streams[request.request_id] = stream
+        stream = self._streams.open(request.request_id)
         queue.add(request)
         self._send(m.Add(request))
         return stream

@@ -150,11 +150,13 @@ async def admitted(state: ServerState, request: Request) -> AsyncIterator[bytes]
     tenant = request.scope[TENANT]
     with state.reading.place(tenant, state.retry_after_of):
         raw, turn = await _read(request), state.reading.turn(tenant)
-        await unless_gone(request.receive, turn.acquire())
+        acquiring = asyncio.ensure_future(turn.acquire())
         try:
+            await unless_gone(request.receive, acquiring)
             yield raw
         finally:
-            turn.release()
+            if not acquiring.cancelled():
+                turn.release()
 
 
 @asynccontextmanager
