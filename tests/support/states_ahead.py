@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from headrace.engine.executor import Computed, Executor, table_of
 from headrace.engine.overlap import Overlap
@@ -24,6 +25,25 @@ from headrace.types import CHUNK, Request, SamplingParams
 
 RIGHT, WRONG = 3, 4
 """Tokens: each answer is made of the first."""
+
+
+def blocks(*names: int, tail: int = 5) -> list[int]:
+    return [name for name in names for _ in range(CHUNK)] + [9] * tail
+
+
+class StepsMachine(RuleBasedStateMachine):
+    """Of a machine that makes `steps`: all agrees at any time, and they come to their end."""
+
+    steps: Any
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "steps"):
+            self.steps.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "steps"):
+            self.steps.finish()
 
 
 def name_of(cache: KVCache, tokens: list[int]) -> bytes:

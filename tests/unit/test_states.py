@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
@@ -18,7 +18,7 @@ from headrace.kv.milestones import INTERVAL
 from headrace.kv.table_state import NONE
 from headrace.kv.tree import Node
 from headrace.types import CHUNK, Request, SamplingParams
-from tests.support.states_ahead import name_of
+from tests.support.states_ahead import StepsMachine, blocks, name_of
 
 pytestmark = pytest.mark.unit
 
@@ -131,7 +131,7 @@ class Steps:
             self.step()
 
 
-class StatesMachine(RuleBasedStateMachine):
+class StatesMachine(StepsMachine):
     @initialize(
         chunks=st.integers(9, 20),
         budget=st.sampled_from([8, 64, 100, 1000]),
@@ -171,22 +171,9 @@ class StatesMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         self.steps.cache.tree.clear()
 
-    @invariant()
-    def agrees(self) -> None:
-        if hasattr(self, "steps"):
-            self.steps.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "steps"):
-            self.steps.finish()
-
 
 TestStatesMachine = StatesMachine.TestCase
 TestStatesMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
-
-
-def blocks(*names: int, tail: int = 5) -> list[int]:
-    return [name for name in names for _ in range(CHUNK)] + [9] * tail
 
 
 def test_a_state_where_the_prompt_ends() -> None:

@@ -6,17 +6,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from headrace.kv.milestones import INTERVAL
 from headrace.kv.tree import Node
 from headrace.types import CHUNK
-from tests.support.states_ahead import RIGHT, StepsAhead
+from tests.support.states_ahead import RIGHT, StepsAhead, StepsMachine, blocks
 
 pytestmark = pytest.mark.unit
 
 
-class AheadMachine(RuleBasedStateMachine):
+class AheadMachine(StepsMachine):
     @initialize(
         chunks=st.integers(9, 20), budget=st.sampled_from([8, 64, 100, 1000]), states=st.sampled_from([1, 2, 3, 5, 20]),
         interval=st.sampled_from([INTERVAL, CHUNK, 2 * CHUNK]),
@@ -70,22 +70,9 @@ class AheadMachine(RuleBasedStateMachine):
         """Of a session's chunks, between two steps."""
         self.steps.cache.commit()
 
-    @invariant()
-    def agrees(self) -> None:
-        if hasattr(self, "steps"):
-            self.steps.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "steps"):
-            self.steps.finish()
-
 
 TestAheadMachine = AheadMachine.TestCase
 TestAheadMachine.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
-
-
-def blocks(*names: int, tail: int = 5) -> list[int]:
-    return [name for name in names for _ in range(CHUNK)] + [9] * tail
 
 
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "waited-for"])
