@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from headrace import LLM
 from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, SaveSession
 from headrace.offload.sessions.names import DAMAGED, FULL, NO_STORAGE, NOT_FOUND
+from headrace.offload.sessions.session_folder import SessionFolder
 from headrace.types import CHUNK, InvalidRequest
 from tests.support.saved_sessions import TINY, ask, checked, computed, engine, file_of, refusal
 from tests.support.traces import words
@@ -95,6 +97,26 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     left.write_bytes(b"half")
     ask(llm, SaveSession("b", "", session))
     assert not left.exists()
+    left.write_bytes(b"half")
+    ask(llm, SaveSession("b", "acme", session))
+    assert not left.exists(), "it is outside all bounds until it goes, and its tenant may not come again"
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, flock, made = SessionFolder(tmp_path, 100, 100, 1), fcntl.flock, []
+
+    def late(descriptor: int, how: int) -> None:
+        made.extend(tmp_path.glob("*/*.part"))
+        if len(made) == 1:
+            made[0].unlink()  # another engine found it unlocked
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with folder.writing("", "a", 4) as file:
+        file.write(b"told")
+    assert len(made) == 2 and file_of(tmp_path).read_bytes() == b"told"
 
 
 def test_another_engine_s_file_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
                                / .NAME.NUMBER.part      being written; locked by whoever writes it
 
 A file is written under another name and renamed once all of it is on the disk. What a process that was killed has left
-is removed by the next one that writes there.
+is removed by the next one that writes a session, be it of another tenant.
 """
 
 from __future__ import annotations
@@ -83,13 +83,12 @@ class SessionFolder:
         path = self.path(tenant, name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         _plain(path.parent)
-        _remove_left(path.parent)
+        for folder in self._folders():
+            _remove_left(folder)
         self._check_room(tenant, name, size)
         part = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PART}")
-        descriptor = open_own(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            with os.fdopen(descriptor, "wb", buffering=BUFFER) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with os.fdopen(_locked(part), "wb", buffering=BUFFER) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -100,9 +99,12 @@ class SessionFolder:
             raise
         _sync(path.parent)
 
+    def _folders(self) -> list[Path]:
+        """Of all tenants that have saved something."""
+        return [entry for entry in self.root.iterdir() if entry.is_dir() and not entry.is_symlink()]
+
     def _check_room(self, tenant: str, name: str, size: int) -> None:
         """Raises InvalidRequest where a session more, of so many bytes, is more than there may be."""
-        folders = [entry for entry in self.root.iterdir() if entry.is_dir() and not entry.is_symlink()]
         own = [each for each in _sessions(self.of(tenant)) if each.name != name]
         if len(own) >= self.most_sessions:
             told = f"{len(own):,} sessions are saved, and no more may be (sessions_per_tenant); delete one"
@@ -113,7 +115,7 @@ class SessionFolder:
             raise InvalidRequest(
                 f"this one has {size:,} bytes, the others {used:,}, and {told}; delete one", None, FULL
             )
-        others = sum(each.size for folder in folders if folder != self.of(tenant) for each in _sessions(folder))
+        others = sum(each.size for folder in self._folders() if folder != self.of(tenant) for each in _sessions(folder))
         if others + used + size > self.most_bytes:
             told = f"no room for {size:,} bytes among the sessions of all (sessions_size); delete one"
             raise InvalidRequest(told, None, FULL)
@@ -145,6 +147,20 @@ def _plain(folder: Path) -> Path:
     if not stat.S_ISDIR(folder.lstat().st_mode):
         raise NotADirectoryError(20, "is no directory, or a link to one, which is not followed here", str(folder))
     return folder
+
+
+def _locked(part: Path) -> int:
+    """A new file. One that another engine took for left, before it was locked, is made again."""
+    while True:
+        descriptor = open_own(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 def _remove_left(folder: Path) -> None:
