@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -315,9 +314,17 @@ async def aclose(stream: AsyncIterator[Any]) -> None:
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels the tasks and waits until their clean-up has run."""
+    """Cancels the tasks and waits until their clean-up has run; a cancellation of the caller is raised behind it."""
     for task in tasks:
         task.cancel()
+    own: asyncio.CancelledError | None = None
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as cancelled:
+            own = cancelled
     for task in tasks:
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        if not task.cancelled():
+            task.exception()  # asyncio logs those that nobody has asked for
+    if own is not None:
+        raise own
