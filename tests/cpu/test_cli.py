@@ -268,6 +268,13 @@ def test_the_mark_of_an_editor_is_no_part_of_a_prompt(tmp_path: Path) -> None:
     assert [row["prompt"] for row in rows] == ["Hello", "Hello"]
 
 
+def test_a_text_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.cli.generate.LONGEST", 1000)
+    check_error(run("generate", "-f", "/dev/zero", *SMALL), 2, "/dev/zero has more than 1,000 characters")
+    check_error(run("generate", *SMALL, stdin="x" * 1001), 2, "standard input has more than 1,000 characters")
+    check_error(run("chat", "tiny", "--system-file", "/dev/zero", *SMALL, stdin=""), 2, "/dev/zero has more than")
+
+
 def test_another_broken_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a process that is lost."""
 

@@ -7,7 +7,7 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
 from headrace.cli.hints import check_file
@@ -15,6 +15,9 @@ from headrace.config import EngineConfig
 from headrace.console import ProgressLine, changes_in_place, err
 from headrace.progress import Answering
 from headrace.types import SamplingParams
+
+LONGEST = 2**28
+"""Characters of a text that is read: a device, or a pipe from one, may never end."""
 
 
 def read_prompts(given: list[str], file: Path | None) -> list[str]:
@@ -29,7 +32,7 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
     elif sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
     else:
-        prompts = [sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")]
+        prompts = [_whole(sys.stdin, "standard input").removeprefix("\ufeff").removesuffix("\n")]
     if not all(prompts):
         raise ValueError("the prompt is empty")
     return prompts
@@ -38,9 +41,17 @@ def read_prompts(given: list[str], file: Path | None) -> list[str]:
 def read_text(path: Path) -> str:
     """Without the mark of its encoding that some editors begin a file with. Raises ValueError."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            return _whole(file, str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
+
+
+def _whole(file: TextIO, name: str) -> str:
+    text = file.read(LONGEST + 1)
+    if len(text) > LONGEST:
+        raise ValueError(f"{name} has more than {LONGEST:,} characters, which no context holds; give a shorter text")
+    return text
 
 
 def run(config: EngineConfig, params: SamplingParams, prompts: list[str], *, json_lines: bool, quiet: bool) -> None:
