@@ -5,7 +5,7 @@ Imports no torch, so that the tree, the plan and the scheduler can be tested wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import wraps
@@ -160,8 +160,8 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = _option(None)
     logprobs: int | None = _option(None, 0, MAX_LOGPROBS, body=False)
     prompt_logprobs: int | None = _option(None, 0, MAX_LOGPROBS)
-    stop: tuple[str, ...] = _option((), cli="Text that ends the answer; may be given several times.")
-    stop_token_ids: tuple[int, ...] = _option(())
+    stop: Sequence[str] = _option((), cli="Text that ends the answer; may be given several times.")
+    stop_token_ids: Sequence[int] = _option(())
     include_stop_str_in_output: bool = _option(False)
     max_tokens: int | None = _option(
         16, 0, 2**31, cli="Most tokens of an answer. Default: as many as the context allows."
@@ -171,7 +171,7 @@ class SamplingParams:
     skip_special_tokens: bool = _option(True)
     structured: Structured | None = _option(None, body=False)
     prompt_logprobs_start: int = _option(0, 0, 2**31)
-    logprob_token_ids: tuple[int, ...] = _option(())
+    logprob_token_ids: Sequence[int] = _option(())
 
     def __repr__(self) -> str:
         return set_apart(self)

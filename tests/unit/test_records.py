@@ -60,7 +60,7 @@ def test_no_repr_shows_a_secret() -> None:
 
 
 def test_repr_of_sampling_params_makes_them_again() -> None:
-    params = SamplingParams(temperature=0.5, logit_bias={3: 1.5}, stop_token_ids=(1, 2), seed=7)
+    params = SamplingParams(temperature=0.5, logit_bias={3: 1.5}, stop_token_ids=[1, 2], stop=["x"], seed=7)
     assert eval(repr(params)) == params == pickle.loads(pickle.dumps(params)) == copy.deepcopy(params)
     assert replace(params, seed=8).seed == 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -96,7 +96,7 @@ def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[...
         name, told = item.name, item.metadata["cli"]
         if told:
             kind, default = hints[name], defaults.get(name, item.default)
-            if get_origin(kind) is tuple:
+            if get_origin(kind) is Sequence:
                 kind, default = list[get_args(kind)[0]], []  # type: ignore[misc]
             flags = _flags("--" + name.replace("_", "-"), kind)
             place = COMMON_PANEL if name in defaults else SAMPLING_PANEL

@@ -53,7 +53,7 @@ class _Ask:
     counters: tuple[int, int, int, int] = (0, 0, 0, 0)
     reports: int = 0
     changes: int = 0
-    listed: tuple[int, ...] = ()
+    listed: Sequence[int] = ()
 
     def row(self, places: dict[int, int]) -> list[float]:
         """Its row of Chooser.asked. places: of masks, by id."""

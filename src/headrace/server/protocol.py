@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -67,9 +67,9 @@ class StreamOptions(Strict):
 
 
 def _json_form(kind: Any) -> Any:
-    """The type that JSON has for a sampling parameter's: lists for tuples, strings as keys."""
+    """The type that JSON has for a sampling parameter's: lists for sequences, strings as keys."""
     own = next((arg for arg in get_args(kind) if arg is not type(None)), kind) if _is_union(kind) else kind
-    if get_origin(own) is tuple:
+    if get_origin(own) is Sequence:
         own = list[get_args(own)[0]]  # type: ignore[misc]
     if get_origin(own) is dict:
         own = dict[str, get_args(own)[1]]  # type: ignore[misc]
