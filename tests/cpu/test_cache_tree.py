@@ -13,7 +13,8 @@ pytestmark = pytest.mark.cpu
 
 
 def test_what_requests_share() -> None:
-    engine = LLM("tiny", kv_cache_tokens=40 * CHUNK).engine
+    llm = LLM("tiny", kv_cache_tokens=40 * CHUNK)
+    engine = llm.engine
     calls = CallHandlers(engine)
     shared = [7] * (3 * CHUNK)
     for number in range(2):

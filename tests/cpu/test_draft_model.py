@@ -210,7 +210,8 @@ def test_rounded_weights_and_other_types(settings: dict[str, str], llm: LLM) -> 
 def test_memory_is_that_of_both_models(tmp_path: Path) -> None:
     """A pool sized by what is free holds fewer tokens, by what the draft model takes of each."""
     settings = dict(model="tiny", max_sequences=1000)
-    plain, both = LLM(**settings).engine.loaded, LLM(**settings, speculative="tiny").engine.loaded  # type: ignore[arg-type]
+    llms = [LLM(**settings), LLM(**settings, speculative="tiny")]  # type: ignore[arg-type]
+    plain, both = (llm.engine.loaded for llm in llms)
     model = plain_config(Path(both.capacity.folder))
     one, two = (Footprint.of(each.config, model, free=1 << 30) for each in (plain, both))
     assert two.per_token() == 2 * one.per_token() and two.weights > one.weights

@@ -93,7 +93,8 @@ def test_a_pass_of_several_rows_is_launched(
     folder: Path, other: Path, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the graph of decoding, beside one of a single row: the first pass of a draft has the tokens that it lacks."""
-    core, given = engine(folder, speculative=str(other)).engine, list[StepRows]()
+    llm, given = engine(folder, speculative=str(other)), list[StepRows]()
+    core = llm.engine
     assert core.loaded.draft is not None
     runner, parts = core.loaded.draft.runner, list[Slice]()
     for count, drafted in ((5, 2), (3, 0)):

@@ -205,8 +205,8 @@ def test_the_pool_is_what_is_left_beside_the_largest_step(folder: Path, monkeypa
     with fake_device(monkeypatch, memory=6 * GIB, peak=2 * GIB):
         wide = {"kv_cache_tokens": None, "max_batch_tokens": 8}
         assert engine(folder, **wide).capacity.kv_cache_tokens == 4 * SHAPE.context
-        loaded = engine(folder, **wide).engine.loaded
-        assert [bytes_for_cache(loaded.decoder, "triton", 8, 1, models) for models in (1, 2)] == [GIB, 0]
+        llm = engine(folder, **wide)
+        assert [bytes_for_cache(llm.engine.loaded.decoder, "triton", 8, 1, models) for models in (1, 2)] == [GIB, 0]
     with fake_device(monkeypatch, memory=5 * GIB, peak=2 * GIB), pytest.raises(ValueError, match="no memory"):
         engine(folder, **wide)
     with fake_device(monkeypatch) as fake, pytest.raises(ValueError, match=r"of 8 tokens.* lower max_batch_tok"):

@@ -106,10 +106,11 @@ def test_an_engine_ahead_gives_the_same_answers(tmp_path: Path, monkeypatch: pyt
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     for ahead in (False, True):
         with delayed_device(monkeypatch) as late:
-            core = LLM(
+            llm = LLM(
                 str(folder), attention_backend="triton", dtype="float32", kv_cache_tokens=1024, max_sequences=2,
                 max_batch_tokens=4, async_scheduling=ahead,
-            ).engine  # fmt: skip
+            )  # fmt: skip
+            core = llm.engine
             tokens: dict[str, list[int]] = {"a": [], "b": []}
             core.add(Request("a", [3, 1, 2, 5], params))
             while core.has_work:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -143,6 +146,21 @@ def test_closing_ends_what_another_thread_has_under_way() -> None:
         with pytest.raises(EngineDead, match="closed"):
             answer.result()
     assert not llm.engine.has_work
+
+
+def test_one_that_is_dropped_leaves_neither_memory_nor_threads() -> None:
+    """As a cell of a notebook that runs again drops the one before."""
+    before = set(threading.enumerate())
+    llm = LLM("tiny", kv_cache_tokens=4096, threads=1, kv_offloading_size=0.01)
+    llm.generate("Hello", BRIEF)
+    pool, more = ref(llm.engine.cache), set(threading.enumerate()) - before
+    assert more, "those of the tier"
+    del llm
+    for thread in more:
+        thread.join(10)
+        assert not thread.is_alive(), thread
+    gc.collect()
+    assert pool() is None
 
 
 def test_a_forked_process_leaves_the_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:

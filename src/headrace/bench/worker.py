@@ -24,7 +24,8 @@ class Headrace:
         from headrace.kernels import cpu
 
         settings = dict(options)
-        self.engine = LLM(settings.pop("gguf", str(checkpoint)), **settings).engine
+        self.llm = LLM(settings.pop("gguf", str(checkpoint)), **settings)
+        self.engine = self.llm.engine
         self.count = 0
         self.facts = {"threads": str(torch.get_num_threads()), "kernels": cpu.isa() if cpu.available() else "none"}
         self.facts["step_bytes"] = str(step_bytes(self.engine.loaded.decoder))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from threading import RLock
 from typing import Any, Self, Unpack
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from headrace.engine.calls import LoadSession, SaveSession
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
+from headrace.engine.ending import Ending
 from headrace.engine.loader import Loaded, load
 from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, listed, token_ids
 from headrace.engine.scoring import Text, plan_score
@@ -57,10 +58,11 @@ class LLM(metaclass=PublicNames):
         preflight.check(self.config)
         self.engine = EngineCore(_load(self.config))
         self.capacity = self.engine.loaded.capacity
-        atexit.register(self.close)
+        self._ending = Ending(self.engine.loaded)
+        finalize(self, self._ending.of_one_that_was_dropped).atexit = False
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
-        self._turn = RLock()  # calls of several threads step the engine one after another
+        self._turn = threading.RLock()  # calls of several threads step the engine one after another
         self._process, self._closed = os.getpid(), False
         self._shapes = ShapeDoor()
         self._calls = CallHandlers(self.engine)
@@ -78,11 +80,10 @@ class LLM(metaclass=PublicNames):
         """Ends other ranks and stores what tiers shall keep. Further requests raise EngineDead, and those of other
         threads that are under way do at their next step; `with` closes, too."""
         if os.getpid() != self._process:
-            return  # forked: ranks and tiers are those of the process that made them
+            return
         self._closed = True
-        atexit.unregister(self.close)
         with self._turn:
-            self.engine.loaded.close()
+            self._ending()
 
     def stats(self) -> Summary:
         """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use."""
