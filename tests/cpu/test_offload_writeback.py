@@ -121,7 +121,8 @@ def test_a_model_is_named_beside_its_chunks(kv: dict[str, Any]) -> None:
     ((note, _),) = read_notes(Path(kv["kv_offload_path"])).values()
     assert (note.model, note.dtype, note.format, note.budget_bytes) == ("tiny", "bfloat16", "raw", 32 << 30)
     llm.generate([FIRST], PARAMS)
+    identity = llm.engine.cache.identity
     llm.close()
     found = list(upkeep.blobs(Path(kv["kv_offload_path"]), lambda done, total: None))
-    assert len(found) == CHUNKS and {blob.identity for blob in found} == {llm.engine.cache.identity}
+    assert len(found) == CHUNKS and {blob.identity for blob in found} == {identity}
     assert not list(upkeep.verify(Path(kv["kv_offload_path"]), lambda done, total: None))

@@ -120,12 +120,26 @@ def test_a_closed_one_answers_no_more() -> None:
     assert repr(llm).endswith(", closed)")
     with pytest.raises(EngineDead, match="closed"):
         llm.generate("Hello", BRIEF)
+    assert llm.stats().requests_finished == 1, "what it has done is still told"
+    llm.close()
+
+
+def test_memory_of_a_closed_one_is_free_before_the_next_is_made() -> None:
+    """Though its name is still there, as behind a `with`."""
+    gc.disable()
+    try:
+        with LLM("tiny", kv_cache_tokens=4096, threads=1) as llm:
+            pool, weights = ref(llm.engine.cache), ref(llm.engine.loaded.decoder)
+        with LLM("tiny", kv_cache_tokens=4096, threads=1):
+            assert pool() is None and weights() is None
+    finally:
+        gc.enable()
 
 
 def test_closing_ends_what_another_thread_has_under_way() -> None:
     """At its next step, behind which nothing computes any more: `close` waits for that alone."""
     llm, begun, stepping = LLM("tiny", kv_cache_tokens=4096, threads=1), Event(), Event()
-    computes = llm.engine.step
+    core, computes = llm.engine, llm.engine.step
 
     def step() -> list[Delta]:
         stepping.set()
@@ -137,7 +151,7 @@ def test_closing_ends_what_another_thread_has_under_way() -> None:
         stepping.clear()
         return deltas
 
-    llm.engine.step = step  # type: ignore[method-assign]
+    core.step = step  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(llm.generate, "Hello", SamplingParams(max_tokens=1000, ignore_eos=True))
         assert begun.wait(60)
@@ -145,7 +159,7 @@ def test_closing_ends_what_another_thread_has_under_way() -> None:
         assert not stepping.is_set()
         with pytest.raises(EngineDead, match="closed"):
             answer.result()
-    assert not llm.engine.has_work
+    assert not core.has_work
 
 
 def test_one_that_is_dropped_leaves_neither_memory_nor_threads() -> None:

@@ -92,11 +92,11 @@ def test_offline_by_text(tmp_path: Path) -> None:
 def test_no_other_call_comes_between_computing_and_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It might evict what was computed, and less would be saved."""
     with engine(tmp_path) as llm:
-        drain = llm._drain
+        drain, tree = llm._drain, llm.engine.cache.tree
 
         def evict() -> None:
             with llm._turn:
-                llm.engine.cache.tree.clear()
+                tree.clear()
 
         def drained(*given: Any) -> Any:
             answers = drain(*given)

@@ -261,9 +261,8 @@ def test_x_is_kept_where_it_is_smaller_or_at_hand(folder_of: FolderOf) -> None:
     kept unless it stays in memory."""
 
     def width(kind: str, **settings: Any) -> int:
-        other = streamed(folder_of(kind), kv_offload_activations="auto", offload_schedule="row", **settings)
-        other.close()
-        return int(other.engine.loaded.executor.streamer.transfers.store.hidden)  # type: ignore[attr-defined]
+        with streamed(folder_of(kind), kv_offload_activations="auto", offload_schedule="row", **settings) as other:
+            return int(other.engine.loaded.executor.streamer.transfers.store.hidden)  # type: ignore[attr-defined]
 
     assert width("llama") == 128 and width("llama_gqa") == 0
     assert width("llama_gqa", offload_x_resident=True) == 128

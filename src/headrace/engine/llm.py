@@ -24,7 +24,7 @@ from headrace.engine.calls import LoadSession, SaveSession
 from headrace.engine.capacity import check_variables
 from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
-from headrace.engine.ending import Ending
+from headrace.engine.ending import Ending, collect_ended
 from headrace.engine.loader import Loaded, load
 from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, listed, token_ids
 from headrace.engine.scoring import Text, plan_score
@@ -55,6 +55,7 @@ class LLM(metaclass=PublicNames):
 
     def __init__(self, model: str | PathLike[str] = "tiny", **settings: Unpack[SettingKeywords]) -> None:
         self.config = own_disk.resolved(config_from_env(model=str(model), **settings))
+        collect_ended()
         preflight.check(self.config)
         self.engine = EngineCore(_load(self.config))
         self.capacity = self.engine.loaded.capacity
@@ -62,6 +63,7 @@ class LLM(metaclass=PublicNames):
         finalize(self, self._ending.of_one_that_was_dropped).atexit = False
         self.tokenizer = self.engine.loaded.tokenizer
         self._count = 0
+        self._summary: Summary | None = None
         self._turn = threading.RLock()  # calls of several threads step the engine one after another
         self._process, self._closed = os.getpid(), False
         self._shapes = ShapeDoor()
@@ -77,17 +79,19 @@ class LLM(metaclass=PublicNames):
         self.close()
 
     def close(self) -> None:
-        """Ends other ranks and stores what tiers shall keep. Further requests raise EngineDead, and those of other
-        threads that are under way do at their next step; `with` closes, too."""
+        """Ends other ranks, stores what tiers shall keep and lets go of all memory. Further requests raise EngineDead,
+        and those of other threads that are under way do at their next step; `with` closes, too."""
         if os.getpid() != self._process:
             return
         self._closed = True
         with self._turn:
-            self._ending()
+            if self._ending():
+                self._summary = self.engine.stats().summary()
+                del self.engine, self._calls
 
     def stats(self) -> Summary:
         """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use."""
-        return self.engine.stats().summary()
+        return self._summary or self.engine.stats().summary()
 
     def generate(
         self,
