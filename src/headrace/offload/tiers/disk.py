@@ -115,11 +115,12 @@ class DiskTier:
         room = index.reserve(*entry, alone=True)
         if room.granted:
             self._delete(room.victims)
+            self._health.count(evictions=len(room.victims))
             draft.write(views)
             draft.publish(self._files.path(entry))
             index.commit(entry)
             self._open_files.forget(entry.name)
-            self._health.count(writes=1, written_bytes=entry.size, evictions=len(room.victims))
+            self._health.count(writes=1, written_bytes=entry.size)
             self._health.works("write")
         return room.granted or room.present
 

@@ -123,7 +123,12 @@ class BlobFiles:
         """None while another thread or process writes that blob."""
         path = self._drafts / name.hex()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        if not (try_lock(fd) and same_file(fd, path)):
+        try:
+            ours = try_lock(fd) and same_file(fd, path)
+        except OSError:
+            os.close(fd)
+            raise
+        if not ours:
             os.close(fd)
             return None
         draft = Draft(path, fd)
