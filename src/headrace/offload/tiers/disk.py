@@ -207,6 +207,8 @@ class DiskTier:
         self._ask(lambda index: index.remove(names), nothing)
 
     def stats(self) -> TierStats:
+        """A copy. Engines ask while they work: here files are closed that others have evicted, or removed."""
+        self._open_files.forget_deleted()
         used, blobs = (0, 0) if self._closed else self._ask(Index.total, (0, 0))
         return self._health.stats(self._reopen, used_bytes=used, blobs=blobs)
 
