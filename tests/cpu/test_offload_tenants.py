@@ -166,6 +166,27 @@ def test_a_flood_leaves_the_quota_of_others(tier: str, tmp_path: Path) -> None:
         llm.close()
 
 
+def test_new_salts_of_one_tenant_leave_another_its_quota(tmp_path: Path) -> None:
+    """Neither has a quota of its own: on a disk of 24 chunks acme keeps 5, which is less than a quarter."""
+    disk: dict[str, Any] = {"kv_offload_path": str(tmp_path / "kv"), "kv_offload_disk_size": 24.5 * BLOB / GIB}
+    with LLM("tiny", kv_cache_tokens=POOL, kv_offload_timeout_s=10.0, **disk) as llm:
+        offload = llm.engine.offload
+        assert offload is not None
+        offload.choose = forced(0.0, 0.0)
+        acme: dict[str, Any] = {"tenant": "acme", "cache_salt": "acme"}
+        quiet = Asked(0, 330, None, 0).tokens
+        first = llm.generate([quiet], PARAMS, **acme)[0]
+        stored(llm)
+        for number in range(30):
+            llm.generate([Asked(2, 129, None, 0).tokens], PARAMS, tenant="guests", cache_salt=f"guest {number}")
+            stored(llm)
+        llm.engine.cache.tree.clear()
+        told = offload.tiers.stats()["disk"]
+        assert told.evictions > 30 and told.blobs == 24
+        again = llm.generate([quiet], PARAMS, **acme)[0]
+        assert again.token_ids == first.token_ids and again.metrics.restored_tokens == 330 // CHUNK * CHUNK
+
+
 def test_quotas_of_two_tenants(tmp_path: Path) -> None:
     """On a disk of 20 chunks acme, with two salts, keeps all of its 10; guests flood it, under a new salt each time."""
     disk: dict[str, Any] = {"kv_offload_path": str(tmp_path / "kv"), "kv_offload_disk_size": 20.5 * BLOB / GIB}

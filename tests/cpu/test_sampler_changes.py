@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import given
@@ -58,8 +60,25 @@ def test_history_kept_up_to_date_equals_counting_afresh(prompt: list[int], outpu
         history.catch_up(output[:length])
         now = dict(zip(history.ids.tolist(), history.counts.tolist(), strict=True))
         counts = {token: output[:length].count(token) for token in now}
-        assert now == counts
+        assert now == counts and len(history.ids) == len(now)
         assert set(prompt) | set(output[:length]) <= set(now)
+
+
+def test_answers_to_a_long_prompt_cost_little_memory() -> None:
+    """Nothing while they wait; then 16 bytes for each distinct token of the prompt."""
+    prompt, number = list(range(20_000)), 16
+    History(prompt).catch_up([5, 30_000])  # what NumPy keeps from its first use is not theirs
+    tracemalloc.start()
+    try:
+        waiting = [History(prompt) for _ in range(number)]
+        before, _ = tracemalloc.get_traced_memory()
+        for history in waiting:
+            history.catch_up([5, 30_000])
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert before < number * 1024
+    assert after - before < number * 20_000 * 17
 
 
 def test_a_row_with_history_draws_as_without() -> None:

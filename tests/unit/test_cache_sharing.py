@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.kv.accounts import mark_of
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.pool import SlotPool
@@ -38,6 +39,20 @@ def test_prefix_survives_its_last_request_and_lru_leaves_go_first() -> None:
     assert cache.reuse(cache.open(sentence(2, seed=2)))[0] == 2 * CHUNK
     assert third.length == 2 * CHUNK + 1
     cache.check()
+
+
+def test_whom_tiers_count_a_chunk_for() -> None:
+    """A tenant once, with all its salts; without a name the salt; nobody for what is public."""
+    cache = KVCache(40)
+
+    def payers(seed: int, **options: Any) -> list[bytes]:
+        return [node.payer for node in filled(cache, sentence(2, seed), public_tokens=CHUNK, **options).nodes[:2]]
+
+    assert payers(0) == payers(1, tenant="acme") == [b"", b""]
+    one, two = payers(2, salt="a"), payers(3, salt="b")
+    assert one[0] == two[0] == b"" and len({one[1], two[1], b""}) == 3
+    for salt in ("a", "b"):
+        assert payers(4, salt=salt, tenant="acme") == [b"", mark_of("acme")]
 
 
 def test_last_token_is_always_left_to_compute() -> None:

@@ -69,7 +69,7 @@ def test_chunks_of_an_account_are_its_own_under_every_salt() -> None:
     ranks, account = Ranks(2), Account("acme", SlotPool(PER_RANK))
     account.tier_quota = 0.5
     nodes = [node(PER_RANK + number) for number in range(3)]
-    nodes[0].tenant, nodes[1].tenant, nodes[2].tenant = b"one", b"two", b"another"
+    nodes[0].pays, nodes[1].pays, nodes[2].pays = b"one", b"two", b"another"
     nodes[0].account = nodes[1].account = account
     ranks.store(nodes)
     assert ranks.payers == [(account.mark, 0.5), (account.mark, 0.5), (b"another", None)]

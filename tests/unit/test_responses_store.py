@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -101,6 +101,34 @@ def test_one_that_is_too_large_drives_out_nothing() -> None:
     assert not store.put(A, response("r2"), [item("i", "x" * 200)])
     assert "r1" in store and "r2" not in store
     assert not ResponseStore(0).put(A, response("r1"), [])
+
+
+def test_one_that_is_larger_than_its_share_drives_out_nothing() -> None:
+    """Of two others each has more than it, until they have made room for it."""
+    store = ResponseStore(12_000)
+    for number in range(8):
+        for name in "ac":
+            assert store.put((name, None), response(f"{name}{number}"), [])
+    before = [name for name in NAMES if name in store]
+    assert len(before) == 16 and store.used == 16 * (RESPONSE_BYTES + len(b'{"id":"a0","output":[]}'))
+    assert not store.put(("b", None), response("b"), [item("i", "x" * 3_000)])
+    assert [name for name in NAMES if name in store] == before
+    assert store.put(("b", None), response("b"), [item("i", "x" * 2_500)]) and "b" in store
+    store.check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3_000)), max_size=30))
+def test_one_that_is_refused_drives_out_nothing(sizes: list[tuple[str, int]]) -> None:
+    """And one that is not is kept. A third of the room is never refused: an item's text lies there twice."""
+    store = ResponseStore(6_000)
+    for number, (tenant, size) in enumerate(sizes):
+        before, used = [str(each) for each in range(number) if str(each) in store], store.used
+        kept = store.put((tenant, None), response(str(number), item(f"i{number}", "x" * size)), [])
+        assert kept == (str(number) in store)
+        assert kept or (store.used, before) == (used, [each for each in before if each in store])
+        assert kept or 2 * size > 600
+        store.check()
 
 
 OWNERS = st.sampled_from([A, B])

@@ -15,7 +15,7 @@ from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.files import BlobFiles
 from headrace.offload.tiers.index import BlobEntry
 from tests.support.tier_contract import SIZE, content, get, held, name, put
-from tests.support.tier_directory import check, files, make, pause_over
+from tests.support.tier_directory import BUDGET, check, descriptors, files, make, pause_over
 
 
 @pytest.fixture
@@ -196,6 +196,16 @@ def test_fails_in_mid_write(
     check(tier, root)
 
 
+def test_what_made_room_in_vain_is_counted(tier: DiskTier, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    numbers = list(range(BUDGET // SIZE))
+    assert all(put(tier, number) for number in numbers)
+    disk.error = errno.ENOSPC
+    assert not put(tier, "another")
+    assert held(tier, numbers) == numbers[1:] and tier.stats().evictions == 1
+    check(tier, root)
+
+
 def test_directory_removed_while_it_runs(tier: DiskTier, root: Path) -> None:
     put(tier, 1), put(tier, 2)
     assert get(tier, 1) == content(1)
@@ -207,6 +217,62 @@ def test_directory_removed_while_it_runs(tier: DiskTier, root: Path) -> None:
     put(tier, 3)
     tier._health.resume()
     assert put(tier, 4) and get(tier, 4) == content(4)
+    check(tier, root)
+
+
+def test_a_file_in_place_of_the_directory_while_it_runs(tier: DiskTier, root: Path) -> None:
+    """Every call has its answer: nothing is there, but for files that are open."""
+    put(tier, 1), put(tier, 2)
+    assert get(tier, 1) == content(1)
+    root.rename(root.with_name("elsewhere"))
+    root.write_text("another's")
+    assert held(tier, [1, 2]) == [] and get(tier, 1) == content(1) and get(tier, 2) is None
+    assert not put(tier, 3) and tier.stats().degraded
+    tier.drop([name(1)])
+    pause_over(tier)
+    assert not put(tier, 3) and root.read_text() == "another's"
+    root.unlink()
+    pause_over(tier)
+    assert put(tier, 4) and get(tier, 4) == content(4)
+    check(tier, root)
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES, errno.EIO])
+def test_the_directory_cannot_be_looked_into(
+    tier: DiskTier, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """For a while, as with a file server that went away."""
+    put(tier, 1)
+    look = os.lstat
+
+    def lstat(path: str) -> os.stat_result:
+        if str(path).startswith(str(root)):
+            raise OSError(code, os.strerror(code), path)
+        return look(path)
+
+    with monkeypatch.context() as gone:
+        gone.setattr(os, "lstat", lstat)
+        assert held(tier, [1]) == [] and not put(tier, 2) and get(tier, 1) is None
+        stats = tier.stats()
+        assert stats.degraded and os.strerror(code) in stats.reason
+    pause_over(tier)
+    assert put(tier, 2) and held(tier, [1, 2]) == [1, 2] and get(tier, 1) == content(1)
+    check(tier, root)
+
+
+def test_a_draft_that_cannot_be_locked_is_closed(tier: DiskTier, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tier, 1)
+    before = descriptors(root)
+
+    def flock(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as without:
+        without.setattr("fcntl.flock", flock)
+        assert not put(tier, 2)
+        assert descriptors(root) == before
+    pause_over(tier)
+    assert put(tier, 2)
     check(tier, root)
 
 

@@ -117,6 +117,21 @@ def test_seen_and_evicted_by_another(tmp_path: Path) -> None:
     check(one, tmp_path)
 
 
+def test_what_another_evicts_is_not_kept_open(tmp_path: Path) -> None:
+    """Its room on the disk would not be free else, so that two engines would take up to twice the budget."""
+    one, two = DiskTier(tmp_path, 4 * SIZE), DiskTier(tmp_path, 4 * SIZE)
+    for number in range(4):
+        assert put(one, number) and get(one, number) == content(number)
+    for number in range(4, 7):
+        put(two, number)
+    blobs = [fd for fd in descriptors(tmp_path) if "/blobs/" in os.readlink(f"/proc/self/fd/{fd}")]
+    assert len(blobs) == 4
+    assert one.stats().used_bytes == 4 * SIZE
+    blobs = [os.readlink(f"/proc/self/fd/{fd}") for fd in descriptors(tmp_path)]
+    assert sum("/blobs/" in path for path in blobs) == 1 and not any(path.endswith(" (deleted)") for path in blobs)
+    assert get(one, 3) == content(3) and get(one, 0) is None
+
+
 def test_index_lost_under_two(tmp_path: Path) -> None:
     """A third makes it anew; those that hold the lost one follow when they write."""
     one, two = DiskTier(tmp_path, 4 * SIZE), DiskTier(tmp_path, 4 * SIZE)

@@ -125,6 +125,7 @@ class EngineCore:
             shares=self.loaded.config.cache.prefix_caching,
             reusable=sequence.reusable,
             account=self.shares.account(request),
+            tenant=request.tenant,
         )
 
     def abort(self, request_id: str) -> bool:

@@ -56,20 +56,27 @@ _AGAIN = 1 << 128
 
 
 class History:
-    """Token counts of one sequence for the penalties: O(1) per new token. Owned by the sequence, used by the sampler.
+    """Token counts of one sequence for the penalties. Owned by the sequence, used by the sampler.
 
     `ids` are the distinct tokens of prompt and output, `counts` how often each stands in the output (0: prompt only).
+    The prompt is looked at when the first token is drawn: what waits costs nothing, and of many answers to a long
+    prompt each then costs 16 bytes for each distinct token.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt = prompt
-        self._begin()
+        self._ids: Ids = _EMPTY
+        self._counts: Ids = _EMPTY
+        self._given = self._number = 0  # distinct tokens of the prompt, and of all
+        self._slots: dict[int, int] = {}  # of tokens of the output
+        self._seen = -1
 
     def _begin(self) -> None:
         prompt = self._prompt
-        self._ids: Ids = np.unique(np.asarray(prompt, np.int64)) if len(prompt) else _EMPTY
-        self._counts: Ids = np.zeros(len(self._ids), np.int64)
-        self._slots = {token: slot for slot, token in enumerate(self._ids.tolist())}
+        self._ids = np.unique(np.asarray(prompt, np.int64)) if len(prompt) else _EMPTY
+        self._counts = np.zeros(len(self._ids), np.int64)
+        self._given = self._number = len(self._ids)
+        self._slots = {}
         self._seen = 0
 
     def catch_up(self, output: Sequence[int]) -> None:
@@ -77,27 +84,36 @@ class History:
 
         Tokens once counted must not change.
         """
-        if len(output) < self._seen:
+        if self._seen < 0 or len(output) < self._seen:
             self._begin()
         for at in range(self._seen, len(output)):
             self._add(output[at])
         self._seen = len(output)
 
     def _add(self, token: int) -> None:
-        slot = self._slots.setdefault(token, len(self._slots))
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = self._slot_of(token)
+            self._number = max(self._number, slot + 1)
         if slot == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.full(slot + 16, -1, np.int64)])
-            self._counts = np.concatenate([self._counts, np.zeros(slot + 16, np.int64)])
+            more = len(self._slots) + 16
+            self._ids = np.concatenate([self._ids, np.full(more, -1, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(more, np.int64)])
         self._ids[slot] = token
         self._counts[slot] += 1
 
+    def _slot_of(self, token: int) -> int:
+        """Of a token of the prompt where it lies; else the next one."""
+        slot = int(np.searchsorted(self._ids[: self._given], token))
+        return slot if slot < self._given and self._ids[slot] == token else self._number
+
     @property
     def ids(self) -> Ids:
-        return self._ids[: len(self._slots)]
+        return self._ids[: self._number]
 
     @property
     def counts(self) -> Ids:
-        return self._counts[: len(self._slots)]
+        return self._counts[: self._number]
 
 
 @dataclass(slots=True)

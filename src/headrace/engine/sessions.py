@@ -185,7 +185,12 @@ class Sessions:
         namespace, accounts = self._namespace(len(tokens)), self._cache.tree.accounts
         account = None if accounts is None else accounts.named.get(call.tenant)
         return self._cache.open(
-            [*tokens, 0], salt=call.salt, public_tokens=call.public_tokens, namespace=namespace, account=account
+            [*tokens, 0],
+            salt=call.salt,
+            public_tokens=call.public_tokens,
+            namespace=namespace,
+            account=account,
+            tenant=call.tenant,
         )
 
     def _let_go(self, table: ChunkTable) -> None:

@@ -57,6 +57,11 @@ class IdleOrder:
         return next(iter(self._all if rank is None else self._of[rank]), None)
 
 
+def mark_of(tenant: str) -> bytes:
+    """Stands for a tenant of that name in the tiers, whatever its salts: 16 bytes."""
+    return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16, person=b"account").digest()
+
+
 class Account:
     """All numbers are chunks. share: protected from others; limit: the most that may be owned.
 
@@ -66,7 +71,7 @@ class Account:
 
     def __init__(self, name: str, pool: SlotPool) -> None:
         self.name = name
-        self.mark = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, person=b"account").digest()
+        self.mark = mark_of(name)
         self.tier_quota: float | None = None
         self.share, self.limit = 0, pool.total
         self.owned = self.before = 0

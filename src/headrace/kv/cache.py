@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
-from headrace.kv.accounts import Account
+from headrace.kv.accounts import Account, mark_of
 from headrace.kv.checks import check_tables
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.kv.names import ChunkNames
@@ -87,18 +87,19 @@ class KVCache:
         shares: bool = True,
         reusable: int | None = None,
         account: Account | None = None,
+        tenant: str = "",
     ) -> ChunkTable:
         """An empty table for `tokens`.
 
         salt: tenants with different salts share no chunk beyond the whole chunks of the first `public_tokens` tokens.
         namespace: further identity of the keys (length-dependent rotary scaling). shares=False keeps it all private.
         reusable: tokens that may be taken from the tree (None: all); what is computed is shared all the same.
-        account: whose the chunks are that are not public.
+        account: whose the chunks are that are not public. tenant: for whom tiers count these; "": each salt by itself.
         """
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
         table = ChunkTable(tokens, root, tenant_mark(salt), salt_chunk, shares, self.pool.per_rank)
-        table.reusable, table.account = reusable, account
+        table.reusable, table.account, table.pays = reusable, account, mark_of(tenant) if tenant else b""
         if self._latest is not None:
             table.borrow(self._latest)
         self._latest = table

@@ -23,13 +23,14 @@ class ChunkTable:
     where what is computed before it may be of the same block.
     reusable: tokens from the beginning that may be taken from elsewhere; None: all.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
-    account: of the tenant, where it has one: its chunks but for public ones are charged to it.
+    account: of the tenant, where it has one: its chunks but for public ones are charged to it. pays: what stands for
+    the tenant in the tiers, where it has a name.
     changes: how often its chunks have changed. track: its recurrent state; used by kv.states alone.
     """
 
     __slots__ = (
         "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "account", "changes", "coming", "joins",
-        "length", "nodes", "place", "reusable", "shares", "tokens", "track",
+        "length", "nodes", "pays", "place", "reusable", "shares", "tokens", "track",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +44,7 @@ class ChunkTable:
         self.nodes: list[Node] = []
         self.shares = shares
         self.account: Account | None = None
+        self.pays = b""
         self.track = TableState(len(tokens))
         self.reusable: int | None = None
         self.place: Owners | None = None
@@ -102,6 +104,11 @@ class ChunkTable:
     def tenant(self, chunk: int) -> bytes:
         """Whose the chunk is: 16 bytes made of the salt, none for a chunk that all tenants may share."""
         return self._salt if 0 <= self._salt_chunk <= chunk else b""
+
+    def payer(self, chunk: int) -> bytes:
+        """For whom tiers count the chunk: the tenant with all its salts, where it has a name, else the salt."""
+        own = self.tenant(chunk)
+        return own and (self.pays or own)
 
     @property
     def public_chunks(self) -> int:

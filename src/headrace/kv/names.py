@@ -21,7 +21,7 @@ class ChunkNames:
         """Puts an own node into the tree, if the chunk before it is there."""
         parent = table.node_before(chunk)
         if parent is None or parent.digest is not None:
-            node.tenant = table.tenant(chunk)
+            node.tenant, node.pays = table.tenant(chunk), table.payer(chunk)
             self.tree.charge(node, table.account_of(chunk))
             self.tree.insert(node, table.digest(chunk), parent)
 

@@ -10,7 +10,8 @@ from headrace.kv.accounts import Account
 class Node:
     """A chunk: its slot and, once it has a name, its place in the tree. A node without digest is private.
 
-    tenant: whose a named chunk is (Table.tenant). stored: whether a tier below has been given it. activations: whether
+    tenant: whose a named chunk is (ChunkTable.tenant). pays: its name in the tiers
+    (ChunkTable.payer). stored: whether a tier below has been given it. activations: whether
     the slot has the inputs of its projections too, where the pool keeps them. drafted: whether a draft model's K and V
     of the whole chunk lie in the slot, too. state: slot of the recurrent state behind a named chunk (kv.states); -1 for
     none.
@@ -22,7 +23,8 @@ class Node:
 
     __slots__ = (
         "account", "activations", "alike", "begins", "children", "digest", "drafted", "entered", "guards", "hits",
-        "idle_since", "number", "onward", "parent", "refs", "slot", "state", "stored", "tenant", "used", "writer",
+        "idle_since", "number", "onward", "parent", "pays", "refs", "slot", "state", "stored", "tenant", "used",
+        "writer",
     )  # fmt: skip
 
     def __init__(self, slot: int, digest: bytes | None, parent: Node | None, writer: Any) -> None:
@@ -32,7 +34,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.refs = 1
         self.writer = writer
-        self.tenant = b""
+        self.tenant = self.pays = b""
         self.stored = False
         self.activations = True
         self.drafted = False
@@ -46,8 +48,8 @@ class Node:
 
     @property
     def payer(self) -> bytes:
-        """For whom tiers count it: all of an account together, else the salt."""
-        return self.tenant if self.account is None else self.account.mark
+        """For whom tiers count it: whoever has the account, else its tenant with all salts, else the salt."""
+        return self.pays if self.account is None else self.account.mark
 
     @property
     def complete(self) -> bool:

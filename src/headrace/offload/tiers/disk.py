@@ -115,11 +115,12 @@ class DiskTier:
         room = index.reserve(*entry, alone=True)
         if room.granted:
             self._delete(room.victims)
+            self._health.count(evictions=len(room.victims))
             draft.write(views)
             draft.publish(self._files.path(entry))
             index.commit(entry)
             self._open_files.forget(entry.name)
-            self._health.count(writes=1, written_bytes=entry.size, evictions=len(room.victims))
+            self._health.count(writes=1, written_bytes=entry.size)
             self._health.works("write")
         return room.granted or room.present
 
@@ -206,6 +207,8 @@ class DiskTier:
         self._ask(lambda index: index.remove(names), nothing)
 
     def stats(self) -> TierStats:
+        """A copy. Engines ask while they work: here files are closed that others have evicted, or removed."""
+        self._open_files.forget_deleted()
         used, blobs = (0, 0) if self._closed else self._ask(Index.total, (0, 0))
         return self._health.stats(self._reopen, used_bytes=used, blobs=blobs)
 

@@ -30,6 +30,8 @@ from headrace.offload.tiers.index import BlobEntry
 
 VECTORS = 1024
 """Buffers that one call to the system takes (IOV_MAX on Linux)."""
+LOOK_S = 1.0
+"""Between two looks at whether open files are deleted, which takes a millisecond for a thousand."""
 FORMAT_AT = 18
 """Where an SQLite file says how it is written and read, in two bytes: 2 is by a write-ahead log, which is mapped."""
 BLOB = re.compile(r"((?:[0-9a-f]{2})+)-([0-9a-f]{16})")
@@ -123,7 +125,12 @@ class BlobFiles:
         """None while another thread or process writes that blob."""
         path = self._drafts / name.hex()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        if not (try_lock(fd) and same_file(fd, path)):
+        try:
+            ours = try_lock(fd) and same_file(fd, path)
+        except OSError:
+            os.close(fd)
+            raise
+        if not ours:
             os.close(fd)
             return None
         draft = Draft(path, fd)
@@ -201,6 +208,13 @@ class OpenFile:
         if found.st_size != size:
             raise DamagedFile(f"{found.st_size} bytes, not {size}")
 
+    @property
+    def deleted(self) -> bool:
+        """Whether its room on the disk is free once it is closed."""
+        with suppress(OSError):
+            return os.fstat(self._fd).st_nlink == 0
+        return True
+
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
             os.close(self._fd)
@@ -225,6 +239,16 @@ class OpenFiles:
         self._limit = limit
         self._lock = Lock()
         self._files: OrderedDict[bytes, OpenFile] = OrderedDict()
+        self._look_s = 0.0
+
+    def forget_deleted(self) -> None:
+        """Closes those that others have deleted; looks every LOOK_S."""
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._look_s:
+                self._look_s = now + LOOK_S
+                for name in [name for name, file in self._files.items() if file.deleted]:
+                    del self._files[name]
 
     def get(self, name: bytes) -> OpenFile | None:
         with self._lock:

@@ -30,6 +30,7 @@ from headrace.offload.tiers.index_tables import (
     check_rows,
     check_schema,
     entry_of,
+    failure,
     only_files,
 )
 
@@ -150,9 +151,7 @@ class Index:
     @contextmanager
     def _locked(self, bulk: bool = False) -> Iterator[sqlite3.Connection]:
         if not self._lock.acquire(timeout=self._timeout):
-            error = sqlite3.OperationalError("the index is in use by another thread")
-            error.sqlite_errorcode = sqlite3.SQLITE_BUSY
-            raise error
+            raise failure("the index is in use by another thread", sqlite3.SQLITE_BUSY)
         try:
             with as_damage(), self._limit(bulk):
                 only_files(self._beside)

@@ -11,7 +11,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from headrace.logs import shown
@@ -121,11 +121,24 @@ def as_damage() -> Iterator[None]:
 
 
 def only_files(paths: Sequence[str]) -> None:
-    """Raises sqlite3.DatabaseError for a pipe in place of a journal, say, which SQLite would wait for at each query."""
+    """Raises sqlite3.DatabaseError for a pipe in place of a journal, say, which SQLite would wait for at each query,
+    and as SQLite does where the directory cannot be looked into any more."""
     for path in paths:
-        with suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise sqlite3.DatabaseError(f"{path} is not a regular file")
+        try:
+            regular = stat.S_ISREG(os.lstat(path).st_mode)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise failure(str(error), sqlite3.SQLITE_CANTOPEN) from error
+        if not regular:
+            raise sqlite3.DatabaseError(f"{path} is not a regular file")
+
+
+def failure(told: str, code: int) -> sqlite3.OperationalError:
+    """As SQLite's own with that code."""
+    error = sqlite3.OperationalError(told)
+    error.sqlite_errorcode = code
+    return error
 
 
 def entry_of(row: tuple[Any, ...]) -> BlobEntry:

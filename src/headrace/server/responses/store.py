@@ -85,8 +85,8 @@ class ResponseStore:
         return response_id in self._entries
 
     def put(self, owner: Owner, response: dict[str, Any], given: Sequence[Item], answer: Sequence[int] = ()) -> bool:
-        """Keeps a response that has ended, with the items that it was given and the tokens of its answer; False for one
-        that is too large, or the only one of a tenant that has more than others then."""
+        """Keeps a response that has ended, with the items that it was given and the tokens of its answer; False, before
+        anything makes room, for one that would not fit if nobody else had more than it takes."""
         output: list[Item] = response["output"]
         items = [*given, *[{**item, TOKENS: answer} for item in output[:1]], *output[1:]]
         kept = {item["id"]: _kept(owner, item) for item in items}
@@ -96,7 +96,7 @@ class ResponseStore:
             tuple(item["id"] for item in given),
             tuple(item["id"] for item in output),
         )
-        if entry.size + sum(each.size for each in kept.values()) > self.limit or not self.most:
+        if not self.most or not self._fits(owner, entry.size + sum(each.size for each in kept.values())):
             return False
         self._entries[response["id"]] = entry
         self._tenants.setdefault(owner[0], _Tenant()).ids[response["id"]] = None
@@ -109,6 +109,11 @@ class ResponseStore:
         while len(self._entries) > self.most:
             self._drop_oldest(max(tenants, key=lambda each: len(each.ids)))
         return response["id"] in self._entries
+
+    def _fits(self, owner: Owner, size: int) -> bool:
+        """Whether so many bytes of a tenant stay while others make room, down to as many each."""
+        others = (min(each.used, size) for name, each in self._tenants.items() if name != owner[0])
+        return size + sum(others) <= self.limit
 
     def response(self, owner: Owner, response_id: str) -> bytes | None:
         """Its JSON; None if it is not kept for this owner."""
