@@ -74,6 +74,26 @@ def test_a_stream_adds_up_to_the_same(hermes: Running) -> None:
     assert ends[-1] == "tool_calls" and not any(ends[:-1])
 
 
+@pytest.mark.parametrize(
+    ("stop", "finish", "arguments"),
+    [("ü", "stop", '{"x": "'), ("</tool_call>", "tool_calls", ARGUMENTS), ('name": "f', "stop", None)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(
+    hermes: Running, stream: bool, stop: str, finish: str, arguments: str | None
+) -> None:
+    hermes.engine.scripts = [SAID]
+    reply = hermes.http.post(CHAT, json=ask(tools=[tool("f")], max_tokens=None, stop=stop, stream=stream))
+    if stream:
+        told_last = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")][-1]
+        assert told_last["choices"][0]["finish_reason"] == finish
+        return
+    (choice,) = reply.json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (finish, stop)
+    calls = choice["message"].get("tool_calls")
+    assert (calls[0]["function"]["arguments"] if calls else None) == arguments
+
+
 @pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
 def test_without_tools_a_call_is_text(hermes: Running, fields: dict[str, Any]) -> None:
     choice = told(hermes, **fields)["choices"][0]

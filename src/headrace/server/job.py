@@ -78,6 +78,11 @@ class ReplyChoice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def cuts_call(self) -> bool:
+        """Whether a stop string has ended it within a call, which nobody should make."""
+        return self.finish_reason == "stop" and isinstance(self.stop_reason, str) and not self.answer.whole
+
 
 @dataclass(slots=True)
 class Event:

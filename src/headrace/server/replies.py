@@ -355,7 +355,8 @@ class CompletionReplies(OpenAIReplies):
 
 def _finish(choice: ReplyChoice) -> str | None:
     """Calls are why an answer that stopped by itself has ended."""
-    return "tool_calls" if choice.answer.calls and choice.finish_reason == "stop" else choice.finish_reason
+    called = choice.answer.calls and choice.finish_reason == "stop" and not choice.cuts_call
+    return "tool_calls" if called else choice.finish_reason
 
 
 def _called(call: Call) -> dict[str, Any]:
