@@ -112,6 +112,20 @@ def test_echo_with_logprobs_covers_the_prompt(fast: Running, prompt: Any, stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_characters_where_tokens_are_parts_of_them(fast: Running, stream: bool) -> None:
+    made = fast.client().completions.create(
+        model="fake", prompt="😀é", max_tokens=2, echo=True, logprobs=0, stream=stream
+    )
+    rows = [part.choices[0].logprobs for part in (made if stream else [made]) if part.choices[0].logprobs]
+    assert [offset for row in rows for offset in row.text_offset] == [0, 0, 0, 0, 1, 1, 2, 2]
+
+
+def test_an_echo_leaves_a_character_to_the_answer_that_only_begins_in_the_prompt(fast: Running) -> None:
+    asked = text([97, *"😀".encode()[:2]], max_tokens=0, echo=True, logprobs=0)
+    assert fast.http.post(TEXT, json=asked).json()["choices"][0]["text"] == "a"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs(fast: Running, stream: bool) -> None:
     made = fast.client().chat.completions.create(
         model="fake",
