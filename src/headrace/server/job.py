@@ -107,6 +107,8 @@ class Job:
     pinned: what has become of its pins, once that is known (server.prompt_pins).
     at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
     where they find the queue full.
+    _cached: tokens found in the cache, by prompt, until its metrics tell; _held: deltas that wait for a prompt's log
+    probabilities.
     """
 
     request_id: str
@@ -150,7 +152,7 @@ class Job:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(self._cached.values())
+        return sum(m.cached_tokens for m in self.metrics) + sum(self._cached.values())
 
     @property
     def output_tokens(self) -> int:
@@ -243,7 +245,7 @@ class Job:
         if cached is not None:
             self._cached[p] = max(0, cached - choice.prompt.shared)
         if delta.metrics:
-            self.metrics.append(replace(delta.metrics, cached_tokens=self._cached[p]))
+            self.metrics.append(replace(delta.metrics, cached_tokens=self._cached.pop(p)))
         if delta.finish_reason == "abort":
             raise broken_off(delta.stop_reason)
         return Event(choice, delta, first, choice.read(delta))
