@@ -378,7 +378,8 @@ class Delta:
 
     `text` may lag behind `token_ids` while a character or a possible stop string is incomplete. `metrics` and, once,
     `prompt_logprobs` come with the delta that finishes the request's last sequence (metrics) or starts it. `embedding`:
-    of a request that embeds, fp32, little-endian, before it is cut and normalised.
+    of a request that embeds, fp32, little-endian, before it is cut and normalised. `cached_tokens`: of the prompt, with
+    the first token of the request's first sequence; nobody hears the metrics of a request that is given up.
     """
 
     request_id: str
@@ -391,6 +392,7 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: Metrics | None = None
     embedding: bytes | None = None
+    cached_tokens: int | None = None
 
     def __repr__(self) -> str:
         return set_apart(self)

@@ -108,6 +108,17 @@ def test_steps_that_follow_have_the_bits_of_planned_ones(llm: LLM, monkeypatch: 
     assert following.keys() == alone.keys() and all(torch.equal(following[key], alone[key]) for key in alone)
 
 
+def test_what_was_cached_is_told_with_the_first_token_and_counted_though_the_answer_is_given_up(llm: LLM) -> None:
+    tokens = [10 + (i * i) % 89 for i in range(200)]
+    llm.generate([tokens], replace(GREEDY, max_tokens=1))
+    before = llm.engine.stats().tokens.cached
+    llm.engine.add(Request("gone", tokens, replace(GREEDY, n=2, max_tokens=9), arrival_s=time.monotonic()))
+    told = [(delta.index, delta.cached_tokens) for _ in range(4) for delta in llm.engine.step()]
+    assert sorted(told, key=lambda each: each[0])[0] == (0, 192)
+    assert len(told) > 3 and sum(cached is not None for _, cached in told) == 1
+    assert llm.engine.abort("gone") and llm.engine.stats().tokens.cached == before + 192
+
+
 def test_requests_that_have_ended_are_forgotten_at_once(llm: LLM) -> None:
     """Without waiting for the collector of cycles, which comes late in a large heap."""
     gc.collect()

@@ -251,6 +251,11 @@ class FakeRun:
         self.chunks = chunks_for(len(prompt)) + params.n
 
     @property
+    def found(self) -> int:
+        """Tokens of the prompt that count as cached."""
+        return self.cached if self.engine.chunk_s else len(self.prompt) // 64 * 64 // 2
+
+    @property
     def done(self) -> bool:
         return all(sequence.finish for sequence in self.sequences)
 
@@ -307,10 +312,9 @@ class FakeRun:
     def _metrics(self) -> Metrics:
         now = time.monotonic()
         output = sum(len(sequence.token_ids) for sequence in self.sequences)
-        cached = self.cached if self.engine.chunk_s else len(self.prompt) // 64 * 64 // 2
         times = (self.first - self.arrival, now - self.arrival, self.turn - self.arrival)
         engine = self.engine
-        made = Metrics(*times, len(self.prompt), cached, output, engine.strategy, engine.strategy_reason)
+        made = Metrics(*times, len(self.prompt), self.found, output, engine.strategy, engine.strategy_reason)
         return replace(made, restored_tokens=engine.restored_tokens, restore_reason=engine.restore_reason)
 
     def close(self) -> None:

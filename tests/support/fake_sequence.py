@@ -33,6 +33,8 @@ class FakeSequence:
         said = run.script or run.prompt
         token = said[(len(self.token_ids) + self.index) % len(said)]
         delta = Delta(run.request_id, self.index, token_ids=[token])
+        if not self.index and not self.token_ids:
+            delta.cached_tokens = run.found
         if params.logprobs is not None:
             delta.logprobs = [_logprobs(token, params.logprobs, params.logprob_token_ids)]
         if params.prompt_logprobs is not None and self.index == 0 and not self.token_ids:

@@ -80,6 +80,16 @@ def test_file_of_another_form_is_refused_with_the_remedy(lines: list[Any], words
     assert str(told.value).startswith("in.jsonl ")
 
 
+@pytest.mark.parametrize("depth", [100, 500, 900])
+@pytest.mark.parametrize(("begin", "end"), [(b"[", b"]"), (b'{"content": ', b"}")])
+def test_a_body_that_is_nested_deeply_is_for_the_server_to_refuse(depth: int, begin: bytes, end: bytes) -> None:
+    """It does not end the batch."""
+    body = b'{"prompt": ' + begin * depth + b"1" + end * depth + b"}"
+    deep = b'{"custom_id": "deep", "url": "/v1/completions", "body": ' + body + b"}\n"
+    found = read_requests(encoded([line("a"), deep, line("b")]))
+    assert {request.custom_id for request in found.requests} == {"a", "b", "deep"} and not found.bad
+
+
 def test_other_models_in_all_lines_are_refused() -> None:
     same = read_requests(encoded(line(i, prompt="x", model="gpt-9") for i in "ab"))
     with pytest.raises(ValueError, match=r"'gpt-9'.*--served-model-name gpt-9"):

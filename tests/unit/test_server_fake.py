@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.fake_engine import FakeCapacity
+from headrace.types import Delta
+from tests.support.fake_engine import FakeCapacity, FakeRun
 from tests.support.fake_server import CHAT, TEXT, Running, ask, serving, text
 
 pytestmark = pytest.mark.unit
@@ -109,6 +110,46 @@ def test_echo_with_logprobs_covers_the_prompt(fast: Running, prompt: Any, stream
     assert [offset for row in rows for offset in row.text_offset] == [0, 1, 2, 3, 4]
     assert [value for row in rows for value in row.token_logprobs] == [None, -1.0, -1.0, -1.0, -1.0]
     assert rows[-1].top_logprobs[-1] == {"A": -0.5, "b": -1.0}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_each_choice_echoes_the_prompts_logprobs(
+    fast: Running, stream: bool, backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever order the engine tells of its sequences."""
+    step = FakeRun.step
+
+    async def turned(run: FakeRun) -> list[Delta]:
+        return (await step(run))[::-1]
+
+    if backwards:
+        monkeypatch.setattr(FakeRun, "step", turned)
+    made = fast.client().completions.create(
+        model="fake", prompt=["abc", "xyz"], n=2, max_tokens=2, echo=True, logprobs=0, stream=stream
+    )
+    told: dict[int, tuple[str, list[str], list[int]]] = {index: ("", [], []) for index in range(4)}
+    for part in made if stream else [made]:
+        for choice in part.choices:
+            text, tokens, offsets = told[choice.index]
+            rows = choice.logprobs
+            told[choice.index] = text + choice.text, tokens + rows.tokens, offsets + rows.text_offset
+    assert [text for text, *_ in told.values()] == ["abcab", "abcbc", "xyzxy", "xyzyz"]
+    assert all(list(text) == tokens and offsets == [0, 1, 2, 3, 4] for text, tokens, offsets in told.values())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_characters_where_tokens_are_parts_of_them(fast: Running, stream: bool) -> None:
+    made = fast.client().completions.create(
+        model="fake", prompt="😀é", max_tokens=2, echo=True, logprobs=0, stream=stream
+    )
+    rows = [part.choices[0].logprobs for part in (made if stream else [made]) if part.choices[0].logprobs]
+    assert [offset for row in rows for offset in row.text_offset] == [0, 0, 0, 0, 1, 1, 2, 2]
+
+
+def test_an_echo_leaves_a_character_to_the_answer_that_only_begins_in_the_prompt(fast: Running) -> None:
+    asked = text([97, *"😀".encode()[:2]], max_tokens=0, echo=True, logprobs=0)
+    assert fast.http.post(TEXT, json=asked).json()["choices"][0]["text"] == "a"
 
 
 @pytest.mark.parametrize("stream", [False, True])

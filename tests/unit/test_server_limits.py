@@ -74,6 +74,19 @@ def test_tokens_per_minute(write: Write) -> None:
         assert post(running, text("x" * 700), FREE).status_code == 200
 
 
+@pytest.mark.parametrize("sizes", [[384], [384, 128]])
+def test_cached_tokens_of_an_answer_that_is_given_up_are_given_back(write: Write, sizes: list[int]) -> None:
+    with serving(api_keys_file=write(limited("tokens_per_minute = 600")), token_s=0.01) as running:
+        tenant, whole = running.app.state.headrace.keys.tenants["acme"], sum(sizes)
+        asked: Any = {"model": "fake", "prompt": ["x" * size for size in sizes], "max_tokens": 3000, "stream": True}
+        with running.client(ACME).completions.create(**asked) as stream:
+            assert {chunk.choices[0].index for chunk, _ in zip(stream, range(6), strict=False)} >= {0}
+        until(lambda: not tenant.under_way)
+        counts = {kind: tenant.counts["tokens", kind] for kind in ("prompt", "cached", "output")}
+        assert (counts["prompt"], counts["cached"]) == (whole, whole // 2)
+        assert tenant._tokens.level == pytest.approx(600 - whole // 2 - counts["output"], abs=8)
+
+
 def test_replies_tell_where_the_limits_stand(write: Write) -> None:
     """As OpenAI's do: whole, streamed, refused; and nothing where there is no limit."""
     with serving(api_keys_file=write(limited("requests_per_minute = 3\ntokens_per_minute = 6000"))) as running:

@@ -135,6 +135,17 @@ def test_an_answer_cut_short_is_incomplete(server: Running, client: openai.OpenA
     assert events_of(reply.text)[-1]["type"] == "response.incomplete"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stop", "status"), [(";", "incomplete"), ("</tool", "completed")])
+def test_a_call_that_a_stop_string_cuts_is_not_complete(server: Running, stream: bool, stop: str, status: str) -> None:
+    server.engine.scripts = [called('{"x": "a;b"}')]
+    body = {"input": "?", "tools": [ADD], "stop": stop, "stream": stream}
+    reply = server.http.post(ROUTE, json=body)
+    made = events_of(reply.text)[-1]["response"] if stream else reply.json()
+    (call,) = made["output"]
+    assert (made["status"], call["status"]) == ("completed", status)
+
+
 def test_parse_gives_the_clients_own_class(server: Running, client: openai.OpenAI) -> None:
     class Sum(pydantic.BaseModel):
         a: int

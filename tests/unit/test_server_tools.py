@@ -74,6 +74,51 @@ def test_a_stream_adds_up_to_the_same(hermes: Running) -> None:
     assert ends[-1] == "tool_calls" and not any(ends[:-1])
 
 
+@pytest.mark.parametrize(
+    ("stop", "finish", "arguments"),
+    [("ü", "stop", '{"x": "'), ("</tool_call>", "tool_calls", ARGUMENTS), ('name": "f', "stop", None)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_not_to_be_made(
+    hermes: Running, stream: bool, stop: str, finish: str, arguments: str | None
+) -> None:
+    hermes.engine.scripts = [SAID]
+    reply = hermes.http.post(CHAT, json=ask(tools=[tool("f")], max_tokens=None, stop=stop, stream=stream))
+    if stream:
+        told_last = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")][-1]
+        assert told_last["choices"][0]["finish_reason"] == finish
+        return
+    (choice,) = reply.json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (finish, stop)
+    calls = choice["message"].get("tool_calls")
+    assert (calls[0]["function"]["arguments"] if calls else None) == arguments
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_name_is_told_as_no_character(hermes: Running, path: str, stream: bool) -> None:
+    hermes.engine.scripts = [r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>']
+    body: dict[str, Any] = {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "max_tokens": 99}
+    if path == CHAT:
+        body = {"tools": [tool("f")]}
+    elif path == "/v1/responses":
+        body = {"tools": [{"type": "function", "name": "f"}], "input": "?"}
+    asked = {} if "input" in body else {"messages": [{"role": "user", "content": "?"}]}
+    reply = hermes.http.post(path, json={**asked, **body, "stream": stream})
+    assert (
+        reply.status_code == 200
+        and '"name":"f\ufffd"' in reply.text
+        and "error" not in reply.text.replace('"error":null', "")
+    )
+
+
+def test_half_a_surrogate_pair_in_arguments_does_not_end_a_conversation(hermes: Running) -> None:
+    said = told(hermes, r'<tool_call>{"name": "f", "arguments": {"x": "\ud83d"}}</tool_call>')["choices"][0]["message"]
+    assert said["tool_calls"][0]["function"]["arguments"] == r'{"x": "\ud83d"}', "as the model wrote it"
+    calls = parsed(messages=[{"role": "user", "content": "?"}, said]).turn().messages[1]["tool_calls"]
+    assert calls[0]["function"]["arguments"] == {"x": "\ufffd"}
+
+
 @pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
 def test_without_tools_a_call_is_text(hermes: Running, fields: dict[str, Any]) -> None:
     choice = told(hermes, **fields)["choices"][0]

@@ -139,6 +139,7 @@ class EngineCore:
         if not self._active:
             self.overlap.land()
         self._stats.finished.abort += 1
+        self._stats.tokens.cached += active.sequences[0].cached_tokens
         return True
 
     def _drop(self, sequence: SequenceState) -> None:
@@ -357,6 +358,8 @@ class EngineCore:
         if active.first_token_s is None:
             active.first_token_s = now
         self._hand_report(output, delta)
+        if sequence.index == 0 and not sequence.n_output:
+            delta.cached_tokens = sequence.cached_tokens
         output.add(delta, tokens, self.loaded.capacity)
         count = len(delta.token_ids)
         active.output_tokens += count

@@ -214,9 +214,13 @@ def _sequences(body: _Body) -> int:
 
 
 def _prefix(url: str, body: _Body) -> bytes:
-    """Requests that share a beginning of the rendered prompt share one of this, without template and tokenizer."""
-    head = (_plain(body.cache_salt), url.encode(), _plain(body.chat_template_kwargs))
-    return b"\0".join((*head, _plain(body.messages if url == CHAT else body.prompt)))
+    """Requests that share a beginning of the rendered prompt share one of this, without template and tokenizer. Empty
+    where the body is nested too deeply: the server says so."""
+    try:
+        head = (_plain(body.cache_salt), url.encode(), _plain(body.chat_template_kwargs))
+        return b"\0".join((*head, _plain(body.messages if url == CHAT else body.prompt)))
+    except RecursionError:
+        return b""
 
 
 def _plain(value: Any) -> bytes:

@@ -10,6 +10,8 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from headrace.server.breakpoints import MARK, Breakpoint, CacheControl, Part, breakpoints, parts_of
 from headrace.server.errors import invalid
+from headrace.server.json_body import SURROGATE
+from headrace.server.parsers.json_calls import well_formed
 from headrace.server.protocol import SampledBody, Strict
 from headrace.server.strict import refusal_as
 from headrace.server.turn import Reasoning, Tool, ToolChoice, Turn
@@ -69,6 +71,8 @@ def arguments_object(text: str) -> Any:
     """The object that a call's arguments are, {} where they are empty, the text where they are no JSON object."""
     try:
         value = json.loads(text or "{}")
+        if SURROGATE.search(text):
+            value = json.loads(well_formed(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

@@ -10,6 +10,7 @@ from headrace.server.job import Job, Prompt
 from headrace.server.protocol import CompletionBody
 from headrace.server.replies import CompletionReplies, Shown
 from headrace.server.state import ServerState
+from headrace.server.text_offsets import whole_text
 from headrace.server.turns import naming, tokenizer_of
 from headrace.types import SamplingParams
 
@@ -49,5 +50,5 @@ async def _prompt(state: ServerState, prompt: str | list[int], params: SamplingP
         ids = await encoded(state, tokenizer.encode, prompt, "prompt")
         return Prompt(ids, state.engine.check(ids, params), prompt)
     checked = state.engine.check(prompt, params)
-    text = await state.in_tokenizer(tokenizer_of(state, "echo").decode, prompt) if echo else ""
+    text = await state.in_tokenizer(whole_text, tokenizer_of(state, "echo"), prompt) if echo else ""
     return Prompt(prompt, checked, text)

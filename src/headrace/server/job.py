@@ -77,6 +77,11 @@ class ReplyChoice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def cuts_call(self) -> bool:
+        """Whether a stop string has ended it within a call, which nobody should make."""
+        return self.finish_reason == "stop" and isinstance(self.stop_reason, str) and not self.answer.whole
+
 
 @dataclass(slots=True)
 class Event:
@@ -101,6 +106,8 @@ class Job:
     pinned: what has become of its pins, once that is known (server.prompt_pins).
     at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
     where they find the queue full.
+    _cached: tokens found in the cache, by prompt, until its metrics tell; _held: deltas that wait for a prompt's log
+    probabilities.
     """
 
     request_id: str
@@ -127,6 +134,8 @@ class Job:
     priority: int = 0
     pinned: Pinned | None = None
     _queued: int = 0
+    _cached: dict[int, int] = field(default_factory=dict)
+    _held: dict[int, list[Delta]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         each = [prompt for prompt in self.prompts for _ in range(prompt.params.n)]
@@ -142,7 +151,7 @@ class Job:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(m.cached_tokens for m in self.metrics)
+        return sum(m.cached_tokens for m in self.metrics) + sum(self._cached.values())
 
     @property
     def output_tokens(self) -> int:
@@ -195,13 +204,28 @@ class Job:
         try:
             async for p, delta in deltas:
                 note(engine.stats)
-                yield self._take(self.choices[p * self.n + delta.index], delta)
+                for each in self._ready(p, delta):
+                    yield self._take(p, each)
         finally:
             self.end_s = time.monotonic()
             await aclose(deltas)
 
-    def _take(self, choice: ReplyChoice, delta: Delta) -> Event:
-        now = time.monotonic()
+    def _ready(self, p: int, delta: Delta) -> list[Delta]:
+        """Deltas of a prompt that may be told. The log probabilities of its tokens come with the first
+        delta of its first sequence, and are for all of its choices: deltas of the others wait for it."""
+        choice = self.choices[p * self.n]
+        if self.n == 1 or choice.prompt.params.prompt_logprobs is None or choice.last_s:
+            return [delta]
+        held = self._held.setdefault(p, [])
+        held.append(delta)
+        if delta.index:
+            return []
+        del self._held[p]
+        return [delta, *held[:-1]]
+
+    def _take(self, p: int, delta: Delta) -> Event:
+        choices, now = self.choices[p * self.n : (p + 1) * self.n], time.monotonic()
+        choice = choices[delta.index]
         first = not choice.last_s
         if delta.token_ids:
             self.first_s = self.first_s or now
@@ -213,11 +237,14 @@ class Job:
         choice.logprobs += delta.logprobs or []
         choice.finish_reason = delta.finish_reason or choice.finish_reason
         choice.stop_reason = delta.stop_reason if delta.finish_reason else choice.stop_reason
-        choice.prompt_logprobs = delta.prompt_logprobs or choice.prompt_logprobs
+        for each in choices if delta.prompt_logprobs else ():
+            each.prompt_logprobs = delta.prompt_logprobs
         choice.embedding = delta.embedding or choice.embedding
+        cached = delta.metrics.cached_tokens if delta.metrics else delta.cached_tokens
+        if cached is not None:
+            self._cached[p] = max(0, cached - choice.prompt.shared)
         if delta.metrics:
-            cached = max(0, delta.metrics.cached_tokens - choice.prompt.shared)
-            self.metrics.append(replace(delta.metrics, cached_tokens=cached) if choice.prompt.shared else delta.metrics)
+            self.metrics.append(replace(delta.metrics, cached_tokens=self._cached.pop(p)))
         if delta.finish_reason == "abort":
             raise broken_off(delta.stop_reason)
         return Event(choice, delta, first, choice.read(delta))

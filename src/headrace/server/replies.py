@@ -11,6 +11,7 @@ from headrace.server.engine import ServedTokenizer
 from headrace.server.job import Event, Job, ReplyChoice
 from headrace.server.parsers.parts import Call, CallArguments, CallStart, Part, ReasoningPart, TextPart
 from headrace.server.stream import DONE, sse, sse_error
+from headrace.server.text_offsets import TextOffsets
 from headrace.types import Logprob, SamplingParams, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
@@ -292,10 +293,9 @@ class CompletionReplies(OpenAIReplies):
     def __init__(self, job: Job, shown: Shown, echo: bool = False) -> None:
         super().__init__(job, shown)
         self.echo = echo
-        self.offsets = [0] * len(job.choices)
+        self._offsets: dict[int, TextOffsets] = {}
 
     def _body(self, choice: ReplyChoice) -> dict[str, Any]:
-        self.offsets[choice.index] = 0
         text = choice.prompt.text + choice.text if self.echo else choice.text
         logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs, self.echo)
         out: dict[str, Any] = {"text": text, "logprobs": logprobs}
@@ -325,19 +325,22 @@ class CompletionReplies(OpenAIReplies):
             first = choice.prompt.ids[: len(choice.prompt_logprobs or [])]
             pairs = list(zip(first, choice.prompt_logprobs or [], strict=True)) + pairs
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, row in pairs:
-            self._add_token(out, choice, token, row)
+        for number, (token, row) in enumerate(pairs):
+            out["tokens"].append(self._text(token, row[token] if row else None))
+            out["token_logprobs"].append(finite(row[token].logprob) if row else None)
+            out["top_logprobs"].append(self._by_text(row) if row else None)
+            out["text_offset"].append(self._offset(choice, token, number < len(pairs) - len(tokens)))
         return out
 
-    def _add_token(self, out: dict[str, list[Any]], choice: ReplyChoice, token: int, row: TokenLogprobs | None) -> None:
-        text = self._text(token, row[token] if row else None)
-        out["tokens"].append(text)
-        out["token_logprobs"].append(finite(row[token].logprob) if row else None)
-        out["top_logprobs"].append(self._by_text(row) if row else None)
-        at = self.offsets[choice.index]
-        out["text_offset"].append(at)
-        if not self._unseen_start(choice, at, text):
-            self.offsets[choice.index] += len(text)
+    def _offset(self, choice: ReplyChoice, token: int, of_prompt: bool) -> int:
+        """Where the choice's next token begins in its text."""
+        if self.tokenizer is None:
+            return 0
+        if choice.index not in self._offsets:
+            prompt, echoed = choice.prompt, choice.prompt.text if self.echo else None
+            skips = prompt.params.skip_special_tokens
+            self._offsets[choice.index] = TextOffsets(self.tokenizer, prompt.ids, echoed, skips)
+        return self._offsets[choice.index].next(token, of_prompt)
 
     def _by_text(self, row: TokenLogprobs) -> dict[str, float]:
         """Text -> log probability. Of tokens with one text (parts of characters) all but the likeliest go by their ids,
@@ -348,14 +351,11 @@ class CompletionReplies(OpenAIReplies):
             found[f"token_id:{token}" if text in found else text] = finite(info.logprob)
         return found
 
-    def _unseen_start(self, choice: ReplyChoice, at: int, text: str) -> bool:
-        """Whether this is the beginning-of-text token that the tokenizer put before an echoed prompt."""
-        return self.echo and at == 0 and not choice.prompt.text.startswith(text)
-
 
 def _finish(choice: ReplyChoice) -> str | None:
     """Calls are why an answer that stopped by itself has ended."""
-    return "tool_calls" if choice.answer.calls and choice.finish_reason == "stop" else choice.finish_reason
+    called = choice.answer.calls and choice.finish_reason == "stop" and not choice.cuts_call
+    return "tool_calls" if called else choice.finish_reason
 
 
 def _called(call: Call) -> dict[str, Any]:

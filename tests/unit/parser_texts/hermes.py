@@ -74,6 +74,12 @@ CASES = [
         [("f", "{}"), ("unknown_to_all", "{}")],
     ),
     (r'<tool_call>{"name": "f\u00e9", "arguments": {"k\\": "\\\\"}}</tool_call>', "", [("fé", r'{"k\\": "\\\\"}')]),
+    (r'<tool_call>{"name": "f\ud83d", "arguments": {}}</tool_call>', "", [("f\ufffd", "{}")]),
+    (
+        r'<tool_call>{"name": "f", "arguments": "{\"x\": \"\ud83d\ude00\ude00\"}"}</tool_call>',
+        "",
+        [("f", '{"x": "😀\ufffd"}')],
+    ),
     ('<tool_call>{"name": "f", "arguments": {}}\n</tool_c', "", [("f", "{}")]),
     (
         "1 < 2 and <tool> is <b>no</b> call, nor is </tool_call>",

@@ -19,6 +19,11 @@ _STRUCTURE = re.compile(r'["{}\[\]]')
 _IN_STRING = re.compile(r'["\\]')
 
 
+def well_formed(text: str) -> str:
+    """With U+FFFD for halves of surrogate pairs: JSON can spell them, and they are no text."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def string_text(reader: Reader, most: int | None) -> Reading[str | None]:
     """A JSON string's content, decoded; None where it is broken, cut, or longer than `most` characters."""
     if not (yield from reader.literal('"')):
@@ -42,7 +47,7 @@ def string_text(reader: Reader, most: int | None) -> Reading[str | None]:
     if not (yield from reader.literal('"')):
         return None
     try:
-        return str(json.loads('"' + "".join(found) + '"', strict=False))
+        return well_formed(json.loads('"' + "".join(found) + '"', strict=False))
     except ValueError:
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -63,6 +64,15 @@ class Answer:
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the arguments of its last call, if there is one, are JSON."""
+        try:
+            json.loads(self.calls[-1].arguments if self.calls else "{}", strict=False)
+        except (ValueError, RecursionError):
+            return False
+        return True
 
     def add(self, parts: Iterable[Part]) -> None:
         for part in parts:

@@ -96,7 +96,8 @@ class ResponseReplies:
 
     @property
     def _item_status(self) -> Any:
-        return "completed" if self._status == "completed" else "incomplete"
+        whole = self._status == "completed" and not self.job.choices[0].cuts_call
+        return "completed" if whole else "incomplete"
 
     def _ended(self) -> dict[str, Any]:
         """Keeps it too."""
