@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
 
 from headrace import LLM, AsyncLLM, EngineDead, InvalidRequest, SamplingParams
 from headrace.config import SETTINGS, EngineConfig
+from headrace.parallel.transport import RankLost
 from headrace.types import Delta
 
 pytestmark = pytest.mark.cpu
@@ -122,6 +124,16 @@ def test_a_closed_one_answers_no_more() -> None:
         llm.generate("Hello", BRIEF)
     assert llm.stats().requests_finished == 1, "what it has done is still told"
     llm.close()
+
+
+def test_one_that_has_lost_a_rank_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the other ranks' counters cannot be asked for any more."""
+    llm = LLM("tiny", kv_cache_tokens=4096, threads=1)
+    monkeypatch.setattr(llm.engine, "stats", Mock(side_effect=RankLost("rank 1 is gone")))
+    llm.close()
+    assert not hasattr(llm, "engine")
+    with pytest.raises(EngineDead, match="rank"):
+        llm.stats()
 
 
 def test_memory_of_a_closed_one_is_free_before_the_next_is_made() -> None:

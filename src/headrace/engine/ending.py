@@ -28,15 +28,13 @@ class Ending:
         self._process = os.getpid()
         atexit.register(self)
 
-    def __call__(self) -> bool:
-        """Whether it has closed the engine just now."""
+    def __call__(self) -> None:
         if self._loaded is None or os.getpid() != self._process:
-            return False  # forked: ranks and tiers are those of the process that made them
+            return  # forked: ranks and tiers are those of the process that made them
         loaded, self._loaded = self._loaded, None
         atexit.unregister(self)
         loaded.close()
         _ended.set()
-        return True
 
     def of_one_that_was_dropped(self) -> None:
         """Garbage is collected in any thread, one of those that end here too, which cannot wait for itself."""

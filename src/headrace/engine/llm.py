@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from typing import Any, Self, Unpack
 from weakref import finalize
@@ -31,6 +31,7 @@ from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
 from headrace.outputs import Completion, RequestOutput, Score, SessionReport
+from headrace.parallel.transport import RankLost
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
 from headrace.types import Delta, EngineDead, InvalidRequest, Metrics, Request, SamplingParams, TokenLogprobs
@@ -85,12 +86,18 @@ class LLM(metaclass=PublicNames):
             return
         self._closed = True
         with self._turn:
-            if self._ending():
+            if not hasattr(self, "engine"):
+                return
+            with suppress(RankLost):
                 self._summary = self.engine.stats().summary()
-                del self.engine, self._calls
+            self._ending()
+            del self.engine, self._calls
 
     def stats(self) -> Summary:
-        """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use."""
+        """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use. Of one that
+        is closed: as it was. Raises EngineDead where a rank was lost before."""
+        if self._summary is None and not hasattr(self, "engine"):
+            raise EngineDead("this LLM is closed, and a rank that knew of its figures was lost before")
         return self._summary or self.engine.stats().summary()
 
     def generate(
