@@ -265,9 +265,9 @@ def test_a_rank_that_is_lost_while_chunks_come(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(rank, "run", lambda step: 1 / 0)
         with pytest.raises(RankLost, match="rank 1 failed: ZeroDivisionError"):
             llm.generate([PROMPT], TWO)
+        peers, told = llm.engine.offload.tiers.peers, counters(llm)
         llm.close()
-        peers = llm.engine.offload.tiers.peers
-        assert not peers.agents[0].opened.tiers.find([bytes(33)])[0] and counters(llm).restores == 1
+        assert not peers.agents[0].opened.tiers.find([bytes(33)])[0] and told.restores == 1
         with pytest.raises(ValueError, match="closed"):
             peers.agents[0].opened.bringing.submit(lambda: None, 0, "kv")
 
