@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM, SamplingParams
+from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kv.cache import KVCache
 from headrace.offload.tiers.base import Read, Tier
 from headrace.types import CHUNK
@@ -166,13 +168,20 @@ def test_a_flood_leaves_the_quota_of_others(tier: str, tmp_path: Path) -> None:
         llm.close()
 
 
-def test_new_salts_of_one_tenant_leave_another_its_quota(tmp_path: Path) -> None:
-    """Neither has a quota of its own: on a disk of 24 chunks acme keeps 5, which is less than a quarter."""
-    disk: dict[str, Any] = {"kv_offload_path": str(tmp_path / "kv"), "kv_offload_disk_size": 24.5 * BLOB / GIB}
+@contextmanager
+def on_disk_of(chunks: int, folder: Path) -> Iterator[tuple[LLM, StoredPrefixes]]:
+    """An engine over a disk of so many chunks, which loads whatever is stored."""
+    disk: dict[str, Any] = {"kv_offload_path": str(folder / "kv"), "kv_offload_disk_size": (chunks + 0.5) * BLOB / GIB}
     with LLM("tiny", kv_cache_tokens=POOL, kv_offload_timeout_s=10.0, **disk) as llm:
         offload = llm.engine.offload
         assert offload is not None
         offload.choose = forced(0.0, 0.0)
+        yield llm, offload
+
+
+def test_new_salts_of_one_tenant_leave_another_its_quota(tmp_path: Path) -> None:
+    """Neither has a quota of its own: on a disk of 24 chunks acme keeps 5, which is less than a quarter."""
+    with on_disk_of(24, tmp_path) as (llm, offload):
         acme: dict[str, Any] = {"tenant": "acme", "cache_salt": "acme"}
         quiet = Asked(0, 330, None, 0).tokens
         first = llm.generate([quiet], PARAMS, **acme)[0]
@@ -189,11 +198,7 @@ def test_new_salts_of_one_tenant_leave_another_its_quota(tmp_path: Path) -> None
 
 def test_quotas_of_two_tenants(tmp_path: Path) -> None:
     """On a disk of 20 chunks acme, with two salts, keeps all of its 10; guests flood it, under a new salt each time."""
-    disk: dict[str, Any] = {"kv_offload_path": str(tmp_path / "kv"), "kv_offload_disk_size": 20.5 * BLOB / GIB}
-    with LLM("tiny", kv_cache_tokens=POOL, kv_offload_timeout_s=10.0, **disk) as llm:
-        offload = llm.engine.offload
-        assert offload is not None
-        offload.choose = forced(0.0, 0.0)
+    with on_disk_of(20, tmp_path) as (llm, offload):
         acme: dict[str, Any] = {"tenant": "acme", "tier_quota": 0.6}
         quiet = Asked(0, 330, None, 0).tokens
         truth = []

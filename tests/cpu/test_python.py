@@ -126,6 +126,22 @@ def test_a_closed_one_answers_no_more() -> None:
     llm.close()
 
 
+@pytest.mark.parametrize("progress", [False, True])
+def test_the_handler_of_a_signal_may_close_it_in_the_midst_of_a_step(progress: bool) -> None:
+    llm = LLM("tiny", kv_cache_tokens=4096, threads=1)
+    core, computes = llm.engine, llm.engine.step
+
+    def step() -> list[Delta]:
+        deltas = computes()
+        llm.close()
+        return deltas
+
+    core.step = step  # type: ignore[method-assign]
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate("Hello", BRIEF, progress=progress)
+    assert not core.has_work and core.on_prefill is None
+
+
 def test_one_that_has_lost_a_rank_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the other ranks' counters cannot be asked for any more."""
     llm = LLM("tiny", kv_cache_tokens=4096, threads=1)

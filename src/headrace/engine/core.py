@@ -17,13 +17,7 @@ from headrace.engine.loader import Loaded
 from headrace.engine.output import Active, Output, joined, prefills
 from headrace.engine.pooled import Pooled
 from headrace.engine.reports import Head, Observer, PromptLogprobs, note_reports, show
-from headrace.engine.sampler import (
-    BadLogits,
-    History,
-    Sampled,
-    is_plain,
-    needs_history,
-)
+from headrace.engine.sampler import BadLogits, History, Sampled, is_plain, needs_history
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.shares import Shares
 from headrace.engine.speculation.verify import confirmed, settle

@@ -19,6 +19,7 @@ from headrace.config import EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import PublicNames, public_names, shows_settings
 from headrace.engine import preflight
+from headrace.engine.answer import Answer, reported
 from headrace.engine.call_handlers import CallHandlers
 from headrace.engine.calls import LoadSession, SaveSession
 from headrace.engine.capacity import check_variables
@@ -30,11 +31,11 @@ from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, li
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
-from headrace.outputs import Completion, RequestOutput, Score, SessionReport
+from headrace.outputs import RequestOutput, Score, SessionReport
 from headrace.parallel.transport import RankLost
 from headrace.progress import Answering, PrefillClock
 from headrace.stats import Summary
-from headrace.types import Delta, EngineDead, InvalidRequest, Metrics, Request, SamplingParams, TokenLogprobs
+from headrace.types import Delta, EngineDead, InvalidRequest, Request, SamplingParams, TokenLogprobs
 
 Note = Callable[[list[Delta]], None]
 """Is told what each step adds."""
@@ -96,9 +97,12 @@ class LLM(metaclass=PublicNames):
     def stats(self) -> Summary:
         """What the engine holds now and has done so far: requests, tokens, share from the cache, KV in use. Of one that
         is closed: as it was. Raises EngineDead where a rank was lost before."""
-        if self._summary is None and not hasattr(self, "engine"):
+        engine: EngineCore | None = getattr(self, "engine", None)  # another thread may close it meanwhile
+        if engine is not None:
+            return engine.stats().summary()
+        if self._summary is None:
             raise EngineDead("this LLM is closed, and a rank that knew of its figures was lost before")
-        return self._summary or self.engine.stats().summary()
+        return self._summary
 
     def generate(
         self,
@@ -268,11 +272,12 @@ class LLM(metaclass=PublicNames):
 
     @contextmanager
     def _observed(self, observer: Any) -> Iterator[None]:
-        before, self.engine.on_logits = self.engine.on_logits, observer
+        engine = self.engine
+        before, engine.on_logits = engine.on_logits, observer
         try:
             yield
         finally:
-            self.engine.on_logits = before
+            engine.on_logits = before
 
     def _request(
         self, prompt: str | Sequence[int], params: SamplingParams, salt: str | None, public: int, **own: Any
@@ -328,12 +333,13 @@ class LLM(metaclass=PublicNames):
             for delta in deltas:
                 answering.note(delta)
 
-        self.engine.on_prefill = prefilling.begin
+        engine = self.engine
+        engine.on_prefill = prefilling.begin
         try:
             with ProgressLine(lambda: answering.text(prefilling.prefills, prefilling.rate), answering.share):
                 outputs = self._drain(requests, note)
         finally:
-            self.engine.on_prefill = None
+            engine.on_prefill = None
         err.print(answering.summary(), style="dim")
         return outputs
 
@@ -346,19 +352,20 @@ class LLM(metaclass=PublicNames):
         """Steps until the requests are answered; an interruption aborts them, so that nothing is left behind."""
         answers = {request.request_id: Answer(request) for request in requests}
         with self._in_turn():
+            engine = self.engine  # a signal's handler may close it, in the midst of a step
             try:
                 for request in requests:
-                    self.engine.add(request, want_logits=want_logits)
-                while self.engine.has_work:
+                    engine.add(request, want_logits=want_logits)
+                while engine.has_work:
                     self._must_be_open()
-                    deltas = self.engine.step()
+                    deltas = engine.step()
                     for delta in deltas:
                         answers[delta.request_id].add(delta)
                     if note is not None:
                         note(deltas)
             except BaseException:
                 for request in requests:
-                    self.engine.abort(request.request_id)
+                    engine.abort(request.request_id)
                 raise
         return [answers[request.request_id] for request in requests]
 
@@ -371,35 +378,3 @@ def _load(config: EngineConfig) -> Loaded:
 
     with loading(config.model.folder) as tell:
         return load(config, tell)
-
-
-def reported(output: RequestOutput) -> Sequence[TokenLogprobs]:
-    """Rows of log probabilities: the prompt's, or the answer's."""
-    return [row for row in output.prompt_logprobs or output.logprobs or [] if row is not None]
-
-
-class Answer:
-    """Puts the deltas of one request together."""
-
-    def __init__(self, request: Request) -> None:
-        completions = [
-            Completion(index, logprobs=[] if request.params.reports_answer else None)
-            for index in range(request.params.n)
-        ]
-        self.output = RequestOutput(request.request_id, request.prompt_token_ids, completions, Metrics())
-        self.embedding: bytes | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Takes in a delta."""
-        completion = self.output.outputs[delta.index]
-        completion.text += delta.text
-        completion.token_ids.extend(delta.token_ids)
-        if completion.logprobs is not None:
-            completion.logprobs.extend(delta.logprobs or [])
-        completion.finish_reason = delta.finish_reason
-        completion.stop_reason = delta.stop_reason
-        if delta.prompt_logprobs is not None:
-            self.output.prompt_logprobs = delta.prompt_logprobs
-        self.embedding = delta.embedding
-        if delta.metrics is not None:
-            self.output.metrics = delta.metrics
