@@ -89,7 +89,19 @@ def same(ours: list[Tensor], truth: list[Tensor]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "llama_gqa", "qwen3", "opt", "falcon7", "falcon_rw", "granite", "glm4", "gemma4", "granite_moe_shared"],
+    [
+        "llama",
+        "llama_gqa",
+        "qwen3",
+        "opt",
+        "falcon7",
+        "falcon_rw",
+        "granite",
+        "glm4",
+        "gemma4",
+        "granite_moe_shared",
+        "deepseek_v2",
+    ],
 )
 def test_a_batch_of_uneven_prompts(kind: str, size: int, strategy: str, ours_of: Any, alone: Alone) -> None:
     """MHA, GQA and MQA; rotary, learned positions and ALiBi; more in the layer. Gather and chain cut inside chunks."""
@@ -204,7 +216,7 @@ def turns(loopback: LoopbackRanks, strategy: str, unit: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["llama_gqa", "falcon_rw", "gemma4_small"])
+@pytest.mark.parametrize("kind", ["llama_gqa", "falcon_rw", "gemma4_small", "deepseek_v2"])
 def test_turns_with_decode_between(
     kind: str, size: int, strategy: str, ours_of: Any, turns_of_one: Callable[[str], list[Tensor]]
 ) -> None:
@@ -227,6 +239,7 @@ def test_turns_with_decode_between(
         "gemma3",
         "gemma4_small",
         "gpt_oss",
+        "deepseek_v2",
     ],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any, alone: Alone) -> None:

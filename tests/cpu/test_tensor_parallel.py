@@ -67,6 +67,7 @@ MODELS: dict[str, Model] = {
     "heads of two sizes": ("gemma4", {}),
     "shared keys": ("gemma4_small", {}),
     "experts beside": ("gemma4_experts", dict(moe_intermediate_size=128)),
+    "latent attention": ("deepseek_v2_lora", dict(moe_intermediate_size=128)),
 }
 """Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
 UNEVEN: dict[str, Model] = {
@@ -158,7 +159,7 @@ def test_widths_need_not_divide(model: str, dtype: str, folder: Callable[[Model]
 
 @every_type
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("model", ["GQA", "opt", "falcon 40", "experts"])
+@pytest.mark.parametrize("model", ["GQA", "opt", "falcon 40", "experts", "latent attention"])
 def test_quantised_ranks_give_the_bits_of_one(
     model: str, quantization: Quantization, dtype: str, folder: Callable[[Model], Path]
 ) -> None:
@@ -167,7 +168,7 @@ def test_quantised_ranks_give_the_bits_of_one(
 
 @every_type
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("model", ["GQA", "falcon 7", "ALiBi", "experts"])
+@pytest.mark.parametrize("model", ["GQA", "falcon 7", "ALiBi", "experts", "latent attention"])
 def test_without_the_cpp_kernels_too(
     model: str, quantization: Quantization, dtype: str, folder: Callable[[Model], Path]
 ) -> None:
@@ -223,7 +224,8 @@ def test_the_test_can_fail(folder: Callable[[Model], Path]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @every_model
 def test_shares_make_up_every_weight(model: str, size: int, folder: Callable[[Model], Path]) -> None:
-    """Rows of `out`, `up` and `down` lie on one rank each, those of qkv too but for shared KV heads."""
+    """Rows of `out`, `up`, `down` and of what latent attention has by head lie on one rank each, those of qkv too but
+    for shared KV heads."""
     path = folder(MODELS[model])
     config = read_config(path)
     whole = load_weights(path, config, torch.float32)
@@ -231,7 +233,7 @@ def test_shares_make_up_every_weight(model: str, size: int, folder: Callable[[Mo
     assert [("head.weight" in part) for part in parts] == [True] + [False] * (size - 1)
     for name, tensor in whole.items():
         module, held = name.split(".")[-2], sum(len(part[name]) for part in parts if name in part)
-        if module in ("out", "up", "down") or name.endswith(".sinks"):
+        if module in ("out", "up", "down", "queries", "heads") or name.endswith(".sinks"):
             assert held == len(tensor)
         elif module == "qkv":
             layer = int(name.split(".")[1])

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -247,6 +249,14 @@ def _gemma4_multimodal(**fields: Any) -> PreTrainedModel:
     return Gemma4ForConditionalGeneration(config)
 
 
+LATENT = dict(
+    kv_lora_rank=48, q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=48, num_key_value_heads=4,
+    num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64,
+    n_shared_experts=2,
+)  # fmt: skip
+LATENT_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH, mscale=0.7, mscale_all_dim=0.9)
+_deepseek_v2 = _of(DeepseekV2ForCausalLM, DeepseekV2Config, **LATENT)
+
 KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama": (_llama, {}),
     "llama_gqa": (_llama, GQA),
@@ -298,6 +308,8 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma4_small": (_gemma4, GEMMA4_SMALL),
     "gemma4_experts": (_gemma4, GEMMA4_LARGE | GEMMA4_EXPERTS),
     "gemma4_multimodal": (_gemma4_multimodal, GEMMA4_SMALL),
+    "deepseek_v2": (_deepseek_v2, LATENT_YARN),
+    "deepseek_v2_lora": (_deepseek_v2, dict(q_lora_rank=64, attention_bias=True)),
 }
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (

@@ -105,6 +105,14 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"attention_backend 'triton' with several ranks: {why}; use one rank, or 'auto'")
 
 
+def refuse_for_latent(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what a model with latent attention does not do yet."""
+    if model.latent is None:
+        return
+    if config.model.on_gpu:
+        raise ValueError(f"attention_backend 'triton': {model.architecture} has latent attention; use 'auto'")
+
+
 def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for what several ranks on GPUs do not do yet."""
     if config.ranks.transport == "nccl" and not config.model.on_gpu:
@@ -123,11 +131,13 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     longer than the model's, or than the KV cache holds, products of FP8 on a CPU."""
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
+    refuse_for_latent(config, model)
     refuse_for_gpu_ranks(config, model)
     refuse_rounding(model, config.model.quantization)
     if (draft := DraftFacts.of(config)) is not None:
         draft.check(model)
         refuse_for_mixed(config, draft.model)
+        refuse_for_latent(config, draft.model)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):

@@ -27,6 +27,7 @@ from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
+from headrace.models.latent import LatentLayer, of_each_head
 from headrace.models.layers import Layer, OneByOne, Weights, norm
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
 from headrace.models.packing import HEAD, ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
@@ -91,6 +92,8 @@ class Decoder:
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
         outputs = {} if share is None else share.outputs
+        if config.latent is not None:
+            weights = of_each_head(config.latent, weights)
         self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave, outputs)
         packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave)
         self.matrices |= packing.all_of(stored or {}, packed)
@@ -121,9 +124,12 @@ class Decoder:
         if self.config.value_norm:
             return self._mixed_layers(share, tensor)
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
-        layers = [Layer(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
-        if share is not None:
-            reason: str | None = f"shared by {share.size} tensor ranks"
+        kind = Layer if self.config.latent is None else LatentLayer
+        layers = [kind(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
+        if self.config.latent is not None:
+            reason: str | None = "latent attention"
+        elif share is not None:
+            reason = f"shared by {share.size} tensor ranks"
         else:
             reason = block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:

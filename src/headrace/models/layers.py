@@ -169,6 +169,12 @@ class Layer:
         k, v = heads.split(spec.kv_heads, dim=1)
         return self._turned("k_norm", k, cos_sin), v
 
+    @property
+    def splits(self) -> bool:
+        """Whether `project` reads nothing that queries alone need: of qkv the part of keys and values."""
+        spec = self.config.attention
+        return ops.outputs_from(self.matrices["qkv.weight"], spec.heads * spec.head_dim) is not None
+
     def _mlp(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]."""
         if self.experts is not None:

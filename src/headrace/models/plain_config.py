@@ -65,6 +65,10 @@ QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1,
     mlp_only_layers=None,
 )  # fmt: skip
+LATENT: dict[str, Any] = COMMON | dict(
+    kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, hidden_act="silu",
+    rms_norm_eps=1e-6, attention_bias=False,
+)  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA
@@ -103,6 +107,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=None,
         eos_token_id=None, attention_bias=True, sliding_window=128, layer_types=None, num_experts_per_tok=4,
         num_local_experts=128, swiglu_alpha=1.702, swiglu_limit=7.0,
+    ),
+    "deepseek_v2": LATENT
+    | dict(
+        vocab_size=102400, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=None, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, mlp_bias=False,
+        first_k_dense_replace=0, n_group=None, n_routed_experts=64, n_shared_experts=2, routed_scaling_factor=1.0,
+        topk_group=None, topk_method="greedy", norm_topk_prob=False, num_experts_per_tok=None,
+        moe_intermediate_size=1407,
     ),
     "opt": COMMON
     | dict(

@@ -126,6 +126,20 @@ class ConfigFields(msgspec.Struct):
     norm_topk_prob: Flag = UNSET
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
+    n_routed_experts: Count = UNSET
+    n_shared_experts: Count = UNSET
+    first_k_dense_replace: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
+    n_group: Count = UNSET
+    topk_group: Count = UNSET
+    topk_method: ShortText = UNSET
+    routed_scaling_factor: Factor = UNSET
+    mlp_layer_types: Annotated[list[ShortText], Meta(max_length=4096)] | UnsetType | None = UNSET
+    kv_lora_rank: Count = UNSET
+    q_lora_rank: Count = UNSET
+    qk_nope_head_dim: Count = UNSET
+    qk_rope_head_dim: Count = UNSET
+    v_head_dim: Count = UNSET
+    rope_interleave: Flag = UNSET
     clip_qkv: Factor = UNSET
     swiglu_alpha: Factor = UNSET
     swiglu_limit: Factor = UNSET

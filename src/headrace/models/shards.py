@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.config import AttentionSpec
 from headrace.models.slots import expected
-from headrace.models.spec import CLASSIFIER, ModelConfig
+from headrace.models.spec import CLASSIFIER, LatentSpec, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +141,8 @@ class Share:
         """How many columns each rank has of what is gathered."""
         if width in ("heads", "queries", "keys"):
             kv_heads, dim = self.attention.shape(layer)
+            if self.config.latent is not None:
+                return [self.attention.heads * self.config.latent.value] * self.size
             return [(kv_heads if width == "keys" else self.attention.heads) * dim] * self.size
         return [len(columns) for columns in self._cut(width, layer)]
 
@@ -183,6 +185,8 @@ class Share:
         layer = int(number) if first == "layers" else 0
         if module == "qkv":
             return self._qkv_rows(layer)
+        if module in ("queries", "heads"):
+            return [self._rows_of_heads(module, self.config.latent)]
         if kind == "sinks":
             return [self.heads]
         if module == "up":
@@ -190,6 +194,12 @@ class Share:
             mine, inner = parts[self.rank], parts[-1].stop
             return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]
         return [self._cut("hidden")[self.rank]] if module in ("out", "down") else None
+
+    def _rows_of_heads(self, module: str, latent: LatentSpec | None) -> range:
+        """Rows of this rank's heads in the matrices that latent attention has for each head."""
+        assert latent is not None, "other models have no such matrices"
+        rows = latent.query if module == "queries" else latent.plain + latent.value
+        return range(self.heads.start * rows, self.heads.stop * rows)
 
     def _qkv_rows(self, layer: int) -> list[range]:
         counts, dim = self.config.projected_heads(layer), self.config.attention.shape(layer)[1]

@@ -5,9 +5,12 @@ Names and letters are those at the head of models.spec.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, LayerInputs, ModelConfig
+from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, LatentSpec, LayerInputs, ModelConfig
+
+OF_HEADS = re.compile(r"layers\.\d+\.(heads|(keys|values)\.\d+)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,7 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
     if config.layer_inputs is not None:
         slots |= _layer_inputs(config, config.layer_inputs)
     for index in range(config.layers):
-        layer = _recurrent_layer if index in config.recurrent_layers else _attention_layer
-        slots |= _norm(config, f"layers.{index}.attention_norm") | layer(config, index)
+        slots |= _norm(config, f"layers.{index}.attention_norm") | _mixer(config, index)
         slots |= _mlp(config, index)
         if config.layer_inputs is not None:
             slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
@@ -71,6 +73,27 @@ def _gated_inputs(config: ModelConfig, prefix: str, width: int) -> dict[str, Slo
     gate = _linear(prefix + "input_gate", (width,), config.hidden_size, False)
     out = _linear(prefix + "input_out", (config.hidden_size,), width, False)
     return gate | out | _norm(config, prefix + "input_norm")
+
+
+def _mixer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    """What mixes the rows of a layer."""
+    if layer in config.recurrent_layers:
+        return _recurrent_layer(config, layer)
+    if config.latent is not None:
+        return _latent_layer(config, config.latent, f"layers.{layer}.")
+    return _attention_layer(config, layer)
+
+
+def _latent_layer(config: ModelConfig, spec: LatentSpec, prefix: str) -> dict[str, Slot]:
+    heads, hidden, width = config.attention.heads, config.hidden_size, spec.query_rank
+    slots = _linear(prefix + "queries", (heads * spec.query,), width or hidden, False)
+    if width is not None:
+        slots |= _linear(prefix + "query_in", (width,), hidden, config.qkv_bias)
+        slots[prefix + "query_norm.weight"] = Slot((width,))
+    slots |= _linear(prefix + "latent", (spec.rotated + spec.rank,), hidden, config.qkv_bias)
+    slots[prefix + "latent_norm.weight"] = Slot((spec.rank,))
+    slots |= _linear(prefix + "heads", (heads * (spec.plain + spec.value),), spec.rank, False)
+    return slots | _linear(prefix + "out", (hidden,), heads * spec.value, config.out_bias)
 
 
 def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
@@ -138,8 +161,15 @@ def expert_of(name: str) -> tuple[int, int] | None:
 
 def is_exact(name: str) -> bool:
     """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, how
-    much a state forgets, or a text's class. They are small, and what they decide lasts."""
-    return name == CLASSIFIER or name.endswith((".router.weight", ".shared_gate.weight", ".gates.weight"))
+    much a state forgets, a text's class, or what heads make of latents. They are small, and what they decide lasts."""
+    exact = (".router.weight", ".shared_gate.weight", ".gates.weight")
+    return name == CLASSIFIER or name.endswith(exact) or is_of_heads(name)
+
+
+def is_of_heads(name: str) -> bool:
+    """Whether a matrix of ours is what latent attention multiplies each head by, all heads together or one by one. It
+    is used transposed too, so it is multiplied out where a file has it as codes."""
+    return OF_HEADS.match(name) is not None
 
 
 def in_feed_forward(name: str) -> bool:

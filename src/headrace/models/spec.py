@@ -10,6 +10,9 @@ up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer 
 and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
 Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H].
+Latent attention (LatentSpec; Q: query_rank) has, in place of qkv: layers.N.queries [Hq (rotated + plain), Q or H], in
+most models behind query_in [Q, H] and query_norm; latent [rotated + rank, H] and latent_norm; heads
+[Hq (plain + value), rank], of each head what makes its keys, then its values. Its out is [H, Hq value].
 Inputs of each layer (LayerInputs): layer_embed [V, L P], layer_inputs [L P, H], layers.N.input_gate [P, H] and
 layers.N.input_out [H, P]; L: layers, P: their width.
 """
@@ -100,6 +103,35 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads follow
+    from one latent of `rank` numbers a token, and all heads share `rotated` numbers of a key, which carry its position.
+
+    plain: numbers of a head's query and key that are not rotated; value: of a head's value. query_rank: width that
+    queries pass through on their way, None: none. paired: files have numbers that are rotated together side by side.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int | None = None
+    paired: bool = True
+
+    @property
+    def query(self) -> int:
+        """Numbers of a head's query as it is projected: those that are rotated first."""
+        return self.rotated + self.plain
+
+    def weights(self, heads: int, hidden: int) -> tuple[int, int]:
+        """Elements of a layer's matrices before its attention, and behind it but for the MLP's."""
+        width = self.query_rank or hidden
+        queries = width * heads * self.query + (0 if self.query_rank is None else hidden * width)
+        before = queries + hidden * (self.rotated + self.rank) + heads * self.plain * self.rank
+        return before, heads * self.value * (self.rank + hidden)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
 
@@ -119,6 +151,9 @@ class ModelConfig:
     value_norm: values are normed, without weights. keys_as_values: in layers without a window values are the keys
     before their norm. shared_inner: MLP width of layers without keys and values of their own (AttentionSpec.shared); 0:
     as of the others. layer_scale: what leaves a layer is multiplied by a number of its own.
+
+    latent: attention is latent attention. `attention` is then what it becomes where nothing is multiplied out: one KV
+    head of rotated + rank numbers, of which keys and values are the same (models.latent).
     """
 
     architecture: str
@@ -165,6 +200,7 @@ class ModelConfig:
     shared_inner: int = 0
     layer_scale: bool = False
     layer_inputs: LayerInputs | None = None
+    latent: LatentSpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None
@@ -190,6 +226,11 @@ class ModelConfig:
             return (spec.heads,)
         alike = self.keys_as_values and spec.windows[layer] is None
         return (spec.heads, *(spec.shape(layer)[0],) * (1 if alike else 2))
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of a head once it has attended: what `out` takes of it, where layers are alike."""
+        return self.attention.head_dim if self.latent is None else self.latent.value
 
     @property
     def mlp_width(self) -> int:
@@ -228,6 +269,8 @@ class ModelConfig:
     def rotated_heads(self) -> tuple[int, int]:
         """Head sizes that `rope` and `local_rope` turn."""
         spec = self.attention
+        if self.latent is not None:
+            return self.latent.rotated, self.latent.rotated
         windowed = {spec.windows[layer] is not None: dim for layer, (_, dim) in enumerate(spec.shapes)}
         return windowed.get(False, spec.head_dim), windowed.get(True, spec.head_dim)
 

@@ -18,7 +18,7 @@ from headrace.models.families import FAMILIES
 from headrace.models.families.base import Family, Names
 from headrace.models.shards import Share
 from headrace.models.sizes import LOOKED_UP
-from headrace.models.slots import Slot, expected, expert_of
+from headrace.models.slots import Slot, expected, expert_of, is_of_heads
 from headrace.models.spec import CLASSIFIER, ModelConfig
 from headrace.types import UnsupportedModel
 
@@ -65,8 +65,8 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """The decoder's tensors by our names, in `dtype`, each with memory of its own; of `share` only what it holds.
 
-    stored: takes the matrices that are stored as codes, but for those that are looked up; without it they too are
-    multiplied out. experts_later: it takes the experts' matrices too, none of which is read yet.
+    stored: takes the matrices that are stored as codes, but for those that are looked up and those of each head;
+    without it they too are multiplied out. experts_later: it takes the experts' matrices too, and none is read yet.
 
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
@@ -81,7 +81,8 @@ def load_weights(
         for name, slot in slots.items():
             if share is None or share.holds(name):
                 rows = _rows(config, family, name, share)
-                if stored is not None and name not in LOOKED_UP and any(map(checkpoint.is_coded, sources[name])):
+                kept_coded = stored is not None and name not in LOOKED_UP and not is_of_heads(name)
+                if stored is not None and kept_coded and any(map(checkpoint.is_coded, sources[name])):
                     stored[name] = _stored(checkpoint, slot, sources[name], rows)
                     continue
                 if stored is not None and experts_later and slot.columns and expert_of(name) is not None:

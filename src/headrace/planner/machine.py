@@ -151,7 +151,9 @@ class _Attention(Protocol):
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a decoder as one rank computes it (divide heads, mlp and vocab by the tensor-parallel size).
 
-    mlp is the inner width; gated: three matrices instead of two. element_bytes: of weights, K, V, Q.
+    mlp is the inner width; gated: three matrices instead of two. element_bytes: of weights, K, V, Q. before, behind:
+    elements of the matrices before a layer's attention, and between that and its MLP, of latent attention; 0: those of
+    Q, K and V, and of the output.
     """
 
     layers: int
@@ -163,6 +165,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int
     gated: bool = True
     element_bytes: int = 2
+    before: int = 0
+    behind: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "element_bytes"):
@@ -173,27 +177,32 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, model: Any, element_bytes: int = 2, tensor_ranks: int = 1) -> ModelShape:
         """Of a headrace.models.spec.ModelConfig (or anything with its fields), for one of `tensor_ranks` ranks."""
         spec: _Attention = model.attention
+        heads, latent = -(-spec.heads // tensor_ranks), getattr(model, "latent", None)
+        before, behind = (0, 0) if latent is None else latent.weights(heads, model.hidden_size)
         return cls(
             layers=model.layers,
             hidden=model.hidden_size,
-            heads=-(-spec.heads // tensor_ranks),
+            heads=heads,
             kv_heads=-(-spec.kv_heads // tensor_ranks),
             head_dim=spec.head_dim,
             mlp=-(-model.mlp_width // tensor_ranks),
             vocab=-(-model.vocab_size // tensor_ranks),
             gated=model.gated,
             element_bytes=element_bytes,
+            before=before,
+            behind=behind,
         )
 
     @property
     def qkv_weights(self) -> int:
         """Elements of a layer's Q, K and V projections."""
-        return self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.before or self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def rest_weights(self) -> int:
         """Elements of a layer's output projection and MLP: what follows its attention."""
-        return self.hidden * self.heads * self.head_dim + (3 if self.gated else 2) * self.hidden * self.mlp
+        out = self.behind or self.hidden * self.heads * self.head_dim
+        return out + (3 if self.gated else 2) * self.hidden * self.mlp
 
     @property
     def linear_flops(self) -> int:

@@ -1,6 +1,7 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
+from headrace.models.families.deepseek import V2
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM4,
+    "DeepseekV2ForCausalLM": V2,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,

@@ -29,9 +29,8 @@ class OneLayer:
     def __init__(self, layer: Layer, shape: block.LayerShape | None) -> None:
         self.index = layer.index
         self.run: block.Blocks | OneByOne = block.Blocks(shape, [layer]) if shape is not None else OneByOne([layer])
-        spec = layer.config.attention
-        self.splits = ops.outputs_from(layer.matrices["qkv.weight"], spec.heads * spec.head_dim) is not None
-        """Whether `project` reads the K and V part of the qkv matrix alone."""
+        self.splits = layer.splits
+        """Whether `project` reads nothing that queries alone need."""
 
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.layers.Layer."""

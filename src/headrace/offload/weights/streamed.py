@@ -8,7 +8,7 @@ GPU, which cannot, all of them are loaded with their layer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
@@ -35,6 +35,12 @@ from headrace.offload.weights.layers import (
 )
 
 WeightPart = Literal["kv", "q", "out", "up", "down"]
+PART_OF: Mapping[str, WeightPart] = {
+    "router": "up", "shared_gate": "up",
+    "latent": "kv", "query_in": "q", "queries": "q", "keys": "q", "values": "out",
+}  # fmt: skip
+"""By the first word of a matrix's name: routers and gates; and those of latent attention, whose `keys` multiply queries
+and whose `values` stand behind attention."""
 WEIGHT_PARTS: tuple[WeightPart, ...] = ("kv", "q", "out", "up", "down")
 """In the order in which a layer needs them."""
 WeightSlice = Literal["first", "rest", "coarse"]
@@ -222,7 +228,7 @@ class StreamedLayers:
 
     def _pairs(self, layer: Layer, buffer: _LayerBuffer, part: WeightPart) -> CopyPairs:
         """What a part consists of: (into, source)."""
-        if part in ("q", "kv"):
+        if part in ("q", "kv") and "qkv.weight" in buffer.matrices:
             return self._pairs_of_qkv(layer, buffer, part)
         names = [name for name in buffer.matrices if _part_of(name) == part]
         into = {name: tensors_of(buffer.matrices[name]) for name in names}
@@ -251,10 +257,10 @@ def _of_expert(name: str) -> bool:
 
 
 def _part_of(name: str) -> str:
-    """The part that a matrix comes with: its own name, but routers and gates come with `up`, and an expert's matrices
-    with the MLP's of that name."""
-    module = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    return "up" if module in ("router", "shared_gate") else module
+    """The part that a matrix comes with: its own name, but an expert's matrices come with the MLP's of that name, and
+    some with what they are needed beside."""
+    first, module = name.split(".")[0], name.removesuffix(".weight").rsplit(".", 1)[-1]
+    return PART_OF.get(first, module)
 
 
 def _nbytes(weight: ops.Weight) -> int:

@@ -1,0 +1,118 @@
+"""DeepSeek-V2 and its kin: latent attention, experts and a shared one in all layers but the first.
+
+The norms of latents have an epsilon of their own, and scores a scale that follows from the rotation where that is
+stretched (yarn's mscale_all_dim).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.experts import APART, TOGETHER, mixture
+from headrace.models.families.llama import PREFIXES, names
+from headrace.models.spec import LatentSpec, ModelConfig
+from headrace.types import UnsupportedModel
+
+
+def _common(config: Any, paired: bool) -> dict[str, Any]:
+    turned, dim = rope(config, head_dim=config.qk_rope_head_dim), config.qk_rope_head_dim
+    latent = LatentSpec(
+        config.kv_lora_rank, dim, config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank, paired
+    )
+    spec = attention(config, kv_heads=1, head_dim=dim + latent.rank)
+    return dict(
+        intermediate_size=config.intermediate_size,
+        embed_size=config.hidden_size,
+        max_model_len=rope_reach(config, turned),
+        attention=replace(spec, scale=_scale(latent, dict(turned.parameters))),
+        latent=latent,
+        positions="rope",
+        rope=turned,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS),
+        gated=True,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )
+
+
+def _scale(latent: LatentSpec, parameters: Mapping[str, Any]) -> float:
+    every = parameters.get("mscale_all_dim") or 0.0
+    stretch = 0.1 * every * math.log(parameters["factor"]) + 1.0 if every and parameters["factor"] > 1 else 1.0
+    return float(latent.query**-0.5 * stretch * stretch)
+
+
+def _v2(config: Any) -> dict[str, Any]:
+    if config.mlp_bias:
+        raise UnsupportedModel("mlp_bias true is not supported for deepseek_v2")
+    return _common(config, paired=True) | _mixture(config, _behind_dense(config))
+
+
+def _behind_dense(config: Any) -> tuple[bool, ...]:
+    first = config.first_k_dense_replace or 0
+    return tuple(layer >= first for layer in range(config.num_hidden_layers))
+
+
+def _mixture(config: Any, layers: tuple[bool, ...]) -> dict[str, Any]:
+    if config.num_experts_per_tok is None:
+        raise UnsupportedModel("num_experts_per_tok is null; download the file again")
+    shared = config.n_shared_experts * config.moe_intermediate_size
+    count, inner = config.n_routed_experts, config.moe_intermediate_size
+    return mixture(config, count, inner, False, layers, shared, shared_gate=False)
+
+
+def _names(config: ModelConfig, experts: Names) -> Names:
+    layer = "layers.{}."
+    assert config.latent is not None, "the family has latent attention"
+    theirs = {
+        "queries": "self_attn.q_proj" if config.latent.query_rank is None else "self_attn.q_b_proj",
+        "query_in": "self_attn.q_a_proj",
+        "query_norm": "self_attn.q_a_layernorm",
+        "latent": "self_attn.kv_a_proj_with_mqa",
+        "latent_norm": "self_attn.kv_a_layernorm",
+        "heads": "self_attn.kv_b_proj",
+        "shared.down": "mlp.shared_experts.down_proj",
+    }
+    return {
+        **names(config),
+        **{layer + ours: (layer + name,) for ours, name in theirs.items()},
+        **experts,
+        layer + "shared.up": tuple(layer + f"mlp.shared_experts.{part}_proj" for part in ("gate", "up")),
+    }
+
+
+def _apart(config: ModelConfig) -> Names:
+    return _names(config, APART)
+
+
+def _together(config: ModelConfig) -> Names:
+    return _names(config, TOGETHER)
+
+
+def _rows(config: ModelConfig, name: str) -> list[int] | None:
+    """The checkpoint's rows in our order: what is rotated comes first, the two halves one after another."""
+    latent, heads = config.latent, config.attention.heads
+    assert latent is not None, "the family has latent attention"
+    turned = [*range(0, latent.rotated, 2), *range(1, latent.rotated, 2)] if latent.paired else range(latent.rotated)
+    if ".latent." in name:
+        return [*(latent.rank + row for row in turned), *range(latent.rank)]
+    if ".queries." not in name:
+        return None
+    own = [*(latent.plain + row for row in turned), *range(latent.plain)]
+    return [head * latent.query + row for head in range(heads) for row in own]
+
+
+def _unused(config: ModelConfig) -> frozenset[str]:
+    """The layer behind the last one, which published checkpoints have to guess a further token."""
+    return frozenset((f"layers.{config.layers}.",))
+
+
+V2 = Family(
+    "deepseek_v2", "transformers.models.deepseek_v2.configuration_deepseek_v2:DeepseekV2Config", _v2, _apart, PREFIXES,
+    rows=_rows, other_names=_together, unused=_unused,
+)  # fmt: skip

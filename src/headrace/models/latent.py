@@ -1,0 +1,97 @@
+"""Latent attention as attention over one KV head: nothing is multiplied out (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+
+What is stored of a token is its latent and the rotated part of its key, alike for all heads. A head's key would be
+U latent, its value W latent, with matrices U [plain, rank] and W [value, rank] of its own. Since q (U latent) =
+(q U) latent, queries are multiplied by U, attention is over the latents themselves, and W comes behind it. Keys and
+values are the same numbers, stored in the layouts of both.
+
+T: rows (tokens) of a step, of all sequences together. H: hidden size, Hq: query heads, D = rotated + rank: size of the
+one KV head, whose first numbers are the rotated ones.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, repeat
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import experts, ops
+from headrace.kernels.backend import Attend
+from headrace.models.layers import Layer, Matrices, Weights
+from headrace.models.shards import ALONE, Whole
+from headrace.models.spec import LatentSpec, ModelConfig
+
+NORM_EPS = 1e-6
+"""Of the norms of latents, whatever the model's other norms have."""
+
+
+def of_each_head(spec: LatentSpec, weights: Weights) -> Weights:
+    """The weights with the matrix `heads` of each layer cut into one of each head: keys.h [rank, plain], which is U
+    transposed, and values.h [value, rank]."""
+    cut: Weights = {}
+    for name, weight in weights.items():
+        layer, of_heads, _ = name.partition(".heads.weight")
+        if not of_heads:
+            cut[name] = weight
+            continue
+        for head, rows in enumerate(weight.split(spec.plain + spec.value)):
+            keys, values = rows.split((spec.plain, spec.value))
+            cut[f"{layer}.keys.{head}.weight"] = keys.t().contiguous()
+            cut[f"{layer}.values.{head}.weight"] = values.clone()
+    return cut
+
+
+class LatentLayer(Layer):
+    """A layer whose attention is latent."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
+    ) -> None:
+        super().__init__(config, weights, matrices, index, whole)
+        assert config.latent is not None, "the model has latent attention"
+        self.latent = config.latent
+
+    def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
+        """x [T, H] -> attended heads [T or n, Hq, value]."""
+        q, k = self._queries(x, cos_sin), self._keys(x, cos_sin)
+        attended = attend(self.place, q, k, k) if rows is None else attend(self.place, q, k, k, rows)
+        return self._by_head("values", attended[..., self.latent.rotated :])
+
+    def _queries(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
+        """x [T, H] -> [T, Hq, D], rotated, and multiplied by what makes keys of latents."""
+        spec = self.latent
+        if spec.query_rank is not None:
+            x = ops.rms_norm(self._linear("query_in", x), self.weights["query_norm.weight"], NORM_EPS)
+        heads = self._linear("queries", x).view(len(x), self.config.attention.heads, spec.query)
+        turned, plain = heads.split((spec.rotated, spec.plain), dim=-1)
+        return torch.cat((self._rotated(turned, cos_sin), self._by_head("keys", plain)), dim=-1)
+
+    def _keys(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
+        """x [T, H] -> [T, 1, D], which is values as well."""
+        turned, latent = self._linear("latent", x).split((self.latent.rotated, self.latent.rank), dim=-1)
+        latent = ops.rms_norm(latent.contiguous(), self.weights["latent_norm.weight"], NORM_EPS)
+        return torch.cat((self._rotated(turned[:, None], cos_sin), latent[:, None]), dim=-1)
+
+    @staticmethod
+    def _rotated(heads: Tensor, cos_sin: Tensor | None) -> Tensor:
+        assert cos_sin is not None, "latent attention has rotary positions"
+        return ops.rotary(heads.contiguous(), cos_sin)
+
+    def _by_head(self, name: str, x: Tensor) -> Tensor:
+        """x [T, Hq, K], each head times its own matrix [N, K] of that name, transposed: [T, Hq, N]."""
+        rows, heads, _ = x.shape
+        weights = [self.matrices[f"{name}.{head}.weight"] for head in range(heads)]
+        begin = list(accumulate(repeat(rows, heads), initial=0))
+        made = experts.linear(x.transpose(0, 1).flatten(0, 1).contiguous(), weights, begin)
+        return made.view(heads, rows, made.shape[-1]).transpose(0, 1)
+
+    @property
+    def splits(self) -> bool:
+        """`project` reads the matrix `latent`, and queries other ones."""
+        return True
+
+    def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [n, H], which enters the layer -> k, v [n, 1, D], as `attend` gets them: the same tensor."""
+        k = self._keys(self._norm("attention_norm", x), cos_sin)
+        return k, k
