@@ -88,6 +88,14 @@ def vnni(x: Tensor) -> Tensor:
     return x.view(slots, heads, rows // 2, 2, cols).transpose(3, 4).contiguous().view(x.shape)
 
 
+def plainly(x: Tensor, layout: Layout) -> Tensor:
+    """Numbers of a pool in plain order."""
+    if layout == "plain":
+        return x
+    slots, heads, rows, cols = x.shape
+    return x.view(slots, heads, rows // 2, cols, 2).transpose(3, 4).reshape(x.shape)
+
+
 def made(k: Tensor, v: Tensor, layout: Layout, scales: tuple[Tensor, Tensor] | None = None) -> Pools:
     """Pools of k [slots, Hkv, D, 64] and v [slots, Hkv, 64, D], in plain order."""
     lain = (vnni(k), vnni(v)) if layout == "vnni" else (k.clone(), v.clone())
@@ -144,6 +152,30 @@ def test_sections_do_not_depend_on_the_layout(dtype: torch.dtype, format: Any) -
         (a, first), (b, second) = round_trip(plain, format), round_trip(pairs, format)
         assert torch.equal(first, second), dim
         assert torch.equal(bits(vnni(a.k)), bits(b.k)) and torch.equal(bits(vnni(a.v)), bits(b.v)), dim
+
+
+@SHARED
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", ["raw", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_that_are_the_values_are_stored_once(dtype: torch.dtype, format: Any, layout: Layout) -> None:
+    """Both come back: values as when they are stored beside keys, and keys the same numbers."""
+    for dim in DIMS:
+        v, scales = drawn(dtype, dim).plain[1], tuple(drawn(dtype, dim).scales[1:]) * 2
+        pools = made(v.transpose(2, 3).contiguous(), v, layout, scales or None)
+        size = chunk_formats.kv_bytes(2, dim, dtype, format, alike=True)
+        sections, back = torch.full((SLOTS, size), 0xEE, dtype=torch.uint8), pools.empty()
+        slots = torch.tensor([2, 0], dtype=torch.int32)
+        stored = chunk_formats.store_kv_many(sections[:2], pools.pool, slots, format, layout=layout, alike=True)
+        assert stored == [True, True] and 2 * size <= pools.section(format).shape[1] + chunk_formats.ALIGN
+        chunk_formats.load_kv_many(sections[:2], back.pool, slots, format, layout=layout, alike=True)
+        both, _ = round_trip(pools, format)
+        for x, y in zip(back.parts[1::2], both.parts[1::2], strict=True):
+            assert torch.equal(bits(x[[0, 2]]), bits(y[[0, 2]])), dim
+        values = plainly(back.v, layout)
+        assert torch.equal(bits(plainly(back.k, layout)), bits(values.transpose(2, 3))), dim
+        assert not back.k[1].any() and not back.v[1].any()
+        assert not scales or torch.equal(back.scales[0], back.scales[1])
 
 
 @SHARED

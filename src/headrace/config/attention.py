@@ -16,7 +16,8 @@ class AttentionSpec:
 
     With `shapes` layer l has its own number of KV heads and head size, shapes[l]; kv_heads and head_dim are then those
     of most layers, for estimates. The last len(`shared`) layers have no keys and values of their own: each attends to
-    those of the layer that stands in `shared`.
+    those of the layer that stands in `shared`. alike: keys and values are the same numbers (latent attention), which
+    lie in the pool as both, and once in tiers.
     """
 
     layers: int
@@ -30,6 +31,7 @@ class AttentionSpec:
     sinks: bool = False
     shapes: tuple[tuple[int, int], ...] = ()
     shared: tuple[int, ...] = ()
+    alike: bool = False
 
     @property
     def group(self) -> int:

@@ -22,6 +22,7 @@ class Capacity:
     the model does; `model_len`: what the model itself takes.
     `embedding_size`: numbers of a hidden state; `pooling`: how embeddings are made of them.
     `writes`: whether the model has logits, and so answers and scores.
+    `kv_alike`: keys and values are the same numbers, and tiers keep them once.
     `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
     `fingerprint`: engines of which it is the same give the same bits (offload.identity.fingerprint).
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
@@ -48,6 +49,7 @@ class Capacity:
     layers: int = 0
     model_len: int = 0
     length_limit: str = ""
+    kv_alike: bool = False
     alike_tokens: int = 0
     embedding_size: int = 0
     pooling: Pooling = Pooling()

@@ -309,6 +309,7 @@ def _capacity(
         embedding_size=model.embed_size,
         writes=model.head,
         pooling=_pooling(config, model),
+        kv_alike=model.attention.alike,
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
 

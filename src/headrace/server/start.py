@@ -122,11 +122,12 @@ def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
     if config.tiers is None:
         return []
     element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
+    stored = capacity.kv_bytes_per_token / (2 if capacity.kv_alike else 1)
     lines = []
     for tier in config.tiers.each:
         each = BYTES_PER_ELEMENT.get(tier.format, element)
         places = 1 / config.ranks.tensor if tier.outlives else config.ranks.context
-        tokens = places * tier.size * 2**30 / capacity.kv_bytes_per_token * element / each
+        tokens = places * tier.size * 2**30 / stored * element / each
         a_rank = "" if tier.outlives or config.ranks.count == 1 else " a rank"
         size = f"{tier.size:g} GiB{a_rank}, about {tokens:,.0f} tokens" if tier.size else "as much as its server keeps"
         form = f", stored as {tier.format}"

@@ -28,7 +28,7 @@ def _common(config: Any, paired: bool) -> dict[str, Any]:
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
         max_model_len=rope_reach(config, turned),
-        attention=replace(spec, scale=_scale(latent, dict(turned.parameters))),
+        attention=replace(spec, scale=_scale(latent, dict(turned.parameters)), alike=True),
         latent=latent,
         positions="rope",
         rope=turned,
