@@ -9,7 +9,8 @@ Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the at
 up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
 and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
-Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H].
+Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H]. Corrections of a
+router's scores (RoutingSpec): layers.N.routing.e_score_correction_bias [E], fp32.
 Inputs of each layer (LayerInputs): layer_embed [V, L P], layer_inputs [L P, H], layers.N.input_gate [P, H] and
 layers.N.input_out [H, P]; L: layers, P: their width.
 """
@@ -19,7 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headrace.config import AttentionSpec, RecurrentSpec
+from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
+from headrace.config.routing import SOFTMAX
 from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -73,8 +75,9 @@ class StoredWeights:
 class ExpertsSpec:
     """A mixture of experts in place of a layer's MLP: `count` MLPs of the width `inner`, of which a row meets `chosen`.
 
-    The router's softmax is taken over all experts, in fp32; then the greatest are chosen, the first of equal ones.
-    normalised: their shares are divided by their sum. layers: which layers have experts; the others have a dense MLP.
+    The router's scores are taken over all experts, in fp32; then the greatest are chosen, the first of equal ones, as
+    far as `routing` says nothing else. normalised: their shares are divided by their sum. layers: which layers have
+    experts; the others have a dense MLP.
     shared: width of an MLP that every row meets beside them; 0: none. shared_gate: what that makes is multiplied by the
     sigmoid of its gate. beside: every row meets the layer's dense MLP too; what either makes is normed and added, the
     router's input is normed and scaled, and shares are multiplied by a scale of each expert.
@@ -88,6 +91,7 @@ class ExpertsSpec:
     shared: int = 0
     shared_gate: bool = True
     beside: bool = False
+    routing: RoutingSpec = SOFTMAX
 
 
 @dataclass(frozen=True, slots=True)
