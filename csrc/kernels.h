@@ -205,8 +205,16 @@ struct LinearQuant {
   Groups groups = {};
 };
 
-// The experts of each row of x [R, N] and their shares: softmax of the row, then its `chosen` greatest, the greatest first and of
-// equal ones the first. normalised: the shares of a row are divided by their sum.
+// How scores choose (config.RoutingSpec). sigmoid: they are the sigmoids of logits, else their softmax. Of `groups` of experts the
+// met_groups best are open, by the sum of their `summed` greatest scores. scale: of shares.
+struct Routing {
+  bool sigmoid = false;
+  int64_t groups = 1, met_groups = 1, summed = 1;
+  float scale = 1.0f;
+};
+
+// The experts of each row of x [R, N] and their shares: scores of the row, then its `chosen` greatest, the greatest first and of
+// equal ones the first. normalised: the shares of a row are divided by their sum. correction: is added to scores for the choice.
 struct Route {
   const float *x;
   int32_t *expert;  // [R, chosen]
@@ -214,6 +222,8 @@ struct Route {
   int64_t rows, experts, chosen;
   bool normalised;
   int threads;
+  Routing routing;
+  const float *correction;  // [N], or null
 };
 
 // out[t] = the sum over j of share[t, j] * y[place[t, j]], in fp32 and in this order, rounded once; then residual[t] + that, if

@@ -48,9 +48,15 @@ void linear_groups(int type, Address x, const Matrices &matrices, const std::vec
   multiply_groups(kernels(), matrices, begin, {type, at<void>(x), rows, x_stride, at<void>(out), false, threads, epilogue});
 }
 
-void route(Address x, Address expert, Address share, int64_t rows, int64_t experts, int64_t chosen, bool normalised,
-           int threads) {
-  kernels().route({at<float>(x), at<int32_t>(expert), at<float>(share), rows, experts, chosen, normalised, threads});
+void make_routing(Routing *self, bool sigmoid, int64_t groups, int64_t met_groups, int64_t summed, float scale) {
+  new (self) Routing{sigmoid, groups, met_groups, summed, scale};
+}
+
+void route(Address x, Address expert, Address share, const Routing &routing, Address correction, int64_t rows, int64_t experts,
+           int64_t chosen, bool normalised, int threads) {
+  check_routing(routing, experts, chosen);
+  kernels().route({at<float>(x), at<int32_t>(expert), at<float>(share), rows, experts, chosen, normalised, threads, routing,
+                   at<float>(correction)});
 }
 
 void combine(int type, Address y, Address place, Address share, Address out, int64_t rows, int64_t chosen, int64_t width,
@@ -69,8 +75,10 @@ void bind_linear(nb::module_ &m) {
         "threads"_a);
   m.def("linear_groups", linear_groups, unlocked, "type"_a, "x"_a, "matrices"_a, "begin"_a, "out"_a, named, "rows"_a,
         "x_stride"_a, "gate"_a, "threads"_a);
-  m.def("route", route, unlocked, "x"_a, "expert"_a, "share"_a, named, "rows"_a, "experts"_a, "chosen"_a, "normalised"_a,
-        "threads"_a);
+  nb::class_<Routing>(m, "Routing")
+      .def("__init__", make_routing, named, "sigmoid"_a, "groups"_a, "met_groups"_a, "summed"_a, "scale"_a);
+  m.def("route", route, unlocked, "x"_a, "expert"_a, "share"_a, "routing"_a, "correction"_a, named, "rows"_a, "experts"_a,
+        "chosen"_a, "normalised"_a, "threads"_a);
   m.def("combine", combine, unlocked, "type"_a, "y"_a, "place"_a, "share"_a, "out"_a, named, "rows"_a, "chosen"_a, "width"_a,
         "threads"_a);
   nb::enum_<Gate>(m, "Gate")

@@ -14,15 +14,16 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias, float offse
 
 // shared: up, down and maybe a gate of the expert that all rows meet; or none.
 void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
-                  bool normalised, const Matrices &shared, Address outside) {
+                  bool normalised, const Routing &routing, Address correction, const Matrices &shared, Address outside) {
   const int64_t count = router.outputs;
-  if (static_cast<int64_t>(up.size()) != count || up.size() != down.size() || chosen < 1 || chosen > count)
-    refuse("a router of ", count, " experts of which ", chosen, " are chosen does not fit ", static_cast<int64_t>(up.size()),
-           " and ", static_cast<int64_t>(down.size()), " matrices");
+  if (static_cast<int64_t>(up.size()) != count || up.size() != down.size())
+    refuse("a router of ", count, " experts does not fit ", static_cast<int64_t>(up.size()), " and ",
+           static_cast<int64_t>(down.size()), " matrices");
+  check_routing(routing, count, chosen);
   check_shapes(up);
   check_shapes(down);
   if (!shared.empty() && shared.size() != 2 && shared.size() != 3) refuse("a shared expert has up, down and maybe a gate");
-  new (self) Experts{router, up, down, chosen, normalised, shared, at<OutsideExpert>(outside)};
+  new (self) Experts{router, up, down, chosen, normalised, routing, at<float>(correction), shared, at<OutsideExpert>(outside)};
 }
 
 // vectors: as of gated_delta.
@@ -207,8 +208,8 @@ void bind_model(nb::module_ &m) {
       .value("sandwich", Order::sandwich);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Experts>(m, "Experts")
-      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "shared"_a = Matrices(),
-           "outside"_a = 0);
+      .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "routing"_a,
+           "correction"_a, "shared"_a = Matrices(), "outside"_a = 0);
   nb::class_<DeltaNet>(m, "DeltaNet")
       .def("__init__", make_net, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
            "kernel"_a, "eps"_a);

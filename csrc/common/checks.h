@@ -35,6 +35,14 @@ inline void check_pairs(const Kernels &kernels) {
   if (!kernels.linear_pairs) refuse("weights were packed for another instruction set; load the model again");
 }
 
+inline void check_routing(const Routing &routing, int64_t experts, int64_t chosen) {
+  const int64_t groups = routing.groups, met = routing.met_groups, size = groups < 1 ? 0 : experts / groups;
+  if (groups < 1 || experts % groups || met < 1 || met > groups || routing.summed < 1 || routing.summed > size || chosen < 1 ||
+      chosen > met * size)
+    refuse(chosen, " of ", experts, " experts cannot be chosen from ", met, " of ", groups, " groups by the best ",
+           routing.summed);
+}
+
 inline void check_segments(const GatedDelta &a, int64_t slots) {
   for (int64_t n = 0; n < a.segment_count; ++n) {
     const DeltaSegment &s = a.segments[n];

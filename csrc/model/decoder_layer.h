@@ -36,7 +36,9 @@ struct Experts {
   Matrix router;
   std::vector<Matrix> up, down;
   int64_t chosen;
-  bool normalised;                  // as in Route
+  bool normalised;  // as in Route, and so the next two
+  Routing routing;
+  Borrowed<const float> correction;
   std::vector<Matrix> shared;       // up, down and maybe a gate [1, H] of the expert that all rows meet; or none
   Borrowed<OutsideExpert> outside;  // of each expert; null: all lie in memory
 };

@@ -107,7 +107,8 @@ void add_experts(const Experts &e, Activation activation, const Operations &run,
   const int64_t hidden = e.router.inputs, experts = e.router.outputs, all = run.rows * e.chosen;
   const Buffers b(e, run.rows, scratch);
   run.multiply_wide(e.router, x, b.logits, nullptr);
-  run.kernels.route({b.logits, b.expert, b.share, run.rows, experts, e.chosen, e.normalised, run.threads});
+  run.kernels.route(
+      {b.logits, b.expert, b.share, run.rows, experts, e.chosen, e.normalised, run.threads, e.routing, e.correction});
   const std::vector<int64_t> begin = sort_by_expert(b.expert, all, experts, b.place);
   if (e.outside) fetch(e.outside, begin);
   HEADRACE_NS::share_each(all, all * hidden > MANY_ELEMENTS ? run.threads : 1, [&](int64_t i) {

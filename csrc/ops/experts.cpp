@@ -10,6 +10,7 @@ namespace headrace::HEADRACE_NS {
 
 namespace {
 
+constexpr float LEAST_SUM = 1e-20f;                        // DeepSeek-V3's: sigmoids may all be 0
 constexpr int64_t MANY_SCORES = 16384, MANY_SUMS = 16384;  // elements below which waking the other threads costs more
 
 // p = e^(x - top) / their sum, added up by ascending place. What is not a number makes all of them so.
@@ -21,8 +22,12 @@ void softmax(const float *x, int64_t n, float *p) {
   for (int64_t i = 0; i < n; ++i) p[i] /= sum;
 }
 
+void sigmoid(const float *x, int64_t n, float *p) {
+  for (int64_t i = 0; i < n; i += W) store_up_to(p + i, sigmoid_times(splat(1.0f), load_up_to(x + i, n - i)), n - i);
+}
+
 // The greatest of p, the first of equal ones, which is set to `taken`. Always one that was not taken before, whatever p holds.
-int32_t take_greatest(float *p, bool *taken, int64_t n) {
+int32_t take_greatest(const float *p, bool *taken, int64_t n) {
   int64_t best = -1;
   for (int64_t i = 0; i < n; ++i)
     if (!taken[i] && (best < 0 || p[i] > p[best])) best = i;
@@ -30,18 +35,39 @@ int32_t take_greatest(float *p, bool *taken, int64_t n) {
   return static_cast<int32_t>(best);
 }
 
+// How good a group of n experts is. Leaves none of them taken.
+float worth(const float *p, bool *taken, int64_t n, int64_t summed) {
+  float sum = 0;
+  for (int64_t i = 0; i < summed; ++i) sum += p[take_greatest(p, taken, n)];
+  memset(taken, 0, n * sizeof(bool));
+  return sum;
+}
+
+// Takes all experts but those of the best groups. worths, met [groups]: memory.
+void close_groups(const Routing &routing, const float *p, bool *taken, int64_t experts, float *worths, bool *met) {
+  const int64_t size = experts / routing.groups;
+  for (int64_t g = 0; g < routing.groups; ++g) worths[g] = worth(p + g * size, taken + g * size, size, routing.summed);
+  memset(met, 0, routing.groups * sizeof(bool));
+  for (int64_t i = 0; i < routing.met_groups; ++i) take_greatest(worths, met, routing.groups);
+  for (int64_t g = 0; g < routing.groups; ++g) memset(taken + g * size, !met[g], size * sizeof(bool));
+}
+
 void choose(const Route &a, int64_t row) {
-  Scratch memory = arena(room<float>(a.experts) + room<bool>(a.experts));
-  float *p = memory.take<float>(a.experts), *share = a.share + row * a.chosen, sum = 0;
-  bool *taken = memory.take<bool>(a.experts);
-  softmax(a.x + row * a.experts, a.experts, p);
-  memset(taken, 0, a.experts * sizeof(bool));
+  const int64_t n = a.experts, groups = a.routing.groups;
+  Scratch memory = arena(2 * room<float>(n) + room<bool>(n) + room<float>(groups) + room<bool>(groups));
+  float *p = memory.take<float>(n), *score = memory.take<float>(n), *worths = memory.take<float>(groups);
+  float *share = a.share + row * a.chosen, sum = 0;
+  bool *taken = memory.take<bool>(n), *met = memory.take<bool>(groups);
+  (a.routing.sigmoid ? sigmoid : softmax)(a.x + row * n, n, p);
+  for (int64_t i = 0; i < n; ++i) score[i] = a.correction ? p[i] + a.correction[i] : p[i];
+  memset(taken, 0, n * sizeof(bool));
+  if (groups > 1) close_groups(a.routing, score, taken, n, worths, met);
   for (int64_t j = 0; j < a.chosen; ++j) {
-    const int32_t expert = take_greatest(p, taken, a.experts);
+    const int32_t expert = take_greatest(score, taken, n);
     a.expert[row * a.chosen + j] = expert;
     sum += share[j] = p[expert];
   }
-  for (int64_t j = 0; a.normalised && j < a.chosen; ++j) share[j] /= sum;
+  for (int64_t j = 0; j < a.chosen; ++j) share[j] = (a.normalised ? share[j] / (sum + LEAST_SUM) : share[j]) * a.routing.scale;
 }
 
 }  // namespace

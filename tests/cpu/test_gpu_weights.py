@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # see tests/conftest.py
 
 from triton.runtime.errors import OutOfResources
 
-from headrace.config import Quantization
+from headrace.config import Quantization, RoutingSpec
 from headrace.kernels import dispatch, formats, quantized
 from headrace.kernels import experts as truth_of
 from headrace.kernels.backend import Attend
@@ -203,6 +203,28 @@ def test_routes(normalised: bool, counted: int, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(ours.expert, truth.expert) and (ours.share - truth.share).abs().max() <= 1e-6
     assert torch.equal(ours.order, truth.order.int()) and torch.equal(ours.place, truth.place)
     assert ours.begin.tolist() == truth.begin
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        RoutingSpec("sigmoid", corrected=True, scale=1.5),
+        RoutingSpec("sigmoid", corrected=True, groups=3, met_groups=2, summed=2, scale=2.5),
+        RoutingSpec(groups=3, met_groups=1, scale=16.0),
+    ],
+    ids=["sigmoid", "v3", "v2"],
+)
+def test_routes_by_other_scores(routing: RoutingSpec, normalised: bool) -> None:
+    """Groups of four, of which the second and the third are equally good."""
+    logits, correction = random(30, 12), random(12, seed=5) * 0.3
+    logits[:, 8:], correction[8:] = logits[:, 4:8], correction[4:8]
+    given = correction if routing.corrected else None
+    ours, truth = (each.route(logits, 3, normalised, routing, given) for each in (experts, truth_of))
+    assert torch.equal(ours.expert, truth.expert)
+    assert (ours.share - truth.share).abs().max() <= 1e-6 * routing.scale
+    with pytest.raises(ValueError, match="13 of 12 experts"):
+        experts.route(logits, 13, normalised, routing, given)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

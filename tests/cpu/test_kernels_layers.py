@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import AttentionSpec, Quantization
+from headrace.config import AttentionSpec, Quantization, RoutingSpec
 from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Blocks
@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable
 LOCAL: dict[str, Any] = dict(
     attention=AttentionSpec(2, 4, 2, 32, 0.2, (7, None), score_cap=2.0), local_rope=rotary_of(16, 32)
 )
+SIGMOIDS = RoutingSpec("sigmoid", corrected=True, scale=2.5)
+GROUPS = RoutingSpec("sigmoid", corrected=True, groups=2, met_groups=1, summed=2, scale=1.5)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(qkv_bias=True),
@@ -58,6 +60,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scaled experts": dict(experts=EXPERTS, residual_scale=0.22),
     "shared expert": dict(experts=replace(EXPERTS, shared=96)),
     "shared expert without a gate": dict(experts=replace(EXPERTS, shared=96, shared_gate=False), residual_scale=0.22),
+    "experts by sigmoids": dict(experts=replace(EXPERTS, shared=96, shared_gate=False, routing=SIGMOIDS)),
+    "experts by groups": dict(experts=replace(EXPERTS, routing=GROUPS, layers=(False, True)), residual_scale=0.22),
     "dense and experts": dict(experts=replace(EXPERTS, layers=(False, True)), inner=700),
     "olmoe": dict(experts=EXPERTS, qk_norm=True, qk_norm_whole=True),
     "gpt-oss": BIASED | dict(experts=EXPERTS, activation="swiglu_oai"),

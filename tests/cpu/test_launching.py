@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from headrace import SamplingParams
 from headrace.bench.shapes import CheckpointShape
-from headrace.config import RecurrentSpec
+from headrace.config import RecurrentSpec, RoutingSpec
 from headrace.engine.programs import Eager, Logits, StepRows
 from headrace.kernels.quantized import Rounded
 from headrace.kernels.records import DeltaWeights, LayerStates, Mask, Pool
@@ -145,7 +146,9 @@ def codes() -> None:
         rounded.product(torch.zeros(3, 64, dtype=BF16), whole, None, torch.zeros(3, 64, dtype=BF16))
     many = [torch.zeros(64, 64, dtype=BF16) for _ in range(4)]
     ups = experts.GpuExperts(many, None)
-    experts.GpuMixture(ups, ups, lambda x: x, 2, True)(torch.zeros(5, 64, dtype=BF16), torch.zeros(5, 4))
+    for routing, correction in ((RoutingSpec(), None), (RoutingSpec("sigmoid", True, 2, 1, 2), torch.zeros(4))):
+        routes = partial(experts.route, chosen=2, normalised=True, routing=routing, correction=correction)
+        experts.GpuMixture(ups, ups, lambda x: x, routes)(torch.zeros(5, 64, dtype=BF16), torch.zeros(5, 4))
 
 
 def stores() -> None:

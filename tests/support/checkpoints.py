@@ -15,6 +15,8 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -29,6 +31,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -255,6 +259,8 @@ LATENT = dict(
     n_shared_experts=2,
 )  # fmt: skip
 LATENT_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH, mscale=0.7, mscale_all_dim=0.9)
+_deepseek_v3 = _of(DeepseekV3ForCausalLM, DeepseekV3Config, **LATENT)
+_glm_lite = _of(Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig, **LATENT, mlp_layer_types=["dense", "sparse", "sparse"])
 _deepseek_v2 = _of(DeepseekV2ForCausalLM, DeepseekV2Config, **LATENT)
 
 KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
@@ -309,15 +315,18 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma4_experts": (_gemma4, GEMMA4_LARGE | GEMMA4_EXPERTS),
     "gemma4_multimodal": (_gemma4_multimodal, GEMMA4_SMALL),
     "deepseek_v2": (_deepseek_v2, LATENT_YARN),
+    "deepseek_v2_groups": (_deepseek_v2, dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)),
+    "deepseek_v3": (_deepseek_v3, LATENT_YARN | dict(q_lora_rank=64, n_group=4, topk_group=2)),
+    "glm_lite": (_glm_lite, dict(n_group=1, topk_group=1, rope_interleave=False)),
     "deepseek_v2_lora": (_deepseek_v2, dict(q_lora_rank=64, attention_bias=True)),
 }
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
-    "gemma4_multimodal",
+    "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4")
+LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "deepseek_v2")
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 
@@ -333,7 +342,8 @@ EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
-    "granite_moe_shared", "granite4_experts",
+    "granite_moe_shared", "granite4_experts", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm_lite",
+    "deepseek_v2_lora",
 )  # fmt: skip
 
 
@@ -383,7 +393,8 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
 def _randomise(model: PreTrainedModel) -> None:
     """Wide weights, biases away from zero, norms away from one; all rounded to bf16."""
     around = 0.0 if model.config.model_type.startswith(("gemma2", "gemma3")) else 1.0  # they multiply by 1 + weight
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    drawn = ("layer_scalar", "e_score_correction_bias")
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(drawn)]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *scalars]:
             noise = torch.randn_like(parameter)

@@ -23,7 +23,7 @@ TYPES = {
     "scales": "*fp32", "offsets": "*fp32", "table": "*i64", "begin": "*i32", "order": "*i32", "logits": "*fp32",
     "expert": "*i32", "share": "*fp32", "place": "*i32", "parts": "*fp32", "x": "*bf16", "bias": "*bf16",
     "out": "*bf16", "y": "*bf16", "k": "*i8", "v": "*i8", "k_new": "*bf16", "v_new": "*bf16", "k_scale": "*fp32",
-    "v_scale": "*fp32", "slots": "*i32",
+    "v_scale": "*fp32", "slots": "*i32", "correction": "*fp32", "scale": "fp32",
 }  # fmt: skip
 """Of arguments that are no 32-bit numbers."""
 FORMS = {
@@ -33,10 +33,13 @@ FORMS = {
 }  # fmt: skip
 """CODES, BITS, GROUP, OFFSETS and STEP of weight_kernels.product."""
 
-
+ROUTE = {"CHOSEN": 4, "P": 32, "C": 4, "SHARED": True}
+SOFTMAX = {"G": 1, "SIGMOID": False, "CORRECTED": False, "GROUPS": 1, "MET": 1, "SUMMED": 1}
+GROUPS = {"G": 8, "SIGMOID": True, "CORRECTED": True, "GROUPS": 8, "MET": 4, "SUMMED": 2}
 SMALL: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
     ("add_segments", weight_kernels.add_segments, {"WIDTH": 1024, "SEGMENTS": 8, "SCALED": True, "BIAS": True}, {}),
-    ("route", weight_kernels.route, {"CHOSEN": 4, "P": 32, "C": 4, "SHARED": True}, {"num_warps": 1}),
+    ("route", weight_kernels.route, ROUTE | SOFTMAX, {"num_warps": 1}),
+    ("route by groups", weight_kernels.route, ROUTE | GROUPS, {"num_warps": 1}),
     ("arrange", weight_kernels.arrange, {"BLOCK": 64, "EXPERTS": 64}, {}),
     ("combine", weight_kernels.combine, {"CHOSEN": 4, "COLUMNS": 1024}, {}),
 ]

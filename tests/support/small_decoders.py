@@ -56,7 +56,8 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
         noise = torch.randn(shape, generator=g)
         return (1 + 0.3 * noise if "norm" in name else noise / shape[-1] ** (0.5 * (len(shape) > 1))).bfloat16()
 
-    return {name: draw(name, slot.shape(sum(slot.parts))) for name, slot in expected(config).items()}
+    drawn = {name: (draw(name, slot.shape(sum(slot.parts))), slot.wide) for name, slot in expected(config).items()}
+    return {name: tensor.float() if wide else tensor for name, (tensor, wide) in drawn.items()}
 
 
 SLOTS = 6

@@ -12,6 +12,7 @@ from headrace.config.fields import Setting, env_name
 from headrace.config.model import AttentionBackend, DType, Quantization
 from headrace.config.offload import KVTiers, Switch
 from headrace.config.ranks import DistributedBackend, PrefillStrategy, StrategyRule
+from headrace.config.routing import RoutingSpec
 from headrace.config.streaming import KVStreaming, OffloadSchedule
 from headrace.config.tiers import OffloadFormat
 from headrace.config.together import SETTINGS, Outside
@@ -32,6 +33,7 @@ __all__ = [
     "PrefillStrategy",
     "Quantization",
     "RecurrentSpec",
+    "RoutingSpec",
     "Setting",
     "StrategyRule",
     "Switch",

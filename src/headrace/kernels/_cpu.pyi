@@ -101,6 +101,11 @@ class Matrix:
 class Scale:
     def __init__(self, rms: bool, weight: int, bias: int, offset: float) -> None: ...
 
+class Routing:
+    """config.RoutingSpec."""
+
+    def __init__(self, *, sigmoid: bool, groups: int, met_groups: int, summed: int, scale: float) -> None: ...
+
 class Experts:
     def __init__(
         self,
@@ -110,6 +115,8 @@ class Experts:
         *,
         chosen: int,
         normalised: bool,
+        routing: Routing,
+        correction: int,
         shared: Sequence[Matrix] = (),
         outside: int = 0,
     ) -> None:
@@ -258,6 +265,7 @@ _Pool = Pool
 _Mask = Mask
 _Matrix = Matrix
 _Gate = Gate
+_Routing = Routing
 _Number = Number
 _Offset = Offset
 _Scaling = Scaling
@@ -293,6 +301,8 @@ class Extension(Protocol):
     def Matrix(self) -> type[Matrix]: ...
     @property
     def Scale(self) -> type[Scale]: ...
+    @property
+    def Routing(self) -> type[Routing]: ...
     @property
     def Block(self) -> type[Block]: ...
     @property
@@ -453,7 +463,18 @@ class Extension(Protocol):
         threads: int,
     ) -> None: ...
     def route(
-        self, x: int, expert: int, share: int, *, rows: int, experts: int, chosen: int, normalised: bool, threads: int
+        self,
+        x: int,
+        expert: int,
+        share: int,
+        routing: _Routing,
+        correction: int,
+        *,
+        rows: int,
+        experts: int,
+        chosen: int,
+        normalised: bool,
+        threads: int,
     ) -> None: ...
     def combine(
         self, type: int, y: int, place: int, share: int, out: int, *, rows: int, chosen: int, width: int, threads: int

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from headrace.config import AttentionSpec, RecurrentSpec
+from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
+from headrace.config.routing import CORRECTION
 from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
-from headrace.kernels.experts import OUTSIDE, OutsideColumn
+from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
 from headrace.kernels.extension import address, check, require
 from headrace.kernels.gated_delta import Recur, check_weights, fits_cpp
 from headrace.kernels.ops import Weight
@@ -43,6 +44,8 @@ class Experts(Protocol):
     def shared(self) -> int: ...
     @property
     def shared_gate(self) -> bool: ...
+    @property
+    def routing(self) -> RoutingSpec: ...
 
 
 class Net(Protocol):
@@ -329,9 +332,10 @@ def _experts(
     outside = layer.weights.get(OUTSIDE)
     if outside is not None:
         check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))
+    routing, correction = native_routing(experts.routing, layer.weights.get(CORRECTION), experts.count)
     return require().Experts(
-        router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, shared=shared,
-        outside=address(outside),
+        router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, routing=routing,
+        correction=correction, shared=shared, outside=address(outside),
     )  # fmt: skip
 
 

@@ -11,14 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from headrace import memory
+from headrace.config import RoutingSpec
+from headrace.config.routing import SOFTMAX
 from headrace.kernels import cpu, dispatch, ops
-from headrace.kernels.extension import check, require, type_of
+from headrace.kernels.extension import address, check, require, type_of
+from headrace.kernels.routing import check_routing, plain_route
+
+if TYPE_CHECKING:
+    from headrace.kernels import _cpu as native
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +42,21 @@ class Routes:
     begin: list[int]
 
 
-def route(logits: Tensor, chosen: int, normalised: bool) -> Routes:
-    """Routes of rows by the router's logits, fp32 [T, E]: softmax over all, then the `chosen` greatest, of equal ones
-    the first; their shares divided by their sum if `normalised`. Raises ValueError where there are not so many."""
+def route(
+    logits: Tensor,
+    chosen: int,
+    normalised: bool,
+    routing: RoutingSpec = SOFTMAX,
+    correction: Tensor | None = None,
+) -> Routes:
+    """Routes of rows by the router's logits, fp32 [T, E]: scores of all, then the `chosen` greatest, of equal ones the
+    first; their shares divided by their sum if `normalised`. correction: fp32 [E], where `routing` says that there is
+    one. Raises ValueError where there are not so many.
+    """
     experts = logits.shape[1]
-    expert, share = (_route if dispatch.native(logits) else _plain_route)(logits, chosen, normalised)
+    check_routing(routing, experts, chosen, correction)
+    take = _route if dispatch.native(logits) else plain_route
+    expert, share = take(logits, chosen, normalised, routing, correction)
     flat = expert.flatten().long()
     order = flat.argsort(stable=True)
     place = torch.empty_like(order)
@@ -49,28 +65,28 @@ def route(logits: Tensor, chosen: int, normalised: bool) -> Routes:
     return Routes(expert, share, order, place.int().view(expert.shape), [0, *ends.tolist()])
 
 
-def _route(logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def _route(
+    logits: Tensor, chosen: int, normalised: bool, routing: RoutingSpec, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows, experts = logits.shape
     check("logits", logits, torch.float32, (rows, experts))
-    if not 1 <= chosen <= experts:
-        raise ValueError(f"{chosen} of {experts} experts cannot be chosen")
     expert, share = torch.empty((rows, chosen), dtype=torch.int32), torch.empty((rows, chosen))
     require().route(
-        logits.data_ptr(), expert.data_ptr(), share.data_ptr(), rows=rows, experts=experts, chosen=chosen,
-        normalised=normalised, threads=torch.get_num_threads(),
+        logits.data_ptr(), expert.data_ptr(), share.data_ptr(), *native_routing(routing, correction, experts),
+        rows=rows, experts=experts, chosen=chosen, normalised=normalised, threads=torch.get_num_threads(),
     )  # fmt: skip
     return expert, share
 
 
-def _plain_route(logits: Tensor, chosen: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    shares, expert = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)  # topk promises no order of equals
-    share = shares[:, :chosen]
-    if normalised:
-        total = share[:, 0].clone()
-        for j in range(1, chosen):  # one by one: torch's sum may take another order for another number of rows
-            total += share[:, j]
-        share = share / total[:, None]
-    return expert[:, :chosen].int().contiguous(), share.contiguous()
+def native_routing(routing: RoutingSpec, correction: Tensor | None, experts: int) -> tuple[native.Routing, int]:
+    """What C++ needs to know of it, and the address of the corrections."""
+    if correction is not None:
+        check("correction", correction, torch.float32, (experts,))
+    ours = require().Routing(
+        sigmoid=routing.scores == "sigmoid", groups=routing.groups, met_groups=routing.met_groups,
+        summed=routing.summed, scale=routing.scale,
+    )  # fmt: skip
+    return ours, address(correction)
 
 
 OUTSIDE = "experts.outside"
@@ -178,13 +194,16 @@ def mixture(
     chosen: int,
     normalised: bool,
     bring: Bring | None = None,
+    routing: RoutingSpec = SOFTMAX,
+    correction: Tensor | None = None,
 ) -> Mixture:
     """All of it at once for experts in a GPU's memory, of which those of one name are in one form: ValueError
     otherwise. bring: moves them; None: all are there. The other arguments are those of `gated_linear` and `route`."""
     from headrace.kernels.triton import experts as gpu
 
     up, down = (gpu.GpuExperts(*each) for each in ((ups, up_biases), (downs, down_biases)))
-    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), chosen, normalised, bring)
+    how = partial(gpu.route, chosen=chosen, normalised=normalised, routing=routing, correction=correction)
+    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), how, bring)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:

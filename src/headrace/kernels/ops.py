@@ -239,7 +239,7 @@ def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
         return gpu_rows.gated(gate_up, "swiglu_oai")
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    passed = _whole_vectors(torch.sigmoid, SWIGLU_ALPHA * gate)
+    passed = whole_vectors(torch.sigmoid, SWIGLU_ALPHA * gate)
     return ((up + 1) * (gate * passed)).to(gate_up.dtype)
 
 
@@ -247,7 +247,7 @@ def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
     """cap * tanh(x * scale / cap) for x fp32 [R, N], or x * scale without a cap. On the CPU maybe in x's memory."""
     if dispatch.native(x) and x.is_contiguous():
         return cpu.soft_cap(x, scale, cap)
-    return x * scale if cap is None else _whole_vectors(torch.tanh, x * (scale / cap)) * cap
+    return x * scale if cap is None else whole_vectors(torch.tanh, x * (scale / cap)) * cap
 
 
 def sigmoid_mul(gate_up: Tensor) -> Tensor:
@@ -270,10 +270,10 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         from headrace.kernels.triton import rows as gpu_rows
 
         return gpu_rows.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu")
-    return _whole_vectors(partial(F.gelu, approximate=approximate), x.float()).to(x.dtype)
+    return whole_vectors(partial(F.gelu, approximate=approximate), x.float()).to(x.dtype)
 
 
-def _whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """f of each element of x [..., N] by vectors that are full: torch computes others another way."""
     width = x.shape[-1]
     return f(F.pad(x, (0, -width % 64)))[..., :width]

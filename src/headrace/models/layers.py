@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from headrace.config.routing import CORRECTION
 from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
@@ -193,7 +194,8 @@ class Layer:
         if self.mixture is not None:
             met = self.mixture(x, logits, gather=partial(self.whole, "expert_inner"))
         else:
-            met = self._sent(x, experts.route(logits, spec.chosen, spec.normalised), spec)
+            routes = experts.route(logits, spec.chosen, spec.normalised, spec.routing, self.weights.get(CORRECTION))
+            met = self._sent(x, routes, spec)
         return met + self._met_by_all(x, spec) if spec.shared else met
 
     def _sent(self, x: Tensor, routes: experts.Routes, spec: ExpertsSpec) -> Tensor:
@@ -219,7 +221,10 @@ class Layer:
         if not (dispatch.on_gpu(router) if isinstance(router, Tensor) else isinstance(router, GpuWeight)):
             return None
         parts = (*self._of_experts("up", spec), *self._of_experts("down", spec))
-        return experts.mixture(*parts, self.config.activation, spec.chosen, spec.normalised, bring)
+        correction = self.weights.get(CORRECTION)
+        return experts.mixture(
+            *parts, self.config.activation, spec.chosen, spec.normalised, bring, spec.routing, correction
+        )
 
     def _of_experts(self, part: str, spec: ExpertsSpec) -> tuple[list[ops.Weight], list[Tensor] | None]:
         """Matrices of that name, and their biases if they have any."""

@@ -116,6 +116,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         topk_group=None, topk_method="greedy", norm_topk_prob=False, num_experts_per_tok=None,
         moe_intermediate_size=1407,
     ),
+    "deepseek_v3": LATENT
+    | dict(
+        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
+        num_key_value_heads=128, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, first_k_dense_replace=3,
+        n_group=8, n_routed_experts=256, n_shared_experts=1, routed_scaling_factor=2.5, topk_group=4,
+        norm_topk_prob=True, num_experts_per_tok=8, moe_intermediate_size=2048, rope_interleave=True,
+    ),
+    "glm4_moe_lite": LATENT
+    | dict(
+        vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=47, num_attention_heads=20,
+        num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=1,
+        q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_group=1, n_routed_experts=64, n_shared_experts=1,
+        routed_scaling_factor=1.8, topk_group=1, norm_topk_prob=True, num_experts_per_tok=4, moe_intermediate_size=1536,
+        mlp_layer_types=None, rope_interleave=True,
+    ),
     "opt": COMMON
     | dict(
         vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, max_position_embeddings=2048,
@@ -234,6 +249,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if "full_attention_interval" in values and values["layer_types"] is None:
         interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
         values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
+    if values.get("mlp_layer_types", ()) is None:
+        values["mlp_layer_types"] = ["dense"] + ["sparse"] * (values["num_hidden_layers"] - 1)
     if model_type == "gemma4_text":
         _fill_in_gemma4(values)
     if model_type == "opt" and values["word_embed_proj_dim"] is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from headrace.config.routing import CORRECTION
 from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, LatentSpec, LayerInputs, ModelConfig
 
 OF_HEADS = re.compile(r"layers\.\d+\.(heads|(keys|values)\.\d+)\.weight$")
@@ -136,6 +137,8 @@ def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
     slots |= _linear(prefix + "router", (spec.count,), config.hidden_size, config.mlp_bias)
     for expert in range(spec.count):
         slots |= _up_and_down(config, expert_prefix(layer, expert), spec.inner)
+    if spec.routing.corrected:
+        slots[prefix + CORRECTION] = Slot((spec.count,), wide=True)
     if spec.beside:
         slots[prefix + "routing.scale"] = Slot((config.hidden_size,))
         slots[prefix + "routing.per_expert_scale"] = Slot((spec.count,))

@@ -9,7 +9,8 @@ Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the at
 up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
 and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
-Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H].
+Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H]. Corrections of a
+router's scores (RoutingSpec): layers.N.routing.e_score_correction_bias [E], fp32.
 Latent attention (LatentSpec; Q: query_rank) has, in place of qkv: layers.N.queries [Hq (rotated + plain), Q or H], in
 most models behind query_in [Q, H] and query_norm; latent [rotated + rank, H] and latent_norm; heads
 [Hq (plain + value), rank], of each head what makes its keys, then its values. Its out is [H, Hq value].
@@ -22,7 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from headrace.config import AttentionSpec, RecurrentSpec
+from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
+from headrace.config.routing import SOFTMAX
 from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -76,8 +78,9 @@ class StoredWeights:
 class ExpertsSpec:
     """A mixture of experts in place of a layer's MLP: `count` MLPs of the width `inner`, of which a row meets `chosen`.
 
-    The router's softmax is taken over all experts, in fp32; then the greatest are chosen, the first of equal ones.
-    normalised: their shares are divided by their sum. layers: which layers have experts; the others have a dense MLP.
+    The router's scores are taken over all experts, in fp32; then the greatest are chosen, the first of equal ones, as
+    far as `routing` says nothing else. normalised: their shares are divided by their sum. layers: which layers have
+    experts; the others have a dense MLP.
     shared: width of an MLP that every row meets beside them; 0: none. shared_gate: what that makes is multiplied by the
     sigmoid of its gate. beside: every row meets the layer's dense MLP too; what either makes is normed and added, the
     router's input is normed and scaled, and shares are multiplied by a scale of each expert.
@@ -91,6 +94,7 @@ class ExpertsSpec:
     shared: int = 0
     shared_gate: bool = True
     beside: bool = False
+    routing: RoutingSpec = SOFTMAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headrace.config import RoutingSpec
+from headrace.config.routing import SOFTMAX
+from headrace.kernels.routing import check_routing
 from headrace.kernels.triton import rounded, weight_kernels
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
@@ -38,18 +41,25 @@ class GpuRoutes:
     begin: Tensor
 
 
-def route(logits: Tensor, chosen: int, normalised: bool) -> GpuRoutes:
+def route(
+    logits: Tensor,
+    chosen: int,
+    normalised: bool,
+    routing: RoutingSpec = SOFTMAX,
+    correction: Tensor | None = None,
+) -> GpuRoutes:
     """Routes of rows by the router's logits, fp32 [T, E]: see kernels.experts.route."""
     rows, experts = logits.shape
-    if not 1 <= chosen <= experts:
-        raise ValueError(f"{chosen} of {experts} experts cannot be chosen")
+    check_routing(routing, experts, chosen, correction)
     logits, device = logits.contiguous(), logits.device
     expert = torch.empty((rows, chosen), dtype=torch.int32, device=device)
     share = torch.empty((rows, chosen), device=device)
     if rows:
         direct(weight_kernels.route)[(rows,)](
-            logits, expert, share, experts, CHOSEN=chosen, P=_rounded(experts), C=_rounded(chosen), SHARED=normalised,
-            num_warps=1,
+            logits, logits if correction is None else correction, expert, share, experts, routing.scale, CHOSEN=chosen,
+            P=_rounded(experts), C=_rounded(chosen), G=_rounded(routing.groups), SHARED=normalised,
+            SIGMOID=routing.scores == "sigmoid", CORRECTED=routing.corrected, GROUPS=routing.groups,
+            MET=routing.met_groups, SUMMED=routing.summed, num_warps=1,
         )  # fmt: skip
     return GpuRoutes(expert, share, *_arranged(expert, experts))
 
@@ -130,16 +140,14 @@ class GpuMixture:
         ups: GpuExperts,
         downs: GpuExperts,
         gated: Callable[[Tensor], Tensor],
-        chosen: int,
-        normalised: bool,
+        routes: Callable[[Tensor], GpuRoutes],
         bring: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.bring = bring
-        self.ups, self.downs, self.gated, self.chosen, self.normalised = ups, downs, gated, chosen, normalised
+        self.ups, self.downs, self.gated, self.routes, self.bring = ups, downs, gated, routes, bring
 
     def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None, gather: Gather | None = None) -> Tensor:
         """See kernels.experts.Mixture."""
-        routes = route(logits, self.chosen, self.normalised)
+        routes = self.routes(logits)
         if scales is not None:
             routes = replace(routes, share=routes.share * scales[routes.expert.long()])
         if self.bring is not None:

@@ -247,23 +247,76 @@ def add_segments(
 
 
 @triton.jit
-def route(logits, expert, share, experts, CHOSEN: tl.constexpr, P: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr):
-    """The CHOSEN greatest of the softmax of a row's logits fp32 [T, E], of equal ones the first: expert int32
-    [T, CHOSEN], share fp32 [T, CHOSEN], divided by their sum if SHARED. P, C: E and CHOSEN rounded up."""
+def first_greatest(x, places, last):
+    """The greatest of x, and the first place where it is; `last` where x holds no numbers."""
+    best = tl.max(x, 0)
+    return best, tl.min(tl.where(x == best, places, last), 0)
+
+
+@triton.jit
+def of_the_best_groups(
+    worth, e, size, last, G: tl.constexpr, GROUPS: tl.constexpr, MET: tl.constexpr, SUMMED: tl.constexpr
+):
+    """worth [P] of experts e, -inf of those outside the MET of GROUPS groups of `size` whose SUMMED best ones are worth
+    most together. G: GROUPS rounded up."""
+    g = tl.arange(0, G)
+    totals = tl.full((G,), float("-inf"), tl.float32)
+    for group in range(GROUPS):
+        own, total = tl.where(e // size == group, worth, float("-inf")), 0.0
+        for _ in range(SUMMED):
+            best, at = first_greatest(own, e, last)
+            own, total = tl.where(e == at, float("-inf"), own), total + best
+        totals = tl.where(g == group, total, totals)
+    found = tl.full(worth.shape, float("-inf"), tl.float32)
+    for _ in range(MET):
+        _best, at = first_greatest(totals, g, GROUPS - 1)
+        found = tl.where(e // size == at, worth, found)
+        totals = tl.where(g == at, float("-inf"), totals)
+    return found
+
+
+@triton.jit
+def route(
+    logits,
+    correction,
+    expert,
+    share,
+    experts,
+    scale,
+    CHOSEN: tl.constexpr,
+    P: tl.constexpr,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    SHARED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MET: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    """The CHOSEN best by the scores of a row's logits fp32 [T, E], of equal ones the first: expert int32 [T, CHOSEN],
+    share fp32 [T, CHOSEN], divided by their sum if SHARED. See kernels.experts.route. P, C: E and CHOSEN rounded up."""
     row, e, c = tl.program_id(0).to(tl.int64), tl.arange(0, P), tl.arange(0, C)
     x = tl.load(logits + row * experts + e, mask=e < experts, other=float("-inf"))
-    p = tl.exp(x - tl.max(x, 0))
+    p = 1.0 / (1.0 + tl.exp(-x)) if SIGMOID else tl.exp(x - tl.max(x, 0))
     whole = tl.sum(p, 0)
-    p = tl.where(e < experts, p / whole, -1.0)
+    if not SIGMOID:
+        p = p / whole
+    worth = p + tl.load(correction + e, mask=e < experts, other=0.0) if CORRECTED else p
+    worth = tl.where(e < experts, worth, float("-inf"))
+    if GROUPS > 1:
+        worth = of_the_best_groups(worth, e, experts // GROUPS, experts - 1, G, GROUPS, MET, SUMMED)
     places, shares, total = tl.zeros((C,), tl.int32), tl.zeros((C,), tl.float32), 0.0
     for place in range(CHOSEN):
-        best = tl.max(p, 0)
-        at = tl.min(tl.where(p == best, e, experts - 1), 0)
+        best, at = first_greatest(worth, e, experts - 1)
+        if CORRECTED:
+            best = tl.sum(tl.where(e == at, p, 0.0), 0)
         places, shares = tl.where(c == place, at, places), tl.where(c == place, best, shares)
         total += best
-        p = tl.where(e == at, -1.0, p)
+        worth = tl.where(e == at, float("-inf"), worth)
     if SHARED:
-        shares = shares / total
+        shares = shares / (total + 1e-20)
+    shares = shares * scale
     shares = tl.where(whole == whole, shares, whole)  # where a logit is NaN, any experts, and shares of NaN
     tl.store(expert + row * CHOSEN + c, places, mask=c < CHOSEN)
     tl.store(share + row * CHOSEN + c, shares, mask=c < CHOSEN)

@@ -1,7 +1,7 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
-from headrace.models.families.deepseek import V2
+from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
@@ -61,7 +61,9 @@ FAMILIES: dict[str, Family] = {
     "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM4,
-    "DeepseekV2ForCausalLM": V2,
+    "Glm4MoeLiteForCausalLM": GLM_LITE,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and its kin: latent attention, experts and a shared one in all layers but the first.
+"""DeepSeek-V2, V3 and GLM-4.7-Flash: latent attention, experts and a shared one in all layers but the first.
 
 The norms of latents have an epsilon of their own, and scores a scale that follows from the rotation where that is
 stretched (yarn's mscale_all_dim).
@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from headrace.config.routing import RoutingSpec
 from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
-from headrace.models.families.experts import APART, TOGETHER, mixture
+from headrace.models.families.experts import APART, TOGETHER, corrected, mixture
 from headrace.models.families.llama import PREFIXES, names
 from headrace.models.spec import LatentSpec, ModelConfig
 from headrace.types import UnsupportedModel
+
+MLP_TYPES = ("dense", "sparse")
+"""Names of layers without and with experts."""
 
 
 def _common(config: Any, paired: bool) -> dict[str, Any]:
@@ -48,9 +52,40 @@ def _scale(latent: LatentSpec, parameters: Mapping[str, Any]) -> float:
 
 
 def _v2(config: Any) -> dict[str, Any]:
+    """Its router never divides shares by their sum, whatever norm_topk_prob says."""
     if config.mlp_bias:
         raise UnsupportedModel("mlp_bias true is not supported for deepseek_v2")
-    return _common(config, paired=True) | _mixture(config, _behind_dense(config))
+    if config.topk_method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel(f"topk_method {config.topk_method!r} is not supported; greedy, group_limited_greedy are")
+    grouped = config.topk_method != "greedy"
+    groups = (_given(config, "n_group"), _given(config, "topk_group")) if grouped else (1, 1)
+    routing = RoutingSpec(groups=groups[0], met_groups=groups[1], scale=_given(config, "routed_scaling_factor"))
+    return _common(config, paired=True) | _mixture(config, _behind_dense(config), False, routing)
+
+
+def _v3(config: Any) -> dict[str, Any]:
+    return _routed_by_sigmoids(config, _behind_dense(config))
+
+
+def _glm_lite(config: Any) -> dict[str, Any]:
+    for kind in config.mlp_layer_types:
+        if kind not in MLP_TYPES:
+            raise UnsupportedModel(f"mlp_layer_types with {kind!r} is not supported; {' and '.join(MLP_TYPES)} are")
+    return _routed_by_sigmoids(config, tuple(kind == MLP_TYPES[1] for kind in config.mlp_layer_types))
+
+
+def _routed_by_sigmoids(config: Any, layers: tuple[bool, ...]) -> dict[str, Any]:
+    for name in ("n_group", "topk_group", "routed_scaling_factor"):
+        _given(config, name)
+    mixed = _mixture(config, layers, bool(config.norm_topk_prob), corrected(config))
+    return _common(config, bool(config.rope_interleave)) | mixed
+
+
+def _given(config: Any, name: str) -> Any:
+    value = getattr(config, name)
+    if value is None:
+        raise UnsupportedModel(f"{name} is null; download the file again")
+    return value
 
 
 def _behind_dense(config: Any) -> tuple[bool, ...]:
@@ -58,12 +93,12 @@ def _behind_dense(config: Any) -> tuple[bool, ...]:
     return tuple(layer >= first for layer in range(config.num_hidden_layers))
 
 
-def _mixture(config: Any, layers: tuple[bool, ...]) -> dict[str, Any]:
-    if config.num_experts_per_tok is None:
-        raise UnsupportedModel("num_experts_per_tok is null; download the file again")
-    shared = config.n_shared_experts * config.moe_intermediate_size
-    count, inner = config.n_routed_experts, config.moe_intermediate_size
-    return mixture(config, count, inner, False, layers, shared, shared_gate=False)
+def _mixture(config: Any, layers: tuple[bool, ...], normalised: bool, routing: RoutingSpec) -> dict[str, Any]:
+    count, inner, chosen = (
+        _given(config, name) for name in ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
+    )
+    shared = _given(config, "n_shared_experts") * inner
+    return mixture(config, count, inner, normalised, layers, shared, chosen=chosen, shared_gate=False, routing=routing)
 
 
 def _names(config: ModelConfig, experts: Names) -> Names:
@@ -76,6 +111,7 @@ def _names(config: ModelConfig, experts: Names) -> Names:
         "latent": "self_attn.kv_a_proj_with_mqa",
         "latent_norm": "self_attn.kv_a_layernorm",
         "heads": "self_attn.kv_b_proj",
+        "routing": "mlp.gate",
         "shared.down": "mlp.shared_experts.down_proj",
     }
     return {
@@ -112,7 +148,11 @@ def _unused(config: ModelConfig) -> frozenset[str]:
     return frozenset((f"layers.{config.layers}.",))
 
 
-V2 = Family(
-    "deepseek_v2", "transformers.models.deepseek_v2.configuration_deepseek_v2:DeepseekV2Config", _v2, _apart, PREFIXES,
-    rows=_rows, other_names=_together, unused=_unused,
-)  # fmt: skip
+def _family(model_type: str, configuration: str, facts: Any) -> Family:
+    module = f"transformers.models.{model_type}.configuration_{model_type}:{configuration}"
+    return Family(model_type, module, facts, _apart, PREFIXES, rows=_rows, other_names=_together, unused=_unused)
+
+
+DEEPSEEK_V2 = _family("deepseek_v2", "DeepseekV2Config", _v2)
+DEEPSEEK_V3 = _family("deepseek_v3", "DeepseekV3Config", _v3)
+GLM_LITE = _family("glm4_moe_lite", "Glm4MoeLiteConfig", _glm_lite)
