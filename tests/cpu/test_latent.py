@@ -3,6 +3,7 @@ and its bits those of every schedule is asked where all kinds of models are."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,10 @@ def test_scores_are_scaled_where_positions_are_stretched() -> None:
     [
         (dict(num_experts_per_tok=None), "num_experts_per_tok is null"),
         (dict(mlp_bias=True), "mlp_bias true is not supported"),
+        (dict(scoring_func="sigmoid"), "scoring_func 'sigmoid' is not supported; softmax is"),
+        (dict(moe_layer_freq=2), "moe_layer_freq 2 is not supported; 1 is"),
+        (dict(topk_method="noaux_tc"), "topk_method 'noaux_tc' is not supported"),
+        (dict(auto_map={"AutoModel": "modeling_other.Model"}), "remote code is never run"),
     ],
 )
 def test_what_is_not_computed_is_refused(fields: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -109,6 +114,60 @@ def test_what_is_not_computed_is_refused(fields: dict[str, Any], told: str, tmp_
     edit_json(folder / "config.json", **fields)
     with pytest.raises(ValueError, match=told):
         read_config(folder)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2-Lite": dict(
+        architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", hidden_size=2048, intermediate_size=10944,
+        kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_group=1,
+        topk_group=1, topk_method="greedy", scoring_func="softmax", moe_layer_freq=1, first_k_dense_replace=1,
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
+        norm_topk_prob=False, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, vocab_size=102400,
+        max_position_embeddings=163840, routed_scaling_factor=1.0, rope_theta=10000, torch_dtype="bfloat16",
+        rope_scaling=dict(
+            type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707,
+            original_max_position_embeddings=4096,
+        ),
+        auto_map={
+            "AutoConfig": "configuration_deepseek.DeepseekV2Config",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM",
+        },
+    ),
+    "DeepSeek-V3": dict(
+        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", topk_method="noaux_tc",
+        scoring_func="sigmoid", moe_layer_freq=1, num_nextn_predict_layers=1, max_position_embeddings=163840,
+        rope_theta=10000, torch_dtype="bfloat16",
+        rope_scaling=dict(
+            type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
+            original_max_position_embeddings=4096,
+        ),
+        auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    ),
+    "GLM-4.7-Flash": dict(
+        architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", topk_method="noaux_tc",
+        partial_rotary_factor=1.0, rope_theta=1000000, rope_scaling=None, num_nextn_predict_layers=1,
+        eos_token_id=[154820, 154827, 154829], first_k_dense_replace=1, dtype="bfloat16",
+    ),
+}  # fmt: skip
+"""Fields of published files that matter here; of others the defaults of their classes."""
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "numbers", "scale"),
+    [
+        ("DeepSeek-V2-Lite", 26, 31_104, 0.1147),
+        ("DeepSeek-V3", 58, 70_272, 0.1352),
+        ("GLM-4.7-Flash", 46, 54_144, 0.0625),
+    ],
+)
+def test_published_files_are_read(model: str, experts: int, numbers: int, scale: float, tmp_path: Path) -> None:
+    """`numbers`: what a token takes of the pool; scale: of scores, sqrt(192) or 16 and the stretch of positions."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]))
+    config = read_config(tmp_path)
+    assert config.attention.kv_bytes_per_token(1) == numbers == 2 * 576 * config.layers
+    assert config.experts is not None and sum(config.experts.layers) == experts
+    assert config.attention.scale == pytest.approx(scale, abs=1e-4)
+    assert config.rope is not None and not config.rope_depends_on_length
 
 
 def test_on_a_gpu_it_is_refused(folder_of: FolderOf) -> None:

@@ -103,16 +103,17 @@ def _refuse_fields(raw: dict[str, Any], family: Family) -> None:
     for each in [rope[kind] for kind in LAYER_TYPES if rope.get(kind)] or [rope]:
         refuse_rope(each.get("rope_type", each.get("type", "default")), each)
     for value in (raw.get("auto_map") or {}).values():
-        _refuse_remote_code(value, raw["model_type"])
+        _refuse_remote_code(value, family)
     if raw.get("is_causal") is False:
         raise UnsupportedModel("is_causal false is not supported")
 
 
-def _refuse_remote_code(value: Any, model_type: str) -> None:
+def _refuse_remote_code(value: Any, family: Family) -> None:
     """Refuses an auto_map entry, unless it names the module that transformers has taken in since (Falcon's do)."""
+    known = {f"{kind}_{name}" for kind in ("modeling", "configuration") for name in family.modules}
     if isinstance(value, str):  # a tokenizer's entry is a list
         module = value.split("--")[-1].split(".")[0]
-        if module not in (f"modeling_{model_type}", f"configuration_{model_type}"):
+        if module not in known:
             raise UnsupportedModel(f"auto_map names {value}: remote code is never run")
 
 

@@ -235,7 +235,7 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         _fill_in_qwen3_moe(values)
     if model_type == "smollm3":
         _fill_in_smollm3(values)
-    if model_type.startswith("glm") and values["eos_token_id"] is None:
+    if model_type in ("glm", "glm4") and values["eos_token_id"] is None:
         values["eos_token_id"] = GLM_ENDS
     if model_type.startswith("gemma") and values["layer_types"] is None:
         every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)

@@ -133,6 +133,8 @@ class ConfigFields(msgspec.Struct):
     topk_group: Count = UNSET
     topk_method: ShortText = UNSET
     routed_scaling_factor: Factor = UNSET
+    scoring_func: ShortText = UNSET
+    moe_layer_freq: Count = UNSET
     mlp_layer_types: Annotated[list[ShortText], Meta(max_length=4096)] | UnsetType | None = UNSET
     kv_lora_rank: Count = UNSET
     q_lora_rank: Count = UNSET

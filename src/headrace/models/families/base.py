@@ -26,6 +26,7 @@ class Family:
     lists those of our tensor of a name; None: as they are. `text_type`, of models with other parts: the model_type of
     text_config, which is what is computed; tensors whose names begin with `unread` belong to the other parts.
     fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
+    published_as: another name that modules of the model's code had before transformers took them in.
     layer_fields: what per_layer_config may set. unused: tensors that checkpoints have and the model does not read, as
     they are called behind the prefix.
     """
@@ -43,6 +44,12 @@ class Family:
     fused_by_inputs: bool = False
     layer_fields: tuple[str, ...] = ()
     unused: Callable[[ModelConfig], frozenset[str]] | None = None
+    published_as: str | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What its code may be called in a checkpoint's auto_map: never run, but of this model."""
+        return (self.model_type,) if self.published_as is None else (self.model_type, self.published_as)
 
     @property
     def fields_of(self) -> str:

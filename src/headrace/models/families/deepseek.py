@@ -22,7 +22,11 @@ MLP_TYPES = ("dense", "sparse")
 """Names of layers without and with experts."""
 
 
-def _common(config: Any, paired: bool) -> dict[str, Any]:
+def _common(config: Any, paired: bool, scores: str = "sigmoid") -> dict[str, Any]:
+    """scores: what the router makes of logits, in the words of the field that says so in published files."""
+    for name, only in (("scoring_func", scores), ("moe_layer_freq", 1)):
+        if getattr(config, name, None) not in (None, only):
+            raise UnsupportedModel(f"{name} {getattr(config, name)!r} is not supported; {only} is")
     turned, dim = rope(config, head_dim=config.qk_rope_head_dim), config.qk_rope_head_dim
     latent = LatentSpec(
         config.kv_lora_rank, dim, config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank, paired
@@ -60,7 +64,7 @@ def _v2(config: Any) -> dict[str, Any]:
     grouped = config.topk_method != "greedy"
     groups = (_given(config, "n_group"), _given(config, "topk_group")) if grouped else (1, 1)
     routing = RoutingSpec(groups=groups[0], met_groups=groups[1], scale=_given(config, "routed_scaling_factor"))
-    return _common(config, paired=True) | _mixture(config, _behind_dense(config), False, routing)
+    return _common(config, True, "softmax") | _mixture(config, _behind_dense(config), False, routing)
 
 
 def _v3(config: Any) -> dict[str, Any]:
@@ -150,7 +154,10 @@ def _unused(config: ModelConfig) -> frozenset[str]:
 
 def _family(model_type: str, configuration: str, facts: Any) -> Family:
     module = f"transformers.models.{model_type}.configuration_{model_type}:{configuration}"
-    return Family(model_type, module, facts, _apart, PREFIXES, rows=_rows, other_names=_together, unused=_unused)
+    return Family(
+        model_type, module, facts, _apart, PREFIXES, rows=_rows, other_names=_together, unused=_unused,
+        published_as="deepseek",
+    )  # fmt: skip
 
 
 DEEPSEEK_V2 = _family("deepseek_v2", "DeepseekV2Config", _v2)
