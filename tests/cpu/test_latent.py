@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.config import Quantization
+from headrace.kernels import ops
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.latent import of_each_head
-from headrace.models.slots import expected
+from headrace.models.slots import expected, is_of_heads
 from headrace.planner.machine import ModelShape
 from tests.support.checkpoints import FolderOf, build_model, edit_json, make_checkpoint
 
@@ -64,6 +66,18 @@ def test_each_head_has_its_part_of_the_matrix(folder_of: FolderOf) -> None:
     assert torch.equal(torch.cat(again), whole) and not cut
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_heads_make_of_latents_is_not_rounded(quantization: Quantization, folder_of: FolderOf) -> None:
+    """It is used transposed, and small beside the rest."""
+    plain, rounded = (load_decoder(folder_of(KIND), "bfloat16", quantization=each) for each in ("none", quantization))
+    of_heads = [name for name in plain.matrices if is_of_heads(name)]
+    assert len(of_heads) == 2 * 4 * plain.config.layers
+    for name in of_heads:
+        one, other = plain.matrices[name], rounded.matrices[name]
+        x = torch.randn(3, one.shape[1], dtype=torch.bfloat16)
+        assert torch.equal(ops.linear(x, one), ops.linear(x, other))
+
+
 @pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}], ids=str)
 def test_rounded_it_is_near(settings: dict[str, Any], folder_of: FolderOf) -> None:
     """Keys, values and weights in int8: the likelihoods of a text stay near those that are not rounded."""
@@ -105,6 +119,7 @@ def test_scores_are_scaled_where_positions_are_stretched() -> None:
         (dict(mlp_bias=True), "mlp_bias true is not supported"),
         (dict(scoring_func="sigmoid"), "scoring_func 'sigmoid' is not supported; softmax is"),
         (dict(moe_layer_freq=2), "moe_layer_freq 2 is not supported; 1 is"),
+        (dict(num_key_value_heads=2), "num_key_value_heads 2 is not supported; 4 is"),
         (dict(topk_method="noaux_tc"), "topk_method 'noaux_tc' is not supported"),
         (dict(auto_map={"AutoModel": "modeling_other.Model"}), "remote code is never run"),
     ],

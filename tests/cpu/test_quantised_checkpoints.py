@@ -23,6 +23,7 @@ from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
 from headrace.models.quantised import Scheme
 from headrace.models.quantised_layouts import coded
+from headrace.models.slots import is_of_heads
 from headrace.types import UnsupportedModel
 from tests.support.gguf_files import theirs, tokens_of
 from tests.support.hybrid_checkpoints import Sequence, build_model
@@ -182,8 +183,9 @@ def write(model: PreTrainedModel, folder: Path, name: str) -> Path:
     fields = json.loads(model.config.to_json_string()) | {"quantization_config": config, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(fields | {"architectures": [type(model).__name__]}))
     tensors: Tensors = {}
+    corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
     with torch.no_grad():
-        matrices = [each for named in model.named_parameters() for each in published(model, *named)]
+        matrices = [each for named in [*model.named_parameters(), *corrections] for each in published(model, *named)]
         for seed, (each, matrix) in enumerate(matrices):
             if not PROJECTION.search(each) or matrix.dim() == 1:
                 tensors[each] = matrix.contiguous()
@@ -252,6 +254,24 @@ def test_logits_of_experts(family: str, name: str, tmp_path: Path) -> None:
         up, down = (decoder.matrices[f"layers.0.experts.3.{part}.weight"] for part in ("up", "down"))
         assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
         assert isinstance(up, Parts) == (name == "gptq act-order")
+
+
+@pytest.mark.parametrize("name", ["FP8 blocks", "gptq"])
+def test_logits_of_latent_attention(name: str, tmp_path: Path) -> None:
+    """What heads make of latents is multiplied out; queries' rows and a latent's are taken in another order."""
+    sizes = dict(moe_intermediate_size=256, kv_lora_rank=128, q_lora_rank=128, v_head_dim=64)
+    model = theirs("deepseek_v3", **sizes, head_dim=16, num_key_value_heads=4)
+    folder, tokens = write(model, tmp_path / "m", name), tokens_of(150)
+    decoder = load_decoder(folder, "float32")
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0]
+    assert (prompt_logits(decoder, tokens) - want).abs().max() <= TOLERANCE
+    assert read_config(folder) == plain_config(folder)
+    if cpu.available():
+        coded = {each for each, weight in decoder.matrices.items() if isinstance(weight, Quantized)}
+        assert {f"layers.0.{each}.weight" for each in ("queries", "query_in", "latent", "out")} <= coded
+        assert not any(is_of_heads(each) for each in coded)
+        assert sum(is_of_heads(each) for each in decoder.matrices) == 2 * 4 * decoder.config.layers
 
 
 def test_logits_of_a_hybrid_with_experts(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ MLP_TYPES = ("dense", "sparse")
 
 def _common(config: Any, paired: bool, scores: str = "sigmoid") -> dict[str, Any]:
     """scores: what the router makes of logits, in the words of the field that says so in published files."""
-    for name, only in (("scoring_func", scores), ("moe_layer_freq", 1)):
+    known = {"scoring_func": scores, "moe_layer_freq": 1, "num_key_value_heads": config.num_attention_heads}
+    for name, only in known.items():
         if getattr(config, name, None) not in (None, only):
             raise UnsupportedModel(f"{name} {getattr(config, name)!r} is not supported; {only} is")
     turned, dim = rope(config, head_dim=config.qk_rope_head_dim), config.qk_rope_head_dim
