@@ -27,6 +27,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -201,6 +203,10 @@ _granite4 = _of(
     shared_intermediate_size=192, layer_types=["attention"] * 2,
 )  # fmt: skip
 _glm = _of(GlmForCausalLM, GlmConfig, head_dim=64, eos_token_id=NO_TOKEN)
+_glm4_moe = _of(
+    Glm4MoeForCausalLM, Glm4MoeConfig, head_dim=64, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3,
+    moe_intermediate_size=64, routed_scaling_factor=2.5,
+)  # fmt: skip
 _glm4 = _of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
 GEMMA = dict(head_dim=64, num_hidden_layers=3, sliding_window=WINDOW, query_pre_attn_scalar=48)
 GEMMA_LAYERS = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
@@ -290,6 +296,8 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "granite4_experts": (_granite4, dict(num_local_experts=8, position_embedding_type="rope")),
     "glm": (_glm, {}),
     "glm4": (_glm4, {}),
+    "glm4_moe": (_glm4_moe, dict(use_qk_norm=True, attention_bias=True)),
+    "glm4_moe_groups": (_glm4_moe, dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2)),
     "gemma2": (_gemma2, {}),
     "gemma3": (_gemma3, {}),
     "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
@@ -305,7 +313,9 @@ NEAR = (
     "gemma4_multimodal",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4")
+LATER = (
+    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "glm4_moe", "gemma3", "gemma4",
+)  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 
@@ -321,7 +331,7 @@ EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
-    "granite_moe_shared", "granite4_experts",
+    "granite_moe_shared", "granite4_experts", "glm4_moe", "glm4_moe_groups",
 )  # fmt: skip
 
 
@@ -371,7 +381,8 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **fields: Any) -> None:
 def _randomise(model: PreTrainedModel) -> None:
     """Wide weights, biases away from zero, norms away from one; all rounded to bf16."""
     around = 0.0 if model.config.model_type.startswith(("gemma2", "gemma3")) else 1.0  # they multiply by 1 + weight
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    drawn = ("layer_scalar", "e_score_correction_bias")
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(drawn)]
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *scalars]:
             noise = torch.randn_like(parameter)

@@ -121,6 +121,13 @@ class ConfigFields(msgspec.Struct):
     num_local_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
     num_experts_per_tok: Count = UNSET
     moe_intermediate_size: WideCount = UNSET
+    n_routed_experts: Count = UNSET
+    n_shared_experts: Count = UNSET
+    n_group: Count = UNSET
+    topk_group: Count = UNSET
+    routed_scaling_factor: Factor = UNSET
+    first_k_dense_replace: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
+    use_qk_norm: Flag = UNSET
     shared_expert_intermediate_size: WideCount = UNSET
     shared_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | UnsetType | None = UNSET
     norm_topk_prob: Flag = UNSET

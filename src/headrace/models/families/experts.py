@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.config import RoutingSpec
+from headrace.config.routing import SOFTMAX
 from headrace.models.families.base import Family, Names
 from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
 from headrace.models.spec import ExpertsSpec
@@ -26,6 +28,7 @@ def mixture(
     shared: int = 0,
     chosen: int | None = None,
     shared_gate: bool = True,
+    routing: RoutingSpec = SOFTMAX,
 ) -> dict[str, Any]:
     """The experts, if any layer has them. Refuses more chosen ones than there are, and more than any model has."""
     chosen = config.num_experts_per_tok if chosen is None else chosen
@@ -33,8 +36,18 @@ def mixture(
         raise UnsupportedModel(f"{count} experts in {sum(layers)} layers are not supported; {MOST_EXPERTS} in all are")
     if not 1 <= chosen <= count:
         raise UnsupportedModel(f"num_experts_per_tok {chosen} is not supported with {count} experts; 1 to {count} are")
-    spec = ExpertsSpec(count, chosen, inner, normalised, layers, shared, shared_gate)
+    obstacle = routing.obstacle(count, chosen)
+    if obstacle is not None:
+        raise UnsupportedModel(f"n_group {routing.groups} with topk_group {routing.met_groups}: {obstacle}")
+    spec = ExpertsSpec(count, chosen, inner, normalised, layers, shared, shared_gate, routing=routing)
     return dict(experts=spec if any(layers) else None)
+
+
+def corrected(config: Any) -> RoutingSpec:
+    """DeepSeek-V3's routing: sigmoids, corrections, and groups as good as their two best experts."""
+    groups, met, scale = config.n_group, config.topk_group, float(config.routed_scaling_factor)
+    summed = 2 if groups > 1 else 1
+    return RoutingSpec("sigmoid", corrected=True, groups=groups, met_groups=met, summed=summed, scale=scale)
 
 
 def _everywhere(config: Any) -> tuple[bool, ...]:
