@@ -284,6 +284,7 @@ VECTORS = [
     ("gpt_oss", "0.experts.3.down.bias"),
     ("glm4_moe", f"1.{CORRECTION}"),
     ("glm4_moe_groups", f"1.{CORRECTION}"),
+    ("minimax_m2", f"0.{CORRECTION}"),
 ]
 
 

@@ -43,6 +43,8 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -207,6 +209,10 @@ _glm4_moe = _of(
     Glm4MoeForCausalLM, Glm4MoeConfig, head_dim=64, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3,
     moe_intermediate_size=64, routed_scaling_factor=2.5,
 )  # fmt: skip
+_minimax_m2 = _of(
+    MiniMaxM2ForCausalLM, MiniMaxM2Config, head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3,
+    intermediate_size=64,
+)  # fmt: skip
 _glm4 = _of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
 GEMMA = dict(head_dim=64, num_hidden_layers=3, sliding_window=WINDOW, query_pre_attn_scalar=48)
 GEMMA_LAYERS = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
@@ -298,6 +304,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "glm4": (_glm4, {}),
     "glm4_moe": (_glm4_moe, dict(use_qk_norm=True, attention_bias=True)),
     "glm4_moe_groups": (_glm4_moe, dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2)),
+    "minimax_m2": (_minimax_m2, {}),
     "gemma2": (_gemma2, {}),
     "gemma3": (_gemma3, {}),
     "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
@@ -314,7 +321,7 @@ NEAR = (
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (
-    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "glm4_moe", "gemma3", "gemma4",
+    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "glm4_moe", "minimax_m2", "gemma3", "gemma4",
 )  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
@@ -331,7 +338,7 @@ EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
-    "granite_moe_shared", "granite4_experts", "glm4_moe", "glm4_moe_groups",
+    "granite_moe_shared", "granite4_experts", "glm4_moe", "glm4_moe_groups", "minimax_m2",
 )  # fmt: skip
 
 

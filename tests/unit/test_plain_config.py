@@ -25,6 +25,7 @@ GPT_OSS_ROPE = dict(
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
+MINIMAX = "MiniMaxM2ForCausalLM"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
@@ -146,6 +147,13 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[GLM_MOE], head_dim=128, n_group=64, topk_group=3),
     dict(architectures=[GLM_MOE], head_dim=128, n_group=128, topk_group=64),
     dict(architectures=[GLM_MOE]),
+    dict(architectures=[MINIMAX], rotary_dim=64, num_experts=16, rope_theta=1e6, scoring_func="sigmoid"),
+    dict(architectures=[MINIMAX], rotary_dim=64, partial_rotary_factor=0.25, num_experts_per_tok=4, use_qk_norm=True),
+    dict(architectures=[MINIMAX], scoring_func="softmax"),
+    dict(architectures=[MINIMAX], qk_norm_type="per_head"),
+    dict(architectures=[MINIMAX], use_routing_bias=False),
+    dict(architectures=[MINIMAX], shared_intermediate_size=64),
+    dict(architectures=[MINIMAX], attn_type_list=[1, 0], num_hidden_layers=2),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

@@ -104,6 +104,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         eos_token_id=None, attention_bias=True, sliding_window=128, layer_types=None, num_experts_per_tok=4,
         num_local_experts=128, swiglu_alpha=1.702, swiglu_limit=7.0,
     ),
+    "minimax_m2": LLAMA
+    | dict(
+        vocab_size=200064, hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=196608, bos_token_id=200034, eos_token_id=200020,
+        num_experts_per_tok=8, num_local_experts=256,
+    ),
     "opt": COMMON
     | dict(
         vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, max_position_embeddings=2048,
@@ -167,7 +173,10 @@ NEVER_NULL = (
 ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Classes that know the number of experts by one name alone."""
 THETA = 10_000.0
-THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
+THETAS = {
+    "smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0,
+    "minimax_m2": 5_000_000.0,
+}  # fmt: skip
 """Where the class has another one."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
@@ -298,6 +307,8 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
         rope = dict(GPT_OSS_ROPE)
     rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
+    if part is None and model_type == "minimax_m2" and values.get("rotary_dim") is not None:
+        part = values["rotary_dim"] / values["head_dim"]
     if part is not None:
         rope.setdefault("partial_rotary_factor", part)
     _complete(rope, values)

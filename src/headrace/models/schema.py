@@ -128,6 +128,11 @@ class ConfigFields(msgspec.Struct):
     routed_scaling_factor: Factor = UNSET
     first_k_dense_replace: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
     use_qk_norm: Flag = UNSET
+    qk_norm_type: ShortText = UNSET
+    scoring_func: ShortText = UNSET
+    use_routing_bias: Flag = UNSET
+    rotary_dim: Count = UNSET
+    attn_type_list: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     shared_expert_intermediate_size: WideCount = UNSET
     shared_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | UnsetType | None = UNSET
     norm_topk_prob: Flag = UNSET

@@ -10,6 +10,7 @@ from headrace.models.families.glm4_moe import GLM4_MOE
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import (
@@ -51,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": OLMOE,
     "GptOssForCausalLM": GPT_OSS,
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,
