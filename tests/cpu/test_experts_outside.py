@@ -57,6 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {"dtype": "float32"}),
     ("mixtral", {"attention_backend": "reference"}),
     ("granite_moe_shared", {}),
+    ("glm4_moe_groups", {}),
     ("qwen3_moe_mixed", {"weight_offload": True, "offload_schedule": "row", "kv_offload_disk_size": 0.05}),
 ]
 

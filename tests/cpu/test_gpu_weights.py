@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -296,10 +297,15 @@ class Passed(Attend):
         return q
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_model_with_experts(quantization: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "routing"),
+    [("int8", RoutingSpec()), ("int4", RoutingSpec("sigmoid", corrected=True, groups=2, summed=2, scale=2.5))],
+)
+def test_a_model_with_experts(
+    quantization: Quantization, routing: RoutingSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As it is loaded for a GPU, against torch's products."""
-    config = model(experts=EXPERTS)
+    config = model(experts=replace(EXPERTS, routing=routing))
     batch = TokenBatch(torch.tensor([5, 90]), torch.tensor([0, 1]))
 
     def decoder() -> Decoder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headrace.config.routing import CORRECTION
 from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
@@ -211,6 +213,14 @@ def _without_the_shared_one(config: ModelConfig) -> dict[str, Any]:
     return dict(experts=replace(config.experts, shared=0))
 
 
+def _routed_otherwise(**fields: Any) -> Callable[[ModelConfig], dict[str, Any]]:
+    def change(config: ModelConfig) -> dict[str, Any]:
+        assert config.experts is not None
+        return dict(experts=replace(config.experts, routing=replace(config.experts.routing, **fields)))
+
+    return change
+
+
 BROKEN: dict[str, tuple[str, Any]] = {
     "qk-norm": ("qwen3", dict(qk_norm=False)),
     "final norm": ("opt", dict(final_norm=False)),
@@ -238,6 +248,10 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "clamped gate": ("gpt_oss", dict(activation="silu")),
     "number of experts met": ("qwen3_moe", _fewer_experts),
     "shared expert": ("granite_moe_shared", _without_the_shared_one),
+    "scores by sigmoids": ("glm4_moe", _routed_otherwise(scores="softmax")),
+    "groups of experts": ("glm4_moe_groups", _routed_otherwise(groups=1, met_groups=1)),
+    "two best experts of a group": ("glm4_moe_groups", _routed_otherwise(summed=1)),
+    "factor of shares": ("glm4_moe", _routed_otherwise(scale=1.0)),
 }
 
 
@@ -263,10 +277,21 @@ def test_the_checkpoints_show_a_missing_bias(module: str, folder_of: FolderOf, o
         assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["attention.sinks", "router.bias", "experts.3.up.bias", "experts.3.down.bias"])
-def test_the_checkpoint_of_gpt_oss_shows_every_vector(name: str, folder_of: FolderOf, ours_of: OursOf) -> None:
-    sound, tokens = ours_of("gpt_oss"), prompt(100)
-    weights = load_weights(folder_of("gpt_oss"), sound.config, sound.dtype)
-    weights[f"layers.0.{name}"].zero_()
+VECTORS = [
+    ("gpt_oss", "0.attention.sinks"),
+    ("gpt_oss", "0.router.bias"),
+    ("gpt_oss", "0.experts.3.up.bias"),
+    ("gpt_oss", "0.experts.3.down.bias"),
+    ("glm4_moe", f"1.{CORRECTION}"),
+    ("glm4_moe_groups", f"1.{CORRECTION}"),
+    ("minimax_m2", f"0.{CORRECTION}"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), VECTORS)
+def test_the_checkpoints_show_every_vector(kind: str, name: str, folder_of: FolderOf, ours_of: OursOf) -> None:
+    sound, tokens = ours_of(kind), prompt(100)
+    weights = load_weights(folder_of(kind), sound.config, sound.dtype)
+    weights[f"layers.{name}"].zero_()
     broken = Decoder(sound.config, weights)
     assert (prompt_logits(broken, tokens) - prompt_logits(sound, tokens)).abs().max() > 100 * TOLERANCE

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.config.routing import CORRECTION
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.layers import Weights
@@ -94,6 +95,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),
     ("gpt_oss", dict(swiglu_alpha=1.0), "swiglu_alpha 1.0"),
+    ("glm4_moe", dict(n_group=3), "n_group 3 with topk_group 1: 8 experts do not make 3 groups"),
+    ("glm4_moe", dict(n_group=4), "1 groups of 2 experts are too few to choose 3 of"),
+    ("minimax_m2", dict(scoring_func="softmax"), "scoring_func 'softmax' is not supported; only 'sigmoid' is"),
+    ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list with 0"),
     ("opt", dict(activation_function="silu"), "activation_function 'silu'"),
     ("falcon7", dict(activation="tanh"), "activation 'tanh'"),
     ("falcon7", dict(num_ln_in_parallel_attn=2), "num_ln_in_parallel_attn 2"),
@@ -205,6 +210,29 @@ def test_granites_experts_by_either_name(kind: str, folder_of: FolderOf, ours_of
     layer = "model.layers.0.block_sparse_moe."
     assert layer + "input_linear.weight" in published and layer + "experts.gate_up_proj" in renamed
     assert same(load_decoder(tmp_path), ours_of(kind))
+
+
+def test_layers_behind_the_last_are_left_unread(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """The one that guesses further tokens, as published checkpoints of GLM carry it; not two."""
+    folder = copy_of(folder_of("glm4_moe"), tmp_path / "model")
+    last = {name: t for name, t in load_file(folder / SINGLE).items() if ".layers.2." in name}
+    further = {name.replace(".2.", ".3.", 1): t for name, t in last.items()}
+    further |= {f"model.layers.3.{name}.weight": torch.ones(8) for name in ("enorm", "eh_proj", "shared_head.head")}
+    rename(folder, lambda tensors: tensors | further)
+    assert same(load_decoder(folder), ours_of("glm4_moe"))
+    rename(folder, lambda tensors: tensors | {"model.layers.4.enorm.weight": torch.ones(8)})
+    with pytest.raises(ValueError, match=r"has unexpected model\.layers\.4\.enorm"):
+        load_decoder(folder)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_corrections_of_scores_are_never_rounded(quantization: Any, folder_of: FolderOf, tmp_path: Path) -> None:
+    """Scores of large models are near to each other, and checkpoints in bf16 have the corrections in fp32."""
+    folder = copy_of(folder_of("glm4_moe"), tmp_path / "model")
+    fine = 7.0 + torch.arange(8) / 2**20
+    rename(folder, lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": fine})
+    decoder = load_decoder(folder, "bfloat16", quantization=quantization)
+    assert torch.equal(decoder.weights[f"layers.1.{CORRECTION}"], fine)
 
 
 def test_another_number_of_experts_than_the_weights_have(folder_of: FolderOf, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ MIXTRALS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def published(model: PreTrainedModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A parameter by the name that checkpoints have for it; of experts, which transformers fuses, each matrix."""
-    mixtral = model.config.model_type == "mixtral"
+    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
     name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
     if parameter.dim() != 3 or ".experts." not in name:
         yield name, parameter
@@ -183,9 +183,10 @@ def write(model: PreTrainedModel, folder: Path, name: str) -> Path:
     fields = json.loads(model.config.to_json_string()) | {"quantization_config": config, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(fields | {"architectures": [type(model).__name__]}))
     tensors: Tensors = {}
-    corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
     with torch.no_grad():
-        matrices = [each for named in [*model.named_parameters(), *corrections] for each in published(model, *named)]
+        corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
+        every = [*model.named_parameters(), *corrections]
+        matrices = [each for named in every for each in published(model, *named)]
         for seed, (each, matrix) in enumerate(matrices):
             if not PROJECTION.search(each) or matrix.dim() == 1:
                 tensors[each] = matrix.contiguous()
@@ -236,8 +237,17 @@ def test_logits_of_hybrids(kind: str, name: str, tmp_path: Path) -> None:
     assert read_config(folder) == plain_config(folder)
 
 
-EXPERTS: dict[str, dict[str, Any]] = {"qwen3_moe": dict(moe_intermediate_size=256), "mixtral": {}, "olmoe": {}}
-OF_EXPERTS = [("qwen3_moe", name) for name in FORMATS] + [("mixtral", "awq"), ("mixtral", "W4A16"), ("olmoe", "gptq")]
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": dict(moe_intermediate_size=256),
+    "mixtral": {},
+    "olmoe": {},
+    "glm4_moe": {},
+    "minimax_m2": dict(intermediate_size=128),
+}
+OF_EXPERTS = [
+    *(("qwen3_moe", name) for name in FORMATS), ("mixtral", "awq"), ("mixtral", "W4A16"), ("olmoe", "gptq"),
+    ("glm4_moe", "FP8"), ("minimax_m2", "FP8 blocks"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "name"), OF_EXPERTS)
@@ -251,7 +261,7 @@ def test_logits_of_experts(family: str, name: str, tmp_path: Path) -> None:
     assert (prompt_logits(decoder, tokens) - want).abs().max() <= TOLERANCE
     assert read_config(folder) == plain_config(folder)
     if cpu.available():
-        up, down = (decoder.matrices[f"layers.0.experts.3.{part}.weight"] for part in ("up", "down"))
+        up, down = (decoder.matrices[f"layers.1.experts.3.{part}.weight"] for part in ("up", "down"))
         assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
         assert isinstance(up, Parts) == (name == "gptq act-order")
 

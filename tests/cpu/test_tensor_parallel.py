@@ -50,6 +50,7 @@ MODELS: dict[str, Model] = {
     "norm over all heads": ("olmoe", dict(intermediate_size=128)),
     "experts with biases, sinks": ("gpt_oss", dict(intermediate_size=128)),
     "shared expert": ("granite_moe_shared", dict(intermediate_size=128, shared_intermediate_size=192)),
+    "experts by corrected sigmoids": ("glm4_moe", dict(moe_intermediate_size=128)),
     "opt": ("opt", {}),
     "post-norm, projected embeddings": ("opt350", {}),
     "norms without weights": ("opt_plain", {}),

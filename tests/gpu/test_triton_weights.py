@@ -171,8 +171,9 @@ def test_experts_in_a_file_have_the_bits_of_those_in_memory(quantization: str, t
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_the_promise_with_experts(quantization: str, tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3_moe", tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe_groups"])
+def test_the_promise_with_experts(kind: str, quantization: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path)
     tokens = torch.randint(0, 60, (300,), generator=torch.Generator().manual_seed(1)).tolist()
     settings = dict(dtype="float32", kv_cache_tokens=1024, quantization=quantization)
     llm = LLM(str(folder), attention_backend="triton", **settings)

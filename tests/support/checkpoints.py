@@ -31,6 +31,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GlmConfig,
@@ -47,6 +49,8 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -207,6 +211,14 @@ _granite4 = _of(
     shared_intermediate_size=192, layer_types=["attention"] * 2,
 )  # fmt: skip
 _glm = _of(GlmForCausalLM, GlmConfig, head_dim=64, eos_token_id=NO_TOKEN)
+_glm4_moe = _of(
+    Glm4MoeForCausalLM, Glm4MoeConfig, head_dim=64, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3,
+    moe_intermediate_size=64, routed_scaling_factor=2.5,
+)  # fmt: skip
+_minimax_m2 = _of(
+    MiniMaxM2ForCausalLM, MiniMaxM2Config, head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3,
+    intermediate_size=64,
+)  # fmt: skip
 _glm4 = _of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
 GEMMA = dict(head_dim=64, num_hidden_layers=3, sliding_window=WINDOW, query_pre_attn_scalar=48)
 GEMMA_LAYERS = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
@@ -306,6 +318,9 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "granite4_experts": (_granite4, dict(num_local_experts=8, position_embedding_type="rope")),
     "glm": (_glm, {}),
     "glm4": (_glm4, {}),
+    "glm4_moe": (_glm4_moe, dict(use_qk_norm=True, attention_bias=True)),
+    "glm4_moe_groups": (_glm4_moe, dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2)),
+    "minimax_m2": (_minimax_m2, {}),
     "gemma2": (_gemma2, {}),
     "gemma3": (_gemma3, {}),
     "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
@@ -326,7 +341,10 @@ NEAR = (
     "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "deepseek_v2")
+LATER = (
+    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "glm4_moe", "minimax_m2", "gemma3", "gemma4",
+    "deepseek_v2",
+)  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 
@@ -343,7 +361,7 @@ EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
     "granite_moe_shared", "granite4_experts", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm_lite",
-    "deepseek_v2_lora",
+    "deepseek_v2_lora", "glm4_moe", "glm4_moe_groups", "minimax_m2",
 )  # fmt: skip
 
 

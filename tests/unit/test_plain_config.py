@@ -24,7 +24,8 @@ GPT_OSS_ROPE = dict(
 )
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
-GEMMA4 = "Gemma4ForCausalLM"
+GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
+MINIMAX = "MiniMaxM2ForCausalLM"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
@@ -137,6 +138,22 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["GptOssForCausalLM"], rope_scaling=GPT_OSS_ROPE, rope_theta=150000, sliding_window=64),
     dict(architectures=["GptOssForCausalLM"], num_experts=8, attention_bias=False),
     dict(architectures=["GptOssForCausalLM"], layer_types=FULL, num_hidden_layers=3, swiglu_limit=8.0),
+    dict(architectures=[GLM_MOE], head_dim=128, n_group=8, topk_group=4, routed_scaling_factor=2.5, use_qk_norm=True),
+    dict(architectures=[GLM_MOE], head_dim=128, num_local_experts=16, first_k_dense_replace=3, n_shared_experts=2),
+    dict(architectures=[GLM_MOE], head_dim=128, first_k_dense_replace=46, attention_bias=True, rope_theta=1e6),
+    dict(architectures=[GLM_MOE], head_dim=128, partial_rotary_factor=0.25, norm_topk_prob=False, eos_token_id=[3, 4]),
+    dict(architectures=[GLM_MOE], head_dim=128, n_group=5),
+    dict(architectures=[GLM_MOE], head_dim=128, n_group=8, topk_group=9),
+    dict(architectures=[GLM_MOE], head_dim=128, n_group=64, topk_group=3),
+    dict(architectures=[GLM_MOE], head_dim=128, n_group=128, topk_group=64),
+    dict(architectures=[GLM_MOE]),
+    dict(architectures=[MINIMAX], rotary_dim=64, num_experts=16, rope_theta=1e6, scoring_func="sigmoid"),
+    dict(architectures=[MINIMAX], rotary_dim=64, partial_rotary_factor=0.25, num_experts_per_tok=4, use_qk_norm=True),
+    dict(architectures=[MINIMAX], scoring_func="softmax"),
+    dict(architectures=[MINIMAX], qk_norm_type="per_head"),
+    dict(architectures=[MINIMAX], use_routing_bias=False),
+    dict(architectures=[MINIMAX], shared_intermediate_size=64),
+    dict(architectures=[MINIMAX], attn_type_list=[1, 0], num_hidden_layers=2),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

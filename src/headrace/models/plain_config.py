@@ -131,6 +131,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.8, topk_group=1, norm_topk_prob=True, num_experts_per_tok=4, moe_intermediate_size=1536,
         mlp_layer_types=None, rope_interleave=True,
     ),
+    "minimax_m2": LLAMA
+    | dict(
+        vocab_size=200064, hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=196608, bos_token_id=200034, eos_token_id=200020,
+        num_experts_per_tok=8, num_local_experts=256,
+    ),
     "opt": COMMON
     | dict(
         vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, max_position_embeddings=2048,
@@ -168,6 +174,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     "glm": GLM,
     "glm4": GLM,
+    "glm4_moe": GLM
+    | dict(
+        intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96, num_key_value_heads=8, head_dim=None,
+        rms_norm_eps=1e-5, attention_bias=False, moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1,
+        n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1,
+        norm_topk_prob=True, use_qk_norm=False,
+    ),
     "gemma2": GEMMA,
     "gemma3_text": GEMMA
     | dict(
@@ -182,13 +195,17 @@ NEVER_NULL = (
     "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
+    "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace",
 )  # fmt: skip
 ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Classes that know the number of experts by one name alone."""
 THETA = 10_000.0
-THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
+THETAS = {
+    "smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0,
+    "minimax_m2": 5_000_000.0,
+}  # fmt: skip
 """Where the class has another one."""
-PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
+PARTS = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
@@ -266,6 +283,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
 def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_experts: bool) -> None:
     """The number of experts has two names, of which a class has one as its own; the other one overrides it."""
     own, other = ("num_experts", "num_local_experts") if is_num_experts else ("num_local_experts", "num_experts")
+    if "n_routed_experts" in values:
+        own, other = "n_routed_experts", "num_local_experts"
     if own in values and other in given:
         values[own] = given[other]
 
@@ -317,6 +336,8 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
         rope = dict(GPT_OSS_ROPE)
     rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
+    if part is None and model_type == "minimax_m2" and values.get("rotary_dim") is not None:
+        part = values["rotary_dim"] / values["head_dim"]
     if part is not None:
         rope.setdefault("partial_rotary_factor", part)
     _complete(rope, values)

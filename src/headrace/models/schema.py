@@ -121,19 +121,24 @@ class ConfigFields(msgspec.Struct):
     num_local_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
     num_experts_per_tok: Count = UNSET
     moe_intermediate_size: WideCount = UNSET
+    n_routed_experts: Count = UNSET
+    n_shared_experts: Count = UNSET
+    n_group: Count = UNSET
+    topk_group: Count = UNSET
+    routed_scaling_factor: Factor = UNSET
+    first_k_dense_replace: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
+    use_qk_norm: Flag = UNSET
+    qk_norm_type: ShortText = UNSET
+    scoring_func: ShortText = UNSET
+    use_routing_bias: Flag = UNSET
+    rotary_dim: Count = UNSET
+    attn_type_list: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     shared_expert_intermediate_size: WideCount = UNSET
     shared_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | UnsetType | None = UNSET
     norm_topk_prob: Flag = UNSET
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
-    n_routed_experts: Count = UNSET
-    n_shared_experts: Count = UNSET
-    first_k_dense_replace: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
-    n_group: Count = UNSET
-    topk_group: Count = UNSET
     topk_method: ShortText = UNSET
-    routed_scaling_factor: Factor = UNSET
-    scoring_func: ShortText = UNSET
     moe_layer_freq: Count = UNSET
     mlp_layer_types: Annotated[list[ShortText], Meta(max_length=4096)] | UnsetType | None = UNSET
     kv_lora_rank: Count = UNSET

@@ -7,9 +7,11 @@ from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
+from headrace.models.families.glm4_moe import GLM4_MOE
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import (
@@ -51,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": OLMOE,
     "GptOssForCausalLM": GPT_OSS,
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,
@@ -64,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": GLM_LITE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": GLM4_MOE,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,

@@ -50,7 +50,8 @@ def corrected(config: Any) -> RoutingSpec:
     return RoutingSpec("sigmoid", corrected=True, groups=groups, met_groups=met, summed=summed, scale=scale)
 
 
-def _everywhere(config: Any) -> tuple[bool, ...]:
+def everywhere(config: Any) -> tuple[bool, ...]:
+    """Every layer."""
     return (True,) * config.num_hidden_layers
 
 
@@ -68,7 +69,7 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
 
 
 def _mixtral(config: Any) -> dict[str, Any]:
-    experts = mixture(config, config.num_local_experts, config.intermediate_size, True, _everywhere(config))
+    experts = mixture(config, config.num_local_experts, config.intermediate_size, True, everywhere(config))
     return common(config, uniform_windows(config, config.sliding_window)) | experts
 
 
@@ -76,7 +77,7 @@ def _olmoe(config: Any) -> dict[str, Any]:
     if config.clip_qkv is not None:
         raise UnsupportedModel(f"clip_qkv {config.clip_qkv} is not supported; only null is")
     bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-    experts = mixture(config, config.num_experts, config.intermediate_size, config.norm_topk_prob, _everywhere(config))
+    experts = mixture(config, config.num_experts, config.intermediate_size, config.norm_topk_prob, everywhere(config))
     return common(config, uniform_windows(config, None)) | bias | experts | dict(qk_norm=True, qk_norm_whole=True)
 
 
