@@ -81,7 +81,7 @@ def test_long_context_crosses_blocks(
     assert torch.equal(case.run(), whole)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128, 576])
 def test_rows_in_every_number(isa: str, threads_kept: None, dim: int) -> None:
     """The tiles into which rows are cut differ with how many there are; their bits do not."""
     torch.set_num_threads(1)
@@ -259,7 +259,7 @@ def test_append_then_read(isa: str, dtype: torch.dtype) -> None:
     assert torch.equal(k_pool, expected_k) and torch.equal(v_pool, expected_v)
 
 
-@pytest.mark.parametrize("dim", [16, 32, 80, 128])
+@pytest.mark.parametrize("dim", [16, 32, 80, 128, 576])
 def test_append_in_runs(isa: str, dim: int) -> None:
     """Rows that fill chunks in order, as a prefill's do, some that begin or end inside, some out of order."""
     heads, slots = 2, torch.tensor([3, 0, 4, 1]).repeat_interleave(CHUNK)
