@@ -187,7 +187,7 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     assert same(load_decoder(folder), ours_of("opt"))
 
 
-ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "granite_moe", "granite_moe_shared", "granite4_experts")
+ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "qwen3_vl_moe", "granite_moe", "granite_moe_shared", "granite4_experts")
 """Kinds whose experts lie in one tensor in every file."""
 
 
@@ -233,6 +233,24 @@ def test_corrections_of_scores_are_never_rounded(quantization: Any, folder_of: F
     rename(folder, lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": fine})
     decoder = load_decoder(folder, "bfloat16", quantization=quantization)
     assert torch.equal(decoder.weights[f"layers.1.{CORRECTION}"], fine)
+
+
+def test_qwen3_vls_experts_by_inputs_or_by_outputs(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """Published files have them as [experts, inputs, outputs], those that transformers writes the other way round;
+    others have each expert in its own tensors."""
+    folder = copy_of(folder_of("qwen3_vl_moe"), tmp_path / "model")
+    turned = {name: t for name, t in load_file(folder / SINGLE).items() if ".mlp.experts." in name}
+    assert {tuple(t.shape[1:]) for t in turned.values()} == {(384, 128), (128, 192)}
+    rename(folder, lambda tensors: tensors | {name: t.mT.contiguous() for name, t in turned.items()})
+    assert same(load_decoder(folder), ours_of("qwen3_vl_moe"))
+    apart = {}
+    for name, t in turned.items():
+        parts = ("gate", "up") if "gate_up" in name else ("down",)
+        for e, matrix in enumerate(t):
+            for part, own in zip(parts, matrix.chunk(len(parts)), strict=True):
+                apart[f"{name.rpartition('.')[0]}.{e}.{part}_proj.weight"] = own.clone()
+    rename(folder, lambda tensors: {name: t for name, t in tensors.items() if name not in turned} | apart)
+    assert same(load_decoder(folder), ours_of("qwen3_vl_moe"))
 
 
 def test_another_number_of_experts_than_the_weights_have(folder_of: FolderOf, tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -165,6 +167,17 @@ def _qwen3(**fields: Any) -> PreTrainedModel:
 def _qwen3_moe(**fields: Any) -> PreTrainedModel:
     sizes = dict(head_dim=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=3)
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
+
+
+def _qwen3_vl_moe(**fields: Any) -> PreTrainedModel:
+    sizes = dict(head_dim=64, moe_intermediate_size=192, num_experts=8, num_experts_per_tok=3, mlp_only_layers=[0])
+    mrope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[12, 10, 10], mrope_interleaved=True)
+    text = {**LLAMA_SIZES, **GQA, **sizes, "rope_parameters": mrope, "tie_word_embeddings": False, **fields}
+    vision = dict(hidden_size=32, intermediate_size=64, depth=1, num_heads=2, out_hidden_size=128)
+    vision |= dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+    tokens = dict(image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4)
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, eos_token_id=NO_TOKEN, **tokens)
+    return Qwen3VLMoeForConditionalGeneration(config)
 
 
 def _mixtral(**fields: Any) -> PreTrainedModel:
@@ -293,6 +306,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen3_window": (_qwen3, MIXED_WINDOWS | dict(attention_bias=True)),
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
+    "qwen3_vl_moe": (_qwen3_vl_moe, {}),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
     "olmoe": (_olmoe, GQA),
     "gpt_oss": (_gpt_oss, GPT_OSS_ROPE),
@@ -338,7 +352,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
-    "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite",
+    "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite", "qwen3_vl_moe",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (
@@ -361,7 +375,7 @@ EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
     "granite_moe_shared", "granite4_experts", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm_lite",
-    "deepseek_v2_lora", "glm4_moe", "glm4_moe_groups", "minimax_m2",
+    "deepseek_v2_lora", "glm4_moe", "glm4_moe_groups", "minimax_m2", "qwen3_vl_moe",
 )  # fmt: skip
 
 

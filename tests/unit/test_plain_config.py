@@ -25,7 +25,8 @@ GPT_OSS_ROPE = dict(
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
-MINIMAX = "MiniMaxM2ForCausalLM"
+MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
+MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
@@ -154,6 +155,10 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[MINIMAX], use_routing_bias=False),
     dict(architectures=[MINIMAX], shared_intermediate_size=64),
     dict(architectures=[MINIMAX], attn_type_list=[1, 0], num_hidden_layers=2),
+    dict(architectures=[VL_MOE], num_experts=128, mlp_only_layers=[0], decoder_sparse_step=2, norm_topk_prob=True),
+    dict(architectures=[VL_MOE], num_local_experts=16, rope_theta=5e6, tie_word_embeddings=False, eos_token_id=[3, 4]),
+    dict(architectures=[VL_MOE], norm_topk_prob=False),
+    dict(architectures=[VL_MOE], head_dim=128, attention_bias=True, rope_scaling=MROPE),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

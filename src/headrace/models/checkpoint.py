@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,8 @@ from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
 
 ReadCoded = Callable[[], Coded]
+ByInputs = Callable[[str, Sequence[int]], bool]
+"""Whether the weights of all experts, a module of that name and shape [experts, ...], lie by inputs."""
 FUSED = re.compile(
     r"\.experts\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?$"
     r"|(?<=\.block_sparse_moe)\.(input_linear|output_linear)\.(weight)$"
@@ -72,10 +74,18 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     if is_gguf(model):
         return GgufCheckpoint(model, config)
     scheme, experts = config.stored.scheme if config.stored is not None else None, _count_experts(config)
-    by_inputs = FAMILIES[config.architecture].fused_by_inputs
+    by_inputs = _lie_by_inputs(config)
     if scheme is not None:
         return QuantisedCheckpoint(model, scheme, experts, by_inputs)
     return SafetensorsCheckpoint(model, experts, by_inputs)
+
+
+def _lie_by_inputs(config: ModelConfig) -> ByInputs:
+    family, spec = FAMILIES[config.architecture], config.experts
+    if spec is None or not family.fused_either_way:
+        return lambda module, shape: family.fused_by_inputs
+    inputs = {"gate_up_proj": config.hidden_size, "down_proj": spec.inner}
+    return lambda module, shape: shape[-1] != inputs[module]
 
 
 def _count_experts(config: ModelConfig) -> int:
@@ -85,10 +95,11 @@ def _count_experts(config: ModelConfig) -> int:
 class SafetensorsCheckpoint:
     """The safetensors files of a folder. A tensor [experts, ...], `experts.NAME`, is shown as one of each expert:
     `experts.0.NAME.weight` and so on, `experts.NAME_bias` as `experts.0.NAME.bias`; so are those of Granite, which
-    stand without `experts`. by_inputs: such weights lie as [experts, inputs, outputs]."""
+    stand without `experts`. by_inputs: which such weights lie as [experts, inputs, outputs]."""
 
-    def __init__(self, folder: Path, experts: int = 0, by_inputs: bool = False) -> None:
+    def __init__(self, folder: Path, experts: int = 0, by_inputs: ByInputs = lambda module, shape: False) -> None:
         self.model, self._by_inputs = folder, by_inputs
+        self._turned: set[str] = set()
         self._stack = ExitStack()
         self._where: dict[str, safe_open] = {}
         self._fused: dict[str, tuple[str, int]] = {}
@@ -109,15 +120,15 @@ class SafetensorsCheckpoint:
 
     def _take_apart(self, experts: int) -> None:
         for name, found in [(name, found) for name in self._where if (found := FUSED.search(name))]:
-            if self._where[name].get_slice(name).get_shape()[:1] == [experts]:
+            shape = self._where[name].get_slice(name).get_shape()
+            if shape[:1] == [experts]:
                 file, (module, kind) = self._where.pop(name), (found[1] or found[3], found[2] or "weight")
                 before = name[: found.start()]
                 apart = {f"{before}.experts.{e}.{module}.{kind}": (name, e) for e in range(experts)}
                 self._where.update(dict.fromkeys(apart, file))
                 self._fused.update(apart)
-
-    def _is_turned(self, name: str) -> bool:
-        return self._by_inputs and name in self._fused and name.endswith(".weight")
+                if kind == "weight" and self._by_inputs(module, shape):
+                    self._turned.update(apart)
 
     @property
     def names(self) -> set[str]:
@@ -130,7 +141,7 @@ class SafetensorsCheckpoint:
         stored, expert = self._fused.get(name, (name, None))
         shape = tuple(self._where[name].get_slice(stored).get_shape())
         own = shape if expert is None else shape[1:]
-        return own[::-1] if self._is_turned(name) else own
+        return own[::-1] if name in self._turned else own
 
     def stored_as(self, name: str) -> str:
         stored, _ = self._fused.get(name, (name, None))
@@ -143,7 +154,7 @@ class SafetensorsCheckpoint:
         stored, expert = self._fused.get(name, (name, None))
         file = self._where[name]
         own = file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
-        return own.T if self._is_turned(name) else own
+        return own.T if name in self._turned else own
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         raise ValueError(f"{name} is not quantised")
@@ -153,7 +164,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     """Those of a folder whose config.json says how they are quantised. A module's tensors of codes, scales and the rest
     are one here, called `weight`; modules without them have numbers."""
 
-    def __init__(self, folder: Path, scheme: Scheme, experts: int = 0, by_inputs: bool = False) -> None:
+    def __init__(self, folder: Path, scheme: Scheme, experts: int, by_inputs: ByInputs) -> None:
         super().__init__(folder, experts, by_inputs)
         self._scheme = scheme
         first, *others = ENDS[scheme.layout]

@@ -90,6 +90,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         sliding_window=4096, decoder_sparse_step=1, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128,
         norm_topk_prob=False, mlp_only_layers=None,
     ),
+    "qwen3_vl_moe_text": COMMON
+    | dict(
+        vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16,
+        num_key_value_heads=16, hidden_act="silu", max_position_embeddings=128000, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, attention_bias=False, decoder_sparse_step=1, moe_intermediate_size=1408,
+        num_experts_per_tok=4, num_experts=60, mlp_only_layers=None, head_dim=None,
+    ),
     "mixtral": LLAMA
     | dict(
         intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
@@ -202,7 +209,7 @@ ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "gra
 THETA = 10_000.0
 THETAS = {
     "smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0,
-    "minimax_m2": 5_000_000.0,
+    "minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0,
 }  # fmt: skip
 """Where the class has another one."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}

@@ -21,6 +21,7 @@ from headrace.models.families.qwen3_next import (
     QWEN3_5_WITH_VISION,
     QWEN3_NEXT,
 )
+from headrace.models.families.qwen3_vl_moe import QWEN3_VL_MOE
 from headrace.models.families.smollm import SMOLLM3
 
 __all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5_WITH_VISION,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_WITH_VISION,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": OLMOE,
     "GptOssForCausalLM": GPT_OSS,

@@ -26,6 +26,7 @@ class Family:
     lists those of our tensor of a name; None: as they are. `text_type`, of models with other parts: the model_type of
     text_config, which is what is computed; tensors whose names begin with `unread` belong to the other parts.
     fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
+    fused_either_way: they lie either way, by outputs where their shape fits that.
     published_as: another name that modules of the model's code had before transformers took them in.
     layer_fields: what per_layer_config may set. unused: tensors that checkpoints have and the model does not read, as
     they are called behind the prefix.
@@ -42,6 +43,7 @@ class Family:
     unread: tuple[str, ...] = ()
     other_names: Callable[[ModelConfig], Names] | None = None
     fused_by_inputs: bool = False
+    fused_either_way: bool = False
     layer_fields: tuple[str, ...] = ()
     unused: Callable[[ModelConfig], frozenset[str]] | None = None
     published_as: str | None = None

@@ -15,13 +15,19 @@ from headrace.models.families.base import (
     rope,
     rope_reach,
 )
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 
-def common(config: Any, windows: tuple[int | None, ...], partial: bool = False) -> dict[str, Any]:
-    """What most families since Llama have in common. partial: whether a part of each head may be rotated."""
-    spec = rope(config, partial)
+def common(
+    config: Any,
+    windows: tuple[int | None, ...],
+    partial: bool = False,
+    turned: RopeSpec | None = None,
+) -> dict[str, Any]:
+    """What most families since Llama have in common. partial: whether a part of each head may be rotated; turned: the
+    rotation, where it is not simply what rope_parameters say."""
+    spec = turned or rope(config, partial)
     head_dim = head_dim_of(config)
     return dict(
         intermediate_size=config.intermediate_size,
