@@ -1,6 +1,7 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
+from headrace.models.families.ernie_moe import ERNIE_MOE
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": OLMOE,
+    "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "OPTForCausalLM": OPT,
