@@ -285,6 +285,7 @@ VECTORS = [
     ("glm4_moe", f"1.{CORRECTION}"),
     ("glm4_moe_groups", f"1.{CORRECTION}"),
     ("minimax_m2", f"0.{CORRECTION}"),
+    ("ernie_moe", f"1.{CORRECTION}"),
 ]
 
 

@@ -213,7 +213,7 @@ def test_granites_experts_by_either_name(kind: str, folder_of: FolderOf, ours_of
 
 
 def test_layers_behind_the_last_are_left_unread(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
-    """The one that guesses further tokens, as published checkpoints of GLM carry it; not two."""
+    """The one that guesses further tokens, as published checkpoints of GLM carry it, not two; and ERNIE's."""
     folder = copy_of(folder_of("glm4_moe"), tmp_path / "model")
     last = {name: t for name, t in load_file(folder / SINGLE).items() if ".layers.2." in name}
     further = {name.replace(".2.", ".3.", 1): t for name, t in last.items()}
@@ -223,14 +223,20 @@ def test_layers_behind_the_last_are_left_unread(folder_of: FolderOf, ours_of: Ou
     rename(folder, lambda tensors: tensors | {"model.layers.4.enorm.weight": torch.ones(8)})
     with pytest.raises(ValueError, match=r"has unexpected model\.layers\.4\.enorm"):
         load_decoder(folder)
+    folder = copy_of(folder_of("ernie_moe"), tmp_path / "ernie")
+    rename(folder, lambda tensors: tensors | {"model.mtp_linear_proj.0.weight": torch.ones(8)})
+    assert same(load_decoder(folder), ours_of("ernie_moe"))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_corrections_of_scores_are_never_rounded(quantization: Any, folder_of: FolderOf, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "quantization"), [("glm4_moe", "none"), ("glm4_moe", "int4"), ("ernie_moe", "none")])
+def test_corrections_of_scores_are_never_rounded(
+    kind: str, quantization: Any, folder_of: FolderOf, tmp_path: Path
+) -> None:
     """Scores of large models are near to each other, and checkpoints in bf16 have the corrections in fp32."""
-    folder = copy_of(folder_of("glm4_moe"), tmp_path / "model")
+    folder = copy_of(folder_of(kind), tmp_path / "model")
     fine = 7.0 + torch.arange(8) / 2**20
-    rename(folder, lambda tensors: tensors | {"model.layers.1.mlp.gate.e_score_correction_bias": fine})
+    (name,) = (each for each in load_file(folder / SINGLE) if ".1." in each and "correction_bias" in each)
+    rename(folder, lambda tensors: tensors | {name: fine.view(tensors[name].shape)})
     decoder = load_decoder(folder, "bfloat16", quantization=quantization)
     assert torch.equal(decoder.weights[f"layers.1.{CORRECTION}"], fine)
 

@@ -17,6 +17,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -228,6 +230,10 @@ _glm4_moe = _of(
     Glm4MoeForCausalLM, Glm4MoeConfig, head_dim=64, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3,
     moe_intermediate_size=64, routed_scaling_factor=2.5,
 )  # fmt: skip
+_ernie_moe = _of(
+    Ernie4_5_MoeForCausalLM, Ernie4_5_MoeConfig, num_hidden_layers=3, moe_num_experts=8, moe_k=3,
+    moe_intermediate_size=64, moe_layer_end_index=1, eos_token_id=NO_TOKEN,
+)  # fmt: skip
 _minimax_m2 = _of(
     MiniMaxM2ForCausalLM, MiniMaxM2Config, head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3,
     intermediate_size=64,
@@ -335,6 +341,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "glm4_moe": (_glm4_moe, dict(use_qk_norm=True, attention_bias=True)),
     "glm4_moe_groups": (_glm4_moe, dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2)),
     "minimax_m2": (_minimax_m2, {}),
+    "ernie_moe": (_ernie_moe, {}),
     "gemma2": (_gemma2, {}),
     "gemma3": (_gemma3, {}),
     "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
@@ -356,8 +363,8 @@ NEAR = (
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (
-    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "glm4_moe", "minimax_m2", "gemma3", "gemma4",
-    "deepseek_v2",
+    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4",
+    "glm4_moe", "minimax_m2", "ernie_moe", "deepseek_v2",
 )  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
@@ -375,7 +382,7 @@ EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 WITH_EXPERTS = (
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
     "granite_moe_shared", "granite4_experts", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm_lite",
-    "deepseek_v2_lora", "glm4_moe", "glm4_moe_groups", "minimax_m2", "qwen3_vl_moe",
+    "deepseek_v2_lora", "glm4_moe", "glm4_moe_groups", "minimax_m2", "qwen3_vl_moe", "ernie_moe",
 )  # fmt: skip
 
 
@@ -434,7 +441,7 @@ def _randomise(model: PreTrainedModel) -> None:
                 value = (name.endswith("weight") and around) + 0.3 * noise
             elif name.endswith(("scale", "layer_scalar")):
                 value = 1 + 0.3 * noise
-            elif parameter.dim() == 1:
+            elif parameter.dim() == 1 or name.endswith("e_score_correction_bias"):
                 value = 0.3 * noise
             elif "embed" in name:
                 value = 0.5 * noise

@@ -25,6 +25,7 @@ GPT_OSS_ROPE = dict(
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
+ERNIE_MOE = "Ernie4_5_MoeForCausalLM"
 MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
@@ -159,6 +160,11 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[VL_MOE], num_local_experts=16, rope_theta=5e6, tie_word_embeddings=False, eos_token_id=[3, 4]),
     dict(architectures=[VL_MOE], norm_topk_prob=False),
     dict(architectures=[VL_MOE], head_dim=128, attention_bias=True, rope_scaling=MROPE),
+    dict(architectures=[ERNIE_MOE], num_experts=16, num_experts_per_tok=4, moe_num_experts=8, head_dim=64),
+    dict(architectures=[ERNIE_MOE], moe_layer_start_index=3, moe_layer_end_index=9, moe_layer_interval=2),
+    dict(architectures=[ERNIE_MOE], moe_num_shared_experts=0, tie_word_embeddings=False, rope_theta=1e6),
+    dict(architectures=[ERNIE_MOE], moe_k=65),
+    dict(architectures=[ERNIE_MOE], use_bias=True),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

@@ -35,6 +35,8 @@ FUSED = re.compile(
     r"|(?<=\.block_sparse_moe)\.(input_linear|output_linear)\.(weight)$"
 )
 """Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published, and as Granite is."""
+CORRECTIONS = ".e_score_correction_bias"
+"""Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -141,6 +143,8 @@ class SafetensorsCheckpoint:
         stored, expert = self._fused.get(name, (name, None))
         shape = tuple(self._where[name].get_slice(stored).get_shape())
         own = shape if expert is None else shape[1:]
+        if name.endswith(CORRECTIONS) and own[:1] == (1,):
+            return own[1:]
         return own[::-1] if name in self._turned else own
 
     def stored_as(self, name: str) -> str:
@@ -154,6 +158,8 @@ class SafetensorsCheckpoint:
         stored, expert = self._fused.get(name, (name, None))
         file = self._where[name]
         own = file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
+        if name.endswith(CORRECTIONS):
+            return own.flatten()
         return own.T if name in self._turned else own
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:

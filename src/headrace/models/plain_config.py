@@ -138,6 +138,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.8, topk_group=1, norm_topk_prob=True, num_experts_per_tok=4, moe_intermediate_size=1536,
         mlp_layer_types=None, rope_interleave=True,
     ),
+    "ernie4_5_moe": LLAMA
+    | dict(
+        vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_hidden_layers=28, num_attention_heads=20,
+        num_key_value_heads=4, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        use_bias=False, moe_intermediate_size=1536, moe_k=6, moe_num_experts=64, moe_num_shared_experts=2,
+        moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1,
+    ),
     "minimax_m2": LLAMA
     | dict(
         vocab_size=200064, hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48,
@@ -203,13 +210,19 @@ NEVER_NULL = (
     "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace",
+    "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index",
+    "moe_layer_interval",
 )  # fmt: skip
 ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Classes that know the number of experts by one name alone."""
+OTHER_NAMES = {
+    "n_routed_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok",
+}  # fmt: skip
+"""Fields of some classes, by the names that override them."""
 THETA = 10_000.0
 THETAS = {
     "smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0,
-    "minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0,
+    "minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_moe": 500_000.0,
 }  # fmt: skip
 """Where the class has another one."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
@@ -290,10 +303,9 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
 def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_experts: bool) -> None:
     """The number of experts has two names, of which a class has one as its own; the other one overrides it."""
     own, other = ("num_experts", "num_local_experts") if is_num_experts else ("num_local_experts", "num_experts")
-    if "n_routed_experts" in values:
-        own, other = "n_routed_experts", "num_local_experts"
-    if own in values and other in given:
-        values[own] = given[other]
+    for name, overriding in {own: other, **OTHER_NAMES}.items():
+        if name in values and overriding in given:
+            values[name] = given[overriding]
 
 
 def _fill_in_windows(values: dict[str, Any]) -> None:

@@ -127,6 +127,13 @@ class ConfigFields(msgspec.Struct):
     topk_group: Count = UNSET
     routed_scaling_factor: Factor = UNSET
     first_k_dense_replace: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
+    moe_num_experts: Count = UNSET
+    moe_num_shared_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
+    moe_k: Count = UNSET
+    moe_layer_start_index: Small | UnsetType | None = UNSET
+    moe_layer_end_index: Small | UnsetType | None = UNSET
+    moe_layer_interval: Count = UNSET
+    use_bias: Flag = UNSET
     use_qk_norm: Flag = UNSET
     qk_norm_type: ShortText = UNSET
     scoring_func: ShortText = UNSET

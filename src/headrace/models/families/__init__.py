@@ -2,6 +2,7 @@
 
 from headrace.models.families.base import Family
 from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from headrace.models.families.ernie_moe import ERNIE_MOE
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "MixtralForCausalLM": MIXTRAL,
     "OlmoeForCausalLM": OLMOE,
+    "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "OPTForCausalLM": OPT,
