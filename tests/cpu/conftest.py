@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import cpu
@@ -70,7 +71,8 @@ def theirs_of(folder_of: FolderOf) -> TheirsOf:
     """theirs_of(kind, dtype): the model of transformers; each time another where it remembers what it has seen."""
 
     def load(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder_of(kind), dtype=dtype)
+        [name] = json.loads((folder_of(kind) / "config.json").read_text())["architectures"]
+        model: PreTrainedModel = getattr(transformers, name).from_pretrained(folder_of(kind), dtype=dtype)
         return model.eval()
 
     kept = lru_cache(None)(load)

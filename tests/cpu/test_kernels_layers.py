@@ -21,6 +21,7 @@ from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder
 from headrace.models.layers import OneByOne
 from headrace.models.rope import Rope
+from headrace.models.spec import RopeSpec
 from tests.support.small_decoders import (
     BIASED,
     EXPERTS,
@@ -37,6 +38,8 @@ pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable
 LOCAL: dict[str, Any] = dict(
     attention=AttentionSpec(2, 4, 2, 32, 0.2, (7, None), score_cap=2.0), local_rope=rotary_of(16, 32)
 )
+YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_theta", 1e4))
+MINISTRAL3 = RopeSpec("yarn", YARN, 64, 0.5)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(qkv_bias=True),
@@ -53,6 +56,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3": dict(block="sandwich", activation="gelu_tanh", norm_offset=1.0, qk_norm=True, **LOCAL),
     "gemma odd width": dict(inner=191, activation="gelu_tanh"),
     "smollm3": dict(no_rope_layers=(1,)),
+    "ministral3": dict(rope=MINISTRAL3),
+    "olmo2": dict(block="after", qk_norm=True, qk_norm_whole=True),
+    "hunyuan": dict(qk_norm=True, turn_before_norm=True, head_dim=64),
+    "arcee": dict(gated=False, activation="relu2"),
     "experts": dict(experts=EXPERTS),
     "experts of an odd width": dict(experts=replace(EXPERTS, inner=90, normalised=False)),
     "scaled experts": dict(experts=EXPERTS, residual_scale=0.22),
@@ -148,7 +155,20 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
 @pytest.mark.parametrize("windows", [(None, None), (7, None)])
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "qwen3", "opt350", "falcon7", "granite", "gemma3", "smollm3", "dense and experts", "olmoe"],
+    [
+        "llama",
+        "qwen3",
+        "opt350",
+        "falcon7",
+        "granite",
+        "gemma3",
+        "smollm3",
+        "dense and experts",
+        "olmoe",
+        "ministral3",
+        "olmo2",
+        "hunyuan",
+    ],
 )
 def test_all_layers_in_one_call(
     isa: str, variant: str, windows: tuple[int | None, ...], some: list[int] | None, threads: None

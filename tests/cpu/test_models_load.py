@@ -90,6 +90,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite4", dict(shared_intermediate_size=0), "shared_intermediate_size 0 is not supported"),
     ("granite4", dict(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported"),
     ("mixtral", dict(num_local_experts=0), "num_experts_per_tok 2 is not supported with 0 experts"),
+    ("ministral3", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "llama_4_scaling_beta is missing"),
+    ("ministral3", dict(rope_parameters=dict(llama_4_scaling_beta=0.1)), "original_max_position_embeddings is missing"),
+    ("ministral3", dict(rope_parameters=dict(llama_4_scaling_beta=0.1, own=1)), "own"),
+    ("mistral3", dict(text_config=dict(model_type="llama")), "not of model_type 'mistral' or 'ministral3'"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),
@@ -180,6 +184,24 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     folder = copy_of(folder_of("opt"), tmp_path / "model")
     rename(folder, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
     assert same(load_decoder(folder), ours_of("opt"))
+
+
+WITH_VISION = {
+    "gemma3_with_vision": "language_model.model.", "mistral3": "language_model.model.",
+    "mistral3_ministral3": "language_model.model.",
+}  # fmt: skip
+"""What names of the text part begin with in published checkpoints."""
+
+
+@pytest.mark.parametrize("kind", WITH_VISION)
+def test_both_forms_of_a_model_with_vision(kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """As it is published, and as transformers calls it in memory: the head stands within the text part, or beside."""
+    build_model(kind).save_pretrained(tmp_path, save_original_format=False)
+    renamed, published = (set(load_file(folder / SINGLE)) for folder in (tmp_path, folder_of(kind)))
+    assert WITH_VISION[kind] + "embed_tokens.weight" in published
+    assert "model.language_model.embed_tokens.weight" in renamed
+    assert any(name.startswith(("model.vision_tower.", "model.visual.")) for name in renamed)
+    assert same(load_decoder(tmp_path), ours_of(kind))
 
 
 ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "granite_moe", "granite_moe_shared", "granite4_experts")

@@ -61,6 +61,7 @@ MODELS: dict[str, Model] = {
     "fused matrices, longrope": ("phi4_longrope", {}),
     "layers without positions": ("smollm3", {}),
     "multipliers": ("granite", {}),
+    "factor of queries": ("ministral3", {}),
     "neighbours rotated": ("glm4", {}),
     "soft caps": ("gemma2", {}),
     "two rotations": ("gemma3", {}),

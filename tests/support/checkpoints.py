@@ -41,6 +41,10 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -229,6 +233,25 @@ def _gemma3_with_vision(**fields: Any) -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+MINISTRAL3_ROPE = _rope(
+    "yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+)  # fmt: skip
+_ministral3 = _of(Ministral3ForCausalLM, Ministral3Config, head_dim=64, **MINISTRAL3_ROPE)
+PIXTRAL = dict(
+    model_type="pixtral", hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    image_size=28, patch_size=14,
+)  # fmt: skip
+
+
+def _mistral3(**fields: Any) -> PreTrainedModel:
+    """tie_word_embeddings stands beside text_config."""
+    text = {**LLAMA_SIZES, **GQA, "model_type": "mistral", "sliding_window": None, "head_dim": 64, **fields}
+    tied = text.pop("tie_word_embeddings", False)
+    config = Mistral3Config(text_config=text, vision_config=PIXTRAL, tie_word_embeddings=tied, eos_token_id=NO_TOKEN)
+    return Mistral3ForConditionalGeneration(config)
+
+
 GEMMA4 = dict(
     head_dim=32, global_head_dim=64, num_hidden_layers=4, sliding_window=WINDOW, vocab_size_per_layer_input=VOCAB,
     layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=10.0,
@@ -258,6 +281,12 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama_yarn": (_llama, YARN_ROPE),
     "mistral": (_mistral, dict(sliding_window=None, head_dim=64)),
     "mistral_window": (_mistral, dict(sliding_window=WINDOW)),
+    "ministral3": (_ministral3, {}),
+    "mistral3": (_mistral3, {}),
+    "mistral3_ministral3": (
+        _mistral3,
+        MINISTRAL3_ROPE | dict(model_type="ministral3", tie_word_embeddings=True),
+    ),
     "qwen2": (_qwen2, {}),
     "qwen2_window": (_qwen2, MIXED_WINDOWS),
     "qwen2_yarn": (_qwen2, YARN_ROPE),
@@ -302,10 +331,10 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
-    "gemma4_multimodal",
+    "gemma4_multimodal", "mistral3", "mistral3_ministral3",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4")
+LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3")
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 

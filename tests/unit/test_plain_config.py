@@ -22,6 +22,10 @@ SMALL = dict(hidden_size=32, num_attention_heads=4, original_max_position_embedd
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
+MINISTRAL3_ROPE = dict(
+    type="yarn", rope_type="yarn", factor=16.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1, original_max_position_embeddings=16384,
+)  # fmt: skip
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4 = "Gemma4ForCausalLM"
@@ -137,6 +141,12 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["GptOssForCausalLM"], rope_scaling=GPT_OSS_ROPE, rope_theta=150000, sliding_window=64),
     dict(architectures=["GptOssForCausalLM"], num_experts=8, attention_bias=False),
     dict(architectures=["GptOssForCausalLM"], layer_types=FULL, num_hidden_layers=3, swiglu_limit=8.0),
+    dict(architectures=["Ministral3ForCausalLM"], rope_scaling=MINISTRAL3_ROPE, rope_theta=1e6, sliding_window=64),
+    dict(architectures=["Ministral3ForCausalLM"], rope_parameters=MINISTRAL3_ROPE | dict(llama_4_scaling_beta=None)),
+    dict(architectures=["Mistral3ForConditionalGeneration"], num_hidden_layers=7, rope_theta=1e9, head_dim=128),
+    dict(architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=False, sliding_window=None),
+    dict(architectures=["Mistral3ForConditionalGeneration"], text_config=dict(model_type="ministral3")),
+    dict(architectures=["Mistral3ForConditionalGeneration"], text_config=dict(model_type="llama")),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

@@ -44,7 +44,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
     try:
         family = _family(raw)
         if family.text_type is not None:
-            raw = _text_part(raw, family)
+            raw = _text_part(family.completed(raw), family)
         _refuse_fields(raw, family)
         scheme = scheme_of(raw)
         config = normalised(raw, family)
@@ -80,14 +80,16 @@ def _family(raw: dict[str, Any]) -> Family:
     if raw.get("model_type") != family.model_type:
         # transformers picks the class by model_type: the two must agree, or ours would not be the class it runs
         raise UnsupportedModel(f"model_type {raw.get('model_type')!r} is not supported for {architectures[0]}")
-    return family
+    text = (raw.get("text_config") or {}).get("model_type")
+    return next((each for each in family.other_texts if each.text_type == text), family)
 
 
 def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """The fields of text_config, with those that stand beside it: what is said of the whole model."""
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != family.text_type:
-        raise UnsupportedModel(f"text_config is missing, or not of model_type {family.text_type!r}")
+        known = " or ".join(repr(each.text_type) for each in (family, *family.other_texts))
+        raise UnsupportedModel(f"text_config is missing, or not of model_type {known}")
     for name in (*OF_THE_WHOLE, *QUANTISED_FIELDS):
         if raw.get(name) is not None:
             text = text | {name: raw[name]}

@@ -69,6 +69,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA
     | dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
+    "ministral3": LLAMA
+    | dict(
+        vocab_size=131072, intermediate_size=14336, num_hidden_layers=34, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=262144, rms_norm_eps=1e-5, sliding_window=None,
+    ),
     "qwen2": QWEN,
     "qwen3": QWEN | dict(head_dim=128, attention_bias=False),
     "qwen3_next": QWEN3_NEXT,
@@ -166,6 +171,12 @@ PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwe
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
+MINISTRAL3_ROPE = dict(
+    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
+    beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
+ROPES = {"gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE}
+"""Where the class has more than a base."""
 GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
 """What transformers calls the kinds of layers that Granite 4's files name."""
 GLM_ENDS = [151329, 151336, 151338]
@@ -284,8 +295,8 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     if model_type == "gemma3_text":
         return _fill_in_two_ropes(values, given)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
-    if model_type == "gpt_oss" and not rope:
-        rope = dict(GPT_OSS_ROPE)
+    if not rope:
+        rope = dict(ROPES.get(model_type, {}))
     rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
     if part is not None:

@@ -58,6 +58,8 @@ class RopeFields(msgspec.Struct):
     sliding_attention: RopeFields | UnsetType | None = UNSET
     mrope_section: Annotated[list[Small], Meta(max_length=16)] | UnsetType | None = UNSET
     mrope_interleaved: Flag = UNSET
+    llama_4_scaling_beta: Scale = UNSET
+    max_position_embeddings: Length = UNSET
 
 
 class LayerFields(msgspec.Struct):

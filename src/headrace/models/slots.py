@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, LayerInputs, ModelConfig
+from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, NORMED_BEHIND, LayerInputs, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots |= _layer_inputs(config, config.layer_inputs)
     for index in range(config.layers):
         layer = _recurrent_layer if index in config.recurrent_layers else _attention_layer
-        slots |= _norm(config, f"layers.{index}.attention_norm") | layer(config, index)
+        slots |= _norm(config, f"layers.{index}.attention_norm") if config.block != "after" else {}
+        slots |= layer(config, index)
         slots |= _mlp(config, index)
         if config.layer_inputs is not None:
             slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
@@ -103,8 +104,8 @@ def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
 
 def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, spec = f"layers.{layer}.", config.experts_of(layer)
-    slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm else {}
-    if config.block == "sandwich":
+    slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm and config.block != "after" else {}
+    if config.block in NORMED_BEHIND:
         slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
     if spec is None or spec.beside:
         slots |= _up_and_down(config, prefix, config.inner(layer))

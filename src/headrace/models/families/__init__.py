@@ -9,6 +9,7 @@ from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import (
@@ -65,6 +66,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "Mistral3ForConditionalGeneration": MISTRAL3,
     **HEADLESS,
     **CLASSIFIERS,
 }

@@ -15,13 +15,16 @@ from headrace.models.families.base import (
     rope,
     rope_reach,
 )
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 
-def common(config: Any, windows: tuple[int | None, ...], partial: bool = False) -> dict[str, Any]:
-    """What most families since Llama have in common. partial: whether a part of each head may be rotated."""
-    spec = rope(config, partial)
+def common(
+    config: Any, windows: tuple[int | None, ...], partial: bool = False, turned: RopeSpec | None = None
+) -> dict[str, Any]:
+    """What most families since Llama have in common. partial: whether a part of each head may be rotated; turned: the
+    rotation, where it is not simply what rope_parameters say."""
+    spec = turned or rope(config, partial)
     head_dim = head_dim_of(config)
     return dict(
         intermediate_size=config.intermediate_size,
@@ -69,7 +72,7 @@ def _llama(config: Any) -> dict[str, Any]:
     return common(config, uniform_windows(config, None)) | bias
 
 
-def _mistral(config: Any) -> dict[str, Any]:
+def mistral(config: Any) -> dict[str, Any]:
     return common(config, uniform_windows(config, config.sliding_window))
 
 
@@ -101,8 +104,6 @@ def names(config: ModelConfig) -> Names:
 
 PREFIXES = ("model.", "")
 LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, names, PREFIXES)
-MISTRAL = Family(
-    "mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", _mistral, names, PREFIXES
-)
+MISTRAL = Family("mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", mistral, names, PREFIXES)
 QWEN2 = Family("qwen2", "transformers.models.qwen2.configuration_qwen2:Qwen2Config", _qwen2, names, PREFIXES)
 QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Config", _qwen3, names, PREFIXES)
