@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.layers import Weights
+from headrace.models.plain_config import plain_config
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
 from tests.support.checkpoints import (
@@ -94,6 +95,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ministral3", dict(rope_parameters=dict(llama_4_scaling_beta=0.1)), "original_max_position_embeddings is missing"),
     ("ministral3", dict(rope_parameters=dict(llama_4_scaling_beta=0.1, own=1)), "own"),
     ("mistral3", dict(text_config=dict(model_type="llama")), "not of model_type 'mistral' or 'ministral3'"),
+    ("qwen3_vl", dict(text_config=None), "text_config is missing"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),
@@ -188,7 +190,7 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
 
 WITH_VISION = {
     "gemma3_with_vision": "language_model.model.", "mistral3": "language_model.model.",
-    "mistral3_ministral3": "language_model.model.",
+    "mistral3_ministral3": "language_model.model.", "qwen2_5_vl": "model.", "qwen3_vl": "model.language_model.",
 }  # fmt: skip
 """What names of the text part begin with in published checkpoints."""
 
@@ -202,6 +204,22 @@ def test_both_forms_of_a_model_with_vision(kind: str, folder_of: FolderOf, ours_
     assert "model.language_model.embed_tokens.weight" in renamed
     assert any(name.startswith(("model.vision_tower.", "model.visual.")) for name in renamed)
     assert same(load_decoder(tmp_path), ours_of(kind))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_qwen2_5_vl_without_a_text_part(tied: bool, tmp_path: Path) -> None:
+    """As Qwen published them: the fields of the text beside vision_config, the rotation called mrope."""
+    folder = make_checkpoint("qwen2_5_vl", tmp_path, tie_word_embeddings=tied)
+    whole, path = read_config(folder), folder / "config.json"
+    text = json.loads(path.read_text())["text_config"]
+    rope = text.pop("rope_parameters")
+    flat = text | dict(
+        model_type="qwen2_5_vl", rope_theta=rope["rope_theta"],
+        rope_scaling=dict(type="mrope", mrope_section=rope["mrope_section"]),
+    )  # fmt: skip
+    edit_json(path, remove=("text_config", "tie_word_embeddings"), **flat)
+    edit_json(path, tie_word_embeddings=tied)
+    assert whole.tied == tied and read_config(folder) == plain_config(folder) == whole
 
 
 ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "granite_moe", "granite_moe_shared", "granite4_experts")

@@ -57,12 +57,16 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -252,6 +256,32 @@ def _mistral3(**fields: Any) -> PreTrainedModel:
     return Mistral3ForConditionalGeneration(config)
 
 
+QWEN_TOKENS = dict(image_token_id=3, video_token_id=4, vision_start_token_id=1, vision_end_token_id=2)
+QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, patch_size=14)
+
+
+def _qwen2_5_vl(**fields: Any) -> PreTrainedModel:
+    text = {**LLAMA_SIZES, **GQA, **fields}
+    vision = QWEN_VISION | dict(fullatt_block_indexes=[0])
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, eos_token_id=NO_TOKEN, **QWEN_TOKENS)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl(**fields: Any) -> PreTrainedModel:
+    """tie_word_embeddings stands beside text_config."""
+    text = {**LLAMA_SIZES, **GQA, "head_dim": 64, **fields}
+    tied = text.pop("tie_word_embeddings", False)
+    vision = QWEN_VISION | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+    config = Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, eos_token_id=NO_TOKEN, **QWEN_TOKENS
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def _mrope(*section: int, **parameters: Any) -> dict[str, Any]:
+    return _rope("default", mrope_section=list(section), **parameters)
+
+
 GEMMA4 = dict(
     head_dim=32, global_head_dim=64, num_hidden_layers=4, sliding_window=WINDOW, vocab_size_per_layer_input=VOCAB,
     layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=10.0,
@@ -292,6 +322,8 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen2_yarn": (_qwen2, YARN_ROPE),
     "qwen3": (_qwen3, {}),
     "qwen3_window": (_qwen3, MIXED_WINDOWS | dict(attention_bias=True)),
+    "qwen2_5_vl": (_qwen2_5_vl, MIXED_WINDOWS | _mrope(4, 6, 6)),
+    "qwen3_vl": (_qwen3_vl, dict(tie_word_embeddings=True) | _mrope(12, 10, 10, mrope_interleaved=True)),
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
@@ -331,7 +363,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
-    "gemma4_multimodal", "mistral3", "mistral3_ministral3",
+    "gemma4_multimodal", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3")

@@ -28,6 +28,7 @@ MINISTRAL3_ROPE = dict(
 )  # fmt: skip
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GEMMA4 = "Gemma4ForCausalLM"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
@@ -147,6 +148,18 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=False, sliding_window=None),
     dict(architectures=["Mistral3ForConditionalGeneration"], text_config=dict(model_type="ministral3")),
     dict(architectures=["Mistral3ForConditionalGeneration"], text_config=dict(model_type="llama")),
+    dict(architectures=[QWEN2_5_VL], rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]), rope_theta=1e6),
+    dict(architectures=[QWEN2_5_VL], rope_scaling=dict(type="yarn", mrope_section=[16, 24, 24], factor=4.0)),
+    dict(architectures=[QWEN2_5_VL], max_window_layers=1, **WINDOWS),
+    dict(architectures=[QWEN2_5_VL], text_config=None, hidden_size=128, num_attention_heads=4, num_key_value_heads=2),
+    dict(architectures=[QWEN2_5_VL], tie_word_embeddings=True, hidden_size=1024, num_hidden_layers=3),
+    dict(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling=dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True),
+        rope_theta=5e6,
+    ),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

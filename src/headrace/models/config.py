@@ -56,10 +56,10 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             hidden_size=config.hidden_size,
             layers=config.num_hidden_layers,
             dtype=_dtype(raw, folder),
-            tied=config.tie_word_embeddings,
+            tied=getattr(config, "tie_word_embeddings", False),
             head=raw["architectures"][0] not in HEADLESS | CLASSIFIERS,
             labels=_labels(raw) if raw["architectures"][0] in CLASSIFIERS else (),
-            bos_token_id=config.bos_token_id,
+            bos_token_id=getattr(config, "bos_token_id", None),
             tiled_values=has_tiled_values(folder),
             eos_token_ids=_eos(config, folder),
             stored=stored_weights(folder, scheme),
@@ -167,6 +167,6 @@ def _eos(config: Any, folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     schema.check(generation, schema.GenerationConfig, path)
-    values = [config.eos_token_id, generation.get("eos_token_id")]
+    values = [getattr(config, "eos_token_id", None), generation.get("eos_token_id")]
     found = [token for value in values for token in (value if isinstance(value, list) else [value])]
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))

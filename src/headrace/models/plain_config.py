@@ -76,6 +76,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     ),
     "qwen2": QWEN,
     "qwen3": QWEN | dict(head_dim=128, attention_bias=False),
+    "qwen2_5_vl_text": QWEN
+    | dict(
+        vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, rms_norm_eps=1e-5, max_window_layers=80, bos_token_id=151643, eos_token_id=151645,
+    ),
+    "qwen3_vl_text": COMMON
+    | dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, hidden_act="silu", max_position_embeddings=128000, rms_norm_eps=1e-6,
+        attention_bias=False,
+    ),
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_NEXT
     | dict(
@@ -165,6 +176,7 @@ ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "gra
 """Classes that know the number of experts by one name alone."""
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
+THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0}
 """Where the class has another one."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""

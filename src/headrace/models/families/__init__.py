@@ -19,6 +19,7 @@ from headrace.models.families.qwen3_next import (
     QWEN3_5_WITH_VISION,
     QWEN3_NEXT,
 )
+from headrace.models.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from headrace.models.families.smollm import SMOLLM3
 
 __all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
@@ -68,6 +69,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
     **HEADLESS,
     **CLASSIFIERS,
 }
