@@ -237,6 +237,8 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "llama3": ("llama3", _plain_rope),
     "yarn": ("llama_yarn", _plain_rope),
     "factor of queries": ("ministral3", _even_queries),
+    "norms after the turn": ("hunyuan", dict(turn_before_norm=False)),
+    "squared relu": ("arcee", dict(activation="relu")),
     "norm over all heads": ("olmoe", dict(qk_norm=False, qk_norm_whole=False)),
     "shares that sum up to one": ("mixtral", _plain_shares),
     "shares that do not": ("olmoe", _normalised_shares),

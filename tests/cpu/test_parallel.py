@@ -228,6 +228,7 @@ def test_turns_with_decode_between(
         "gemma4_small",
         "gpt_oss",
         "ministral3",
+        "hunyuan",
     ],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any, alone: Alone) -> None:

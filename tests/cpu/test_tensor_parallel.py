@@ -62,6 +62,8 @@ MODELS: dict[str, Model] = {
     "layers without positions": ("smollm3", {}),
     "multipliers": ("granite", {}),
     "factor of queries": ("ministral3", {}),
+    "norms after the turn": ("hunyuan", {}),
+    "squared relus": ("arcee", {}),
     "neighbours rotated": ("glm4", {}),
     "soft caps": ("gemma2", {}),
     "two rotations": ("gemma3", {}),

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -39,6 +43,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -67,6 +73,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -256,6 +264,11 @@ def _mistral3(**fields: Any) -> PreTrainedModel:
     return Mistral3ForConditionalGeneration(config)
 
 
+_seed_oss = _of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
+_arcee = _of(ArceeForCausalLM, ArceeConfig)
+_ernie4_5 = _of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=64)
+HUNYUAN_ROPE = _rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+_hunyuan = _of(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, head_dim=64, **HUNYUAN_ROPE)
 QWEN_TOKENS = dict(image_token_id=3, video_token_id=4, vision_start_token_id=1, vision_end_token_id=2)
 QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, patch_size=14)
 
@@ -324,6 +337,10 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen3_window": (_qwen3, MIXED_WINDOWS | dict(attention_bias=True)),
     "qwen2_5_vl": (_qwen2_5_vl, MIXED_WINDOWS | _mrope(4, 6, 6)),
     "qwen3_vl": (_qwen3_vl, dict(tie_word_embeddings=True) | _mrope(12, 10, 10, mrope_interleaved=True)),
+    "seed_oss": (_seed_oss, dict(mlp_bias=True)),
+    "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
+    "ernie4_5": (_ernie4_5, dict(use_bias=True)),
+    "hunyuan": (_hunyuan, dict(attention_bias=True)),
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
@@ -364,9 +381,22 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
     "gemma4_multimodal", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl",
+    "seed_oss", "ernie4_5",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
-LATER = (*NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3")
+LATER = (
+    *NEAR,
+    "smollm3",
+    "granite",
+    "granite_moe_shared",
+    "granite4",
+    "glm4",
+    "gemma3",
+    "gemma4",
+    "ministral3",
+    "arcee",
+    "hunyuan",
+)
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 

@@ -26,6 +26,7 @@ MINISTRAL3_ROPE = dict(
     type="yarn", rope_type="yarn", factor=16.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
     llama_4_scaling_beta=0.1, original_max_position_embeddings=16384,
 )  # fmt: skip
+HUNYUAN_ROPE = dict(type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0)
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
@@ -160,6 +161,16 @@ GIVEN: list[dict[str, Any]] = [
         rope_scaling=dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True),
         rope_theta=5e6,
     ),
+    dict(
+        architectures=["SeedOssForCausalLM"], attention_bias=False, attention_out_bias=True, mlp_bias=True, head_dim=64
+    ),
+    dict(architectures=["ArceeForCausalLM"], mlp_bias=True, rope_scaling=dict(rope_type="yarn", factor=20.0)),
+    dict(architectures=["ArceeForCausalLM"], hidden_act="silu"),
+    dict(architectures=["Ernie4_5ForCausalLM"], use_bias=True, rope_theta=1e6, tie_word_embeddings=False),
+    dict(architectures=["Ernie4_5ForCausalLM"], use_bias=None, num_key_value_heads=None),
+    dict(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=HUNYUAN_ROPE, head_dim=128, attention_bias=True),
+    dict(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=HUNYUAN_ROPE | dict(alpha=None), head_dim=128),
+    dict(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=dict(type="dynamic", factor=2.0), head_dim=64),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

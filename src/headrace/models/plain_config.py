@@ -87,6 +87,23 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_key_value_heads=32, head_dim=128, hidden_act="silu", max_position_embeddings=128000, rms_norm_eps=1e-6,
         attention_bias=False,
     ),
+    "seed_oss": LLAMA
+    | dict(
+        vocab_size=155136, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=80, num_key_value_heads=8,
+        max_position_embeddings=524288, bos_token_id=0, attention_bias=True, attention_out_bias=False, head_dim=128,
+    ),
+    "arcee": LLAMA
+    | dict(
+        hidden_size=2560, intermediate_size=18432, hidden_act="relu2", max_position_embeddings=4096, rms_norm_eps=1e-5,
+        bos_token_id=128000, eos_token_id=128001,
+    ),
+    "ernie4_5": LLAMA
+    | dict(
+        vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
+        num_key_value_heads=2, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        use_bias=False, head_dim=128,
+    ),
+    "hunyuan_v1_dense": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5),
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_NEXT
     | dict(
@@ -176,7 +193,7 @@ ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "gra
 """Classes that know the number of experts by one name alone."""
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
-THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0}
+THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0}
 """Where the class has another one."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""

@@ -59,6 +59,7 @@ class RopeFields(msgspec.Struct):
     mrope_section: Annotated[list[Small], Meta(max_length=16)] | UnsetType | None = UNSET
     mrope_interleaved: Flag = UNSET
     llama_4_scaling_beta: Scale = UNSET
+    alpha: Scale = UNSET
     max_position_embeddings: Length = UNSET
 
 
@@ -103,7 +104,9 @@ class ConfigFields(msgspec.Struct):
     activation: ShortText = UNSET
     activation_function: ShortText = UNSET
     attention_bias: Flag = UNSET
+    attention_out_bias: Flag = UNSET
     mlp_bias: Flag = UNSET
+    use_bias: Flag = UNSET
     bias: Flag = UNSET
     enable_bias: Flag = UNSET
     alibi: Flag = UNSET

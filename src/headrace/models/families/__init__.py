@@ -1,6 +1,7 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
+from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
@@ -8,7 +9,8 @@ from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
-from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from headrace.models.families.hunyuan import HUNYUAN_DENSE
+from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
@@ -71,6 +73,10 @@ FAMILIES: dict[str, Family] = {
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "SeedOssForCausalLM": SEED_OSS,
+    "ArceeForCausalLM": ARCEE,
+    "Ernie4_5ForCausalLM": ERNIE4_5,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     **HEADLESS,
     **CLASSIFIERS,
 }

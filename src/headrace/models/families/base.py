@@ -65,6 +65,7 @@ PLAIN_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -1,4 +1,5 @@
-"""Llama and its kin: RMS norm, rotary positions, gated SiLU MLP. Mistral adds windows, Qwen2 biases, Qwen3 QK-norm."""
+"""Llama and its kin: RMS norm, rotary positions, gated SiLU MLP. Mistral adds windows, Qwen2 biases, Qwen3 QK-norm;
+Seed-OSS has biases each told by itself, Arcee an MLP of squared relus without gates."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 from headrace.models.families.base import (
     GATED_ACTIVATIONS,
     LAYER_TYPES,
+    PLAIN_ACTIVATIONS,
     Family,
     Names,
     activation,
@@ -20,10 +22,14 @@ from headrace.types import UnsupportedModel
 
 
 def common(
-    config: Any, windows: tuple[int | None, ...], partial: bool = False, turned: RopeSpec | None = None
+    config: Any,
+    windows: tuple[int | None, ...],
+    partial: bool = False,
+    turned: RopeSpec | None = None,
+    gated: bool = True,
 ) -> dict[str, Any]:
     """What most families since Llama have in common. partial: whether a part of each head may be rotated; turned: the
-    rotation, where it is not simply what rope_parameters say."""
+    rotation, where it is not simply what rope_parameters say; gated: whether MLPs are."""
     spec = turned or rope(config, partial)
     head_dim = head_dim_of(config)
     return dict(
@@ -35,8 +41,8 @@ def common(
         rope=spec,
         norm="rms",
         norm_eps=config.rms_norm_eps,
-        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS),
-        gated=True,
+        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS if gated else PLAIN_ACTIVATIONS),
+        gated=gated,
     )
 
 
@@ -85,6 +91,16 @@ def _qwen3(config: Any) -> dict[str, Any]:
     return common(config, mixed_windows(config)) | bias | dict(qk_norm=True)
 
 
+def _seed_oss(config: Any) -> dict[str, Any]:
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_out_bias, mlp_bias=config.mlp_bias)
+    return common(config, uniform_windows(config, None)) | bias
+
+
+def _arcee(config: Any) -> dict[str, Any]:
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return common(config, uniform_windows(config, None), gated=False) | bias
+
+
 def names(config: ModelConfig) -> Names:
     """The usual names, of fused matrices one by one."""
     layer = "layers.{}."
@@ -102,8 +118,16 @@ def names(config: ModelConfig) -> Names:
     }
 
 
+def _ungated_names(config: ModelConfig) -> Names:
+    return {**names(config), "layers.{}.up": ("layers.{}.mlp.up_proj",)}
+
+
 PREFIXES = ("model.", "")
 LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, names, PREFIXES)
 MISTRAL = Family("mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", mistral, names, PREFIXES)
 QWEN2 = Family("qwen2", "transformers.models.qwen2.configuration_qwen2:Qwen2Config", _qwen2, names, PREFIXES)
 QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Config", _qwen3, names, PREFIXES)
+SEED_OSS = Family(
+    "seed_oss", "transformers.models.seed_oss.configuration_seed_oss:SeedOssConfig", _seed_oss, names, PREFIXES
+)
+ARCEE = Family("arcee", "transformers.models.arcee.configuration_arcee:ArceeConfig", _arcee, _ungated_names, PREFIXES)
