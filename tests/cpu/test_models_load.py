@@ -99,6 +99,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("arcee", dict(hidden_act="silu"), "hidden_act 'silu'"),
     ("seed_oss", dict(hidden_act="relu"), "hidden_act 'relu'"),
     ("hunyuan", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, alpha=2.0)), "rope_parameters.alpha"),
+    ("olmo3", dict(sliding_window=None), "sliding_window is missing or unused"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),

@@ -229,6 +229,7 @@ def test_turns_with_decode_between(
         "gpt_oss",
         "ministral3",
         "hunyuan",
+        "olmo3",
     ],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any, alone: Alone) -> None:

@@ -64,6 +64,7 @@ MODELS: dict[str, Model] = {
     "factor of queries": ("ministral3", {}),
     "norms after the turn": ("hunyuan", {}),
     "squared relus": ("arcee", {}),
+    "norms behind alone": ("olmo2", {}),
     "neighbours rotated": ("glm4", {}),
     "soft caps": ("gemma2", {}),
     "two rotations": ("gemma3", {}),

@@ -55,6 +55,10 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     OPTConfig,
@@ -269,6 +273,13 @@ _arcee = _of(ArceeForCausalLM, ArceeConfig)
 _ernie4_5 = _of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=64)
 HUNYUAN_ROPE = _rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
 _hunyuan = _of(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, head_dim=64, **HUNYUAN_ROPE)
+_olmo2 = _of(Olmo2ForCausalLM, Olmo2Config)
+_olmo3 = _of(Olmo3ForCausalLM, Olmo3Config, num_hidden_layers=4, sliding_window=WINDOW)
+OLMO3_ROPE = dict(
+    rope_parameters=dict(
+        full_attention=YARN_ROPE["rope_parameters"], sliding_attention=dict(rope_type="default", rope_theta=1e4)
+    )
+)
 QWEN_TOKENS = dict(image_token_id=3, video_token_id=4, vision_start_token_id=1, vision_end_token_id=2)
 QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, patch_size=14)
 
@@ -341,6 +352,8 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
     "ernie4_5": (_ernie4_5, dict(use_bias=True)),
     "hunyuan": (_hunyuan, dict(attention_bias=True)),
+    "olmo2": (_olmo2, dict(attention_bias=True)),
+    "olmo3": (_olmo3, OLMO3_ROPE),
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
@@ -380,23 +393,13 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
-    "gemma4_multimodal", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl",
-    "seed_oss", "ernie4_5",
+    "gemma4_multimodal", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (
-    *NEAR,
-    "smollm3",
-    "granite",
-    "granite_moe_shared",
-    "granite4",
-    "glm4",
-    "gemma3",
-    "gemma4",
-    "ministral3",
-    "arcee",
-    "hunyuan",
-)
+    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
+    "hunyuan", "olmo3",
+)  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
 

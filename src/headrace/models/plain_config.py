@@ -44,6 +44,7 @@ GEMMA: dict[str, Any] = COMMON | dict(
     query_pre_attn_scalar=256, sliding_window=4096, layer_types=None, final_logit_softcapping=30.0,
     attn_logit_softcapping=50.0, use_bidirectional_attention=None,
 )  # fmt: skip
+OLMO2: dict[str, Any] = LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=50279)
 GEMMA4: dict[str, Any] = COMMON | dict(
     vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
     num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=131072,
@@ -104,6 +105,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         use_bias=False, head_dim=128,
     ),
     "hunyuan_v1_dense": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5),
+    "olmo2": OLMO2,
+    "olmo3": OLMO2 | dict(sliding_window=4096, layer_types=None),
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_NEXT
     | dict(
@@ -193,8 +196,10 @@ ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "gra
 """Classes that know the number of experts by one name alone."""
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
-THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0}
+THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0, "olmo3": 500_000.0}
 """Where the class has another one."""
+LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}
+"""Of layers with a window, where they have a base of their own."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
 GPT_OSS_ROPE = dict(
@@ -257,6 +262,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         given = values["layer_types"]
         kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
         values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
+    if model_type == "olmo3" and values["layer_types"] is None:
+        values["layer_types"] = [KINDS[(layer + 1) % 4 != 0] for layer in range(values["num_hidden_layers"])]
     if model_type == "gpt_oss" and values["layer_types"] is None:
         values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
     if "full_attention_interval" in values and values["layer_types"] is None:
@@ -321,8 +328,8 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     if model_type == "gemma4_text":
         values["rope_parameters"] = given.get("rope_parameters") or GEMMA4_ROPES
         return None
-    if model_type == "gemma3_text":
-        return _fill_in_two_ropes(values, given)
+    if model_type in LOCAL_THETAS:
+        return _fill_in_two_ropes(values, given, model_type)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
     if not rope:
         rope = dict(ROPES.get(model_type, {}))
@@ -336,12 +343,12 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     values["rope_parameters"] = rope
 
 
-def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any]) -> None:
-    """The same by kind of layer, as Gemma 3 has it."""
+def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
+    """The same by kind of layer, as Gemma 3 and OLMo 3 have it."""
     ropes = {kind: dict((given.get("rope_parameters") or {}).get(kind) or {}) for kind in KINDS}
     ropes[KINDS[0]].update(given.get("rope_scaling") or {})
-    ropes[KINDS[0]].setdefault("rope_theta", given.get("rope_theta", THETAS["gemma3_text"]))
-    ropes[KINDS[1]].setdefault("rope_theta", given.get("rope_local_base_freq", THETA))
+    ropes[KINDS[0]].setdefault("rope_theta", given.get("rope_theta", THETAS[model_type]))
+    ropes[KINDS[1]].setdefault("rope_theta", given.get("rope_local_base_freq", LOCAL_THETAS[model_type]))
     for rope in ropes.values():
         _complete(rope, values)
     values["rope_parameters"] = ropes

@@ -12,6 +12,7 @@ from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from headrace.models.families.hunyuan import HUNYUAN_DENSE
 from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
+from headrace.models.families.olmo import OLMO2, OLMO3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import (
@@ -77,6 +78,8 @@ FAMILIES: dict[str, Family] = {
     "ArceeForCausalLM": ARCEE,
     "Ernie4_5ForCausalLM": ERNIE4_5,
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
     **HEADLESS,
     **CLASSIFIERS,
 }
