@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "opt without affine norms": PLAIN | dict(norm_affine=False, rotary=0),
     "rms without weights": dict(norm_affine=False),
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1),
+    "cohere2": dict(norm="layer", norm_bias=False, block="parallel", mlp_norm=False, no_rope_layers=(1,)),
     "falcon40": PLAIN | BIASED | dict(block="parallel", activation="gelu_tanh"),
     "odd width": dict(inner=191),
     "granite": dict(residual_scale=0.22),

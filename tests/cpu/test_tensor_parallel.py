@@ -65,6 +65,7 @@ MODELS: dict[str, Model] = {
     "norms after the turn": ("hunyuan", {}),
     "squared relus": ("arcee", {}),
     "norms behind alone": ("olmo2", {}),
+    "one norm without biases": ("cohere2", {}),
     "neighbours rotated": ("glm4", {}),
     "soft caps": ("gemma2", {}),
     "two rotations": ("gemma3", {}),

@@ -15,8 +15,12 @@ import torch
 from transformers import (
     ArceeConfig,
     ArceeForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -280,6 +284,9 @@ OLMO3_ROPE = dict(
         full_attention=YARN_ROPE["rope_parameters"], sliding_attention=dict(rope_type="default", rope_theta=1e4)
     )
 )
+EXAONE = dict(num_hidden_layers=3, sliding_window=WINDOW, layer_types=MIXED_WINDOWS["layer_types"])
+_exaone4 = _of(Exaone4ForCausalLM, Exaone4Config, head_dim=64)
+_cohere2 = _of(Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25)
 QWEN_TOKENS = dict(image_token_id=3, video_token_id=4, vision_start_token_id=1, vision_end_token_id=2)
 QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, patch_size=14)
 
@@ -354,6 +361,9 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "hunyuan": (_hunyuan, dict(attention_bias=True)),
     "olmo2": (_olmo2, dict(attention_bias=True)),
     "olmo3": (_olmo3, OLMO3_ROPE),
+    "exaone4": (_exaone4, EXAONE),
+    "exaone4_plain": (_exaone4, dict(sliding_window=None, layer_types=["full_attention"] * 2)),
+    "cohere2": (_cohere2, EXAONE | dict(attention_bias=True)),
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
@@ -394,11 +404,12 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
     "gemma4_multimodal", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5",
+    "exaone4_plain",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (
     *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
-    "hunyuan", "olmo3",
+    "hunyuan", "olmo3", "exaone4", "cohere2",
 )  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 

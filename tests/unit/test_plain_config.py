@@ -177,6 +177,11 @@ GIVEN: list[dict[str, Any]] = [
     dict(
         architectures=["Olmo3ForCausalLM"], rope_parameters=dict(sliding_attention=dict(rope_type="linear", factor=2.0))
     ),
+    dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=7, sliding_window_pattern=3, head_dim=128),
+    dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=3, layer_types=FULL, sliding_window=None),
+    dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=3, layer_types=FULL, sliding_window_pattern="LLLG"),
+    dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=2, rope_theta=5e4, num_key_value_heads=8),
+    dict(architectures=["Cohere2ForCausalLM"], layer_types=FULL, num_hidden_layers=3, logit_scale=0.5, head_dim=256),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),
@@ -213,6 +218,22 @@ def test_quantisation_stands_beside_the_text_part(tmp_path: Path) -> None:
     folder = written(tmp_path, given | dict(quantization_config=dict(quant_method="gptq", bits=3)))
     for read in (read_config, plain_config):
         with pytest.raises(UnsupportedModel, match="gptq of 3 bits"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(architectures=["Exaone4ForCausalLM"], sliding_window=None),
+        dict(architectures=["Exaone4ForCausalLM"], sliding_window_pattern="LLLG"),
+        dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=0),
+        dict(architectures=["Gemma3ForCausalLM"], sliding_window_pattern=0),
+    ],
+)
+def test_layers_that_nothing_tells_apart(given: dict[str, Any], tmp_path: Path) -> None:
+    folder = written(tmp_path, given)
+    for read, told in ((read_config, "transformers does not accept"), (plain_config, "layer_types is missing")):
+        with pytest.raises(UnsupportedModel, match=told):
             read(folder)
 
 

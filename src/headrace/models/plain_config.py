@@ -107,6 +107,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5),
     "olmo2": OLMO2,
     "olmo3": OLMO2 | dict(sliding_window=4096, layer_types=None),
+    "exaone4": LLAMA
+    | dict(
+        vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5, bos_token_id=0,
+        sliding_window=4096, sliding_window_pattern=4, layer_types=None,
+    ),
+    "cohere2": COMMON
+    | dict(
+        vocab_size=256000, hidden_size=8192, intermediate_size=22528, logit_scale=0.0625, num_hidden_layers=40,
+        num_attention_heads=64, num_key_value_heads=None, hidden_act="silu", max_position_embeddings=8192,
+        layer_norm_eps=1e-5, bos_token_id=5, eos_token_id=255001, tie_word_embeddings=True, attention_bias=False,
+        sliding_window=4096, layer_types=None,
+    ),
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_NEXT
     | dict(
@@ -211,6 +223,8 @@ MINISTRAL3_ROPE = dict(
 )  # fmt: skip
 ROPES = {"gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE}
 """Where the class has more than a base."""
+EVERY_FOURTH = ("olmo3", "exaone4", "cohere2")
+"""Of their layers has no window, unless the file says otherwise."""
 GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
 """What transformers calls the kinds of layers that Granite 4's files name."""
 GLM_ENDS = [151329, 151336, 151338]
@@ -256,14 +270,15 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type.startswith("glm") and values["eos_token_id"] is None:
         values["eos_token_id"] = GLM_ENDS
     if model_type.startswith("gemma") and values["layer_types"] is None:
-        every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)
-        values["layer_types"] = [KINDS[(i + 1) % every != 0] for i in range(values["num_hidden_layers"])]
+        _fill_in_layer_types(values, 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6))
     if model_type == "granitemoehybrid":
         given = values["layer_types"]
         kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
         values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
-    if model_type == "olmo3" and values["layer_types"] is None:
-        values["layer_types"] = [KINDS[(layer + 1) % 4 != 0] for layer in range(values["num_hidden_layers"])]
+    if model_type in EVERY_FOURTH and values["layer_types"] is None:
+        untold = model_type == "exaone4" and values["sliding_window"] is None
+        every = 0 if untold else 4 if model_type == "olmo3" else values.get("sliding_window_pattern", 4)
+        _fill_in_layer_types(values, every)
     if model_type == "gpt_oss" and values["layer_types"] is None:
         values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
     if "full_attention_interval" in values and values["layer_types"] is None:
@@ -279,6 +294,13 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
             values["num_kv_heads"] = heads
         if values["ffn_hidden_size"] is None:
             values["ffn_hidden_size"] = values["hidden_size"] * 4
+
+
+def _fill_in_layer_types(values: dict[str, Any], every: Any) -> None:
+    """A window in all layers but each `every`th."""
+    if not isinstance(every, int) or every < 1:
+        raise UnsupportedModel("layer_types is missing, and sliding_window_pattern does not tell them")
+    values["layer_types"] = [KINDS[(layer + 1) % every != 0] for layer in range(values["num_hidden_layers"])]
 
 
 def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_experts: bool) -> None:

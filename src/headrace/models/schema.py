@@ -100,6 +100,7 @@ class ConfigFields(msgspec.Struct):
     max_position_embeddings: Length = UNSET
     rms_norm_eps: Epsilon = UNSET
     layer_norm_epsilon: Epsilon = UNSET
+    layer_norm_eps: Epsilon = UNSET
     hidden_act: ShortText = UNSET
     activation: ShortText = UNSET
     activation_function: ShortText = UNSET
@@ -146,6 +147,7 @@ class ConfigFields(msgspec.Struct):
     attention_multiplier: Factor = UNSET
     residual_multiplier: Factor = UNSET
     logits_scaling: Factor = UNSET
+    logit_scale: Factor = UNSET
     query_pre_attn_scalar: Factor = UNSET
     attn_logit_softcapping: Factor = UNSET
     final_logit_softcapping: Factor = UNSET
@@ -161,7 +163,7 @@ class ConfigFields(msgspec.Struct):
     enable_moe_block: Flag = UNSET
     top_k_experts: Count = UNSET
     rope_local_base_freq: Theta = UNSET
-    sliding_window_pattern: Count = UNSET
+    sliding_window_pattern: Annotated[int, Meta(ge=0, le=1 << 16)] | ShortText = UNSET
     full_attention_interval: Count = UNSET
     linear_conv_kernel_dim: Count = UNSET
     linear_key_head_dim: Count = UNSET

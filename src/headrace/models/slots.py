@@ -162,5 +162,5 @@ def _linear(name: str, parts: tuple[int, ...], columns: int, bias: bool) -> dict
 def _norm(config: ModelConfig, name: str) -> dict[str, Slot]:
     if not config.norm_affine:
         return {}
-    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    kinds = ("weight", "bias") if config.norm == "layer" and config.norm_bias else ("weight",)
     return {f"{name}.{kind}": Slot((config.hidden_size,)) for kind in kinds}

@@ -113,6 +113,7 @@ class LayerInputs:
 class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
 
+    norm_affine, norm_bias: whether norms have weights, and LayerNorms biases.
     mlp_bias: of MLPs, and where a layer has experts of each of them and of the router.
     qk_norm: queries and keys are normed, head by head, or with qk_norm_whole all heads of a row together.
     turn_before_norm: they are rotated first.
@@ -149,6 +150,7 @@ class ModelConfig:
     rope: RopeSpec | None = None
     block: Block = "pre"
     norm_affine: bool = True
+    norm_bias: bool = True
     mlp_norm: bool = True
     final_norm: bool = True
     qk_norm: bool = False

@@ -1,6 +1,7 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
+from headrace.models.families.cohere2 import COHERE2
 from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
@@ -12,7 +13,7 @@ from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from headrace.models.families.hunyuan import HUNYUAN_DENSE
 from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
-from headrace.models.families.olmo import OLMO2, OLMO3
+from headrace.models.families.olmo import EXAONE4, OLMO2, OLMO3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import (
@@ -80,6 +81,8 @@ FAMILIES: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
+    "Exaone4ForCausalLM": EXAONE4,
+    "Cohere2ForCausalLM": COHERE2,
     **HEADLESS,
     **CLASSIFIERS,
 }

@@ -1,6 +1,7 @@
 """OLMo 2 and 3: what attention and MLP make is normed, not what they take; queries and keys over all heads together.
 
-OLMo 3 has windows in three of four layers, whose rotation is not stretched with that of the others.
+OLMo 3 has windows in three of four layers, whose rotation is not stretched with that of the others. EXAONE 4 norms
+queries and keys head by head, and where some layers have windows it rotates those alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ def _facts(config: Any, windows: tuple[int | None, ...], turned: RopeSpec) -> di
     )
 
 
+def _exaone4(config: Any) -> dict[str, Any]:
+    windows = mixed_windows(config)
+    unturned = () if config.sliding_window is None else (at for at, window in enumerate(windows) if window is None)
+    return common(config, windows) | dict(block="after", qk_norm=True, no_rope_layers=tuple(unturned))
+
+
 def names_behind(config: ModelConfig) -> Names:
     """Names of a model whose norms are behind attention and MLP alone."""
     layer = "layers.{}."
@@ -40,3 +47,6 @@ def names_behind(config: ModelConfig) -> Names:
 
 OLMO2 = Family("olmo2", "transformers.models.olmo2.configuration_olmo2:Olmo2Config", _olmo2, names_behind, PREFIXES)
 OLMO3 = Family("olmo3", "transformers.models.olmo3.configuration_olmo3:Olmo3Config", _olmo3, names_behind, PREFIXES)
+EXAONE4 = Family(
+    "exaone4", "transformers.models.exaone4.configuration_exaone4:Exaone4Config", _exaone4, names_behind, PREFIXES
+)
