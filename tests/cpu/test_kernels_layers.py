@@ -102,7 +102,7 @@ def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-@pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss", "ministral3", "olmo2", "arcee"])
 def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:
     same_bits(*both(variant, quantization))
 
