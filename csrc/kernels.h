@@ -352,7 +352,7 @@ extern const bool multiplies_bf16;
 // Each in two types, of Unary, and in Python by the same name. To add one: its name here, activations.cpp.
 #define HEADRACE_ACTIVATIONS(ACTIVATION) \
   ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(swiglu_oai_mul) ACTIVATION(sigmoid_mul) \
-  ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu)
+  ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu) ACTIVATION(relu2)
 
 struct Kernels {
 #define HEADRACE_PER_TYPE(name, Arguments) void (*name[2])(const Arguments &);

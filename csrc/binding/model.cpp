@@ -49,14 +49,15 @@ void make_states(RecurrentStates *self, const std::vector<std::pair<Address, Add
   new (self) RecurrentStates(states);
 }
 
-// out_norms: those of Order::sandwich, of attention and of the MLP; otherwise none.
+// out_norms: those of Order::sandwich and after, of attention and of the MLP; otherwise none. query_first: below 0, turn_first.
 void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                 const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
-                int64_t turned, float residual_scale, bool norm_whole, const Experts *experts, bool gated,
-                const DeltaNet *net) {
-  if (out_norms.size() != (order == Order::sandwich ? 2 : 0)) refuse("a block of this order has other norms");
-  if (experts && order == Order::sandwich) refuse("what experts make is not normed");
+                int64_t turned, float residual_scale, bool norm_whole, const Experts *experts, bool gated, const DeltaNet *net,
+                int64_t query_first, bool turn_before_norm) {
+  const bool normed = order == Order::sandwich || order == Order::after;
+  if (out_norms.size() != (normed ? 2 : 0)) refuse("a block of this order has other norms");
+  if (experts && normed) refuse("what experts make is not normed");
   new (self) DecoderLayer{
       .order = order,
       .activation = activation,
@@ -78,6 +79,8 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
       .norm_whole = norm_whole,
       .turn_first = turn_first,
       .turned = turned,
+      .query_first = query_first < 0 ? turn_first : query_first,
+      .turn_before_norm = turn_before_norm,
       .residual_scale = residual_scale,
       .gated = gated,
       .net = net ? std::optional<DeltaNet>(*net) : std::nullopt,
@@ -205,7 +208,8 @@ void bind_model(nb::module_ &m) {
       .value("pre", Order::pre)
       .value("post", Order::post)
       .value("parallel", Order::parallel)
-      .value("sandwich", Order::sandwich);
+      .value("sandwich", Order::sandwich)
+      .value("after", Order::after);
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Experts>(m, "Experts")
       .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "routing"_a,
@@ -218,7 +222,7 @@ void bind_model(nb::module_ &m) {
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
            "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a, "turn_first"_a,
            "turned"_a, "residual_scale"_a, "norm_whole"_a = false, "experts"_a = nb::none(), "gated"_a = false,
-           "net"_a = nb::none())
+           "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false)
       .def("scratch", &DecoderLayer::scratch)
       .def("mixed_size", &DecoderLayer::mixed_size)
       .def("gates_at", &DecoderLayer::gates_at)

@@ -64,10 +64,11 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
       run.norm(block.mlp_norm, block.eps, x, b, hidden);
       return add_mlp(block, run, b, x, buffers, block.residual_scale);
     case Order::sandwich:
+    case Order::after:
       run.multiply(block.out, attended, a);
       add_normed(block, run, block.attention_out_norm, a, x);
-      run.norm(block.mlp_norm, block.eps, x, b, hidden);
-      activate_mlp(block, run, b, buffers);
+      if (block.order == Order::sandwich) run.norm(block.mlp_norm, block.eps, x, b, hidden);
+      activate_mlp(block, run, block.order == Order::sandwich ? b : x, buffers);
       run.multiply(block.down, buffers.active, a);
       return add_normed(block, run, block.mlp_out_norm, a, x);
     case Order::post:
@@ -107,7 +108,7 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
     const Operations run = {kernels(), count, threads};
     const bf16 *from = x + first * hidden;
     bf16 *q = heads_out + first * width, *k = q + heads * dim;
-    if (order != Order::post) {
+    if (order != Order::post && order != Order::after) {
       run.norm(attention_norm, eps, from, scratch, hidden);
       from = scratch;
     }
@@ -120,10 +121,21 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
       const int64_t size = norm_whole ? count * dim : dim;
       run.norm_heads(weight, eps, attention_norm.offset, x, width, norm_whole ? 1 : count, size);
     };
-    if (q_norm) norm(q_norm, q, heads);
-    if (k_norm) norm(k_norm, k, kv_heads);
-    const float *turns = cos_sin + first * rotary + turn_first;
-    if (cos_sin && turned) run.rotate(turns, rotary, turned, q, width, heads + kv_heads, dim);
+    const auto norms = [&] {
+      if (q_norm) norm(q_norm, q, heads);
+      if (k_norm) norm(k_norm, k, kv_heads);
+    };
+    const auto turn = [&](int64_t begin, bf16 *x, int64_t count) {
+      if (cos_sin && turned && count) run.rotate(cos_sin + first * rotary + begin, rotary, turned, x, width, count, dim);
+    };
+    if (!turn_before_norm) norms();
+    if (query_first == turn_first) {
+      turn(turn_first, q, heads + kv_heads);
+    } else {
+      turn(query_first, q, heads);
+      turn(turn_first, k, kv_heads);
+    }
+    if (turn_before_norm) norms();
   });
 }
 

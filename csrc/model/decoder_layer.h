@@ -13,7 +13,7 @@
 
 namespace headrace {
 
-enum class Order { pre, post, parallel, sandwich };  // models.spec.Block
+enum class Order { pre, post, parallel, sandwich, after };  // models.spec.Block
 #define HEADRACE_NAME(name) name,
 enum class Activation { HEADRACE_ACTIVATIONS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
@@ -65,11 +65,13 @@ struct DecoderLayer {
   Matrix qkv, out, up, down;  // with experts, up and down are the first one's
   Experts experts;
   Scale attention_norm, mlp_norm;
-  Scale attention_out_norm, mlp_out_norm;  // of Order::sandwich alone
+  Scale attention_out_norm, mlp_out_norm;  // of Order::sandwich and after alone
   Borrowed<const bf16> q_norm, k_norm;     // null where queries and keys are not normed
   bool norm_whole;                         // they are normed over all heads together, not [D] each
   int64_t turn_first, turned;              // where the layer's rotation begins in a row of cos_sin, and its width; 0: none
-  float residual_scale;                    // of what is added to the residual stream, of Order::pre and sandwich
+  int64_t query_first;                     // where that of queries begins, which is as wide
+  bool turn_before_norm;                   // queries and keys are rotated, then normed
+  float residual_scale;                    // of what is added to the residual stream, of Order::pre, sandwich and after
   bool gated;                              // attention is let through by gates, which qkv has behind q, k and v
   std::optional<DeltaNet> net;
 

@@ -39,6 +39,13 @@ struct Relu {
   static vf apply(vf x) { return x < 0.0f ? vf{} : x; }  // NaN stays
 };
 
+struct ReluSquared {
+  static vf apply(vf x) {
+    const vf y = Relu::apply(x);
+    return y * y;
+  }
+};
+
 template <typename T, typename F> void map(const Unary &a) {
   const int64_t total = a.rows * a.width, vectors = (total + W - 1) / W;
   const T *x = static_cast<const T *>(a.x);
@@ -57,6 +64,7 @@ template <typename T, typename F> void map(const Unary &a) {
 template <typename T> void gelu(const Unary &a) { map<T, Gelu>(a); }
 template <typename T> void gelu_tanh(const Unary &a) { map<T, GeluTanh>(a); }
 template <typename T> void relu(const Unary &a) { map<T, Relu>(a); }
+template <typename T> void relu2(const Unary &a) { map<T, ReluSquared>(a); }
 
 template <typename T> void add(const Sum &a) {
   const int64_t vectors = (a.elements + W - 1) / W;
@@ -153,6 +161,7 @@ void exp(const float *x, float *out, int64_t n) {
 HEADRACE_BOTH_TYPES(gelu, Unary)
 HEADRACE_BOTH_TYPES(gelu_tanh, Unary)
 HEADRACE_BOTH_TYPES(relu, Unary)
+HEADRACE_BOTH_TYPES(relu2, Unary)
 HEADRACE_BOTH_TYPES(add, Sum)
 HEADRACE_BOTH_TYPES(embed, Embed)
 HEADRACE_BOTH_TYPES(silu_mul, Unary)

@@ -21,6 +21,7 @@ from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder
 from headrace.models.layers import OneByOne
 from headrace.models.rope import Rope
+from headrace.models.spec import RopeSpec
 from tests.support.small_decoders import (
     BIASED,
     EXPERTS,
@@ -39,6 +40,8 @@ LOCAL: dict[str, Any] = dict(
 )
 SIGMOIDS = RoutingSpec("sigmoid", corrected=True, scale=2.5)
 GROUPS = RoutingSpec("sigmoid", corrected=True, groups=2, met_groups=1, summed=2, scale=1.5)
+YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_theta", 1e4))
+MINISTRAL3 = RopeSpec("yarn", YARN, 64, 0.5)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(qkv_bias=True),
@@ -48,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "opt without affine norms": PLAIN | dict(norm_affine=False, rotary=0),
     "rms without weights": dict(norm_affine=False),
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1),
+    "cohere2": dict(norm="layer", norm_bias=False, block="parallel", mlp_norm=False, no_rope_layers=(1,)),
     "falcon40": PLAIN | BIASED | dict(block="parallel", activation="gelu_tanh"),
     "odd width": dict(inner=191),
     "granite": dict(residual_scale=0.22),
@@ -55,6 +59,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3": dict(block="sandwich", activation="gelu_tanh", norm_offset=1.0, qk_norm=True, **LOCAL),
     "gemma odd width": dict(inner=191, activation="gelu_tanh"),
     "smollm3": dict(no_rope_layers=(1,)),
+    "ministral3": dict(rope=MINISTRAL3),
+    "olmo2": dict(block="after", qk_norm=True, qk_norm_whole=True),
+    "hunyuan": dict(qk_norm=True, turn_before_norm=True, head_dim=64),
+    "arcee": dict(gated=False, activation="relu2"),
     "experts": dict(experts=EXPERTS),
     "experts of an odd width": dict(experts=replace(EXPERTS, inner=90, normalised=False)),
     "scaled experts": dict(experts=EXPERTS, residual_scale=0.22),
@@ -98,7 +106,7 @@ def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-@pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss"])
+@pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss", "ministral3", "olmo2", "arcee"])
 def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:
     same_bits(*both(variant, quantization))
 
@@ -152,7 +160,20 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
 @pytest.mark.parametrize("windows", [(None, None), (7, None)])
 @pytest.mark.parametrize(
     "variant",
-    ["llama", "qwen3", "opt350", "falcon7", "granite", "gemma3", "smollm3", "dense and experts", "olmoe"],
+    [
+        "llama",
+        "qwen3",
+        "opt350",
+        "falcon7",
+        "granite",
+        "gemma3",
+        "smollm3",
+        "dense and experts",
+        "olmoe",
+        "ministral3",
+        "olmo2",
+        "hunyuan",
+    ],
 )
 def test_all_layers_in_one_call(
     isa: str, variant: str, windows: tuple[int | None, ...], some: list[int] | None, threads: None

@@ -75,6 +75,7 @@ def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
         "swiglu_oai_mul": (ops.swiglu_oai_mul, of_gpt_oss),
         "gelu": (ops.gelu, F.gelu),
         "relu": (ops.relu, F.relu),
+        "relu2": (ops.relu2, lambda x: F.relu(x).square()),
         "gelu tanh": (partial(ops.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")),
     }
 

@@ -189,6 +189,11 @@ def _plain_rope(config: ModelConfig) -> dict[str, Any]:
     return dict(rope=replace(config.rope, kind="default"))
 
 
+def _even_queries(config: ModelConfig) -> dict[str, Any]:
+    assert config.rope is not None
+    return dict(rope=replace(config.rope, query_beta=0.0))
+
+
 def _without_sinks(config: ModelConfig) -> dict[str, Any]:
     return dict(attention=replace(config.attention, sinks=False))
 
@@ -241,6 +246,9 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "dynamic": ("llama_dynamic", _plain_rope),
     "llama3": ("llama3", _plain_rope),
     "yarn": ("llama_yarn", _plain_rope),
+    "factor of queries": ("ministral3", _even_queries),
+    "norms after the turn": ("hunyuan", dict(turn_before_norm=False)),
+    "squared relu": ("arcee", dict(activation="relu")),
     "norm over all heads": ("olmoe", dict(qk_norm=False, qk_norm_whole=False)),
     "shares that sum up to one": ("mixtral", _plain_shares),
     "shares that do not": ("olmoe", _normalised_shares),

@@ -16,6 +16,7 @@ from headrace.config.routing import CORRECTION
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.layers import Weights
+from headrace.models.plain_config import plain_config
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
 from tests.support.checkpoints import (
@@ -91,6 +92,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite4", dict(shared_intermediate_size=0), "shared_intermediate_size 0 is not supported"),
     ("granite4", dict(position_embedding_type="alibi"), "position_embedding_type 'alibi' is not supported"),
     ("mixtral", dict(num_local_experts=0), "num_experts_per_tok 2 is not supported with 0 experts"),
+    ("ministral3", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "llama_4_scaling_beta is missing"),
+    ("ministral3", dict(rope_parameters=dict(llama_4_scaling_beta=0.1)), "original_max_position_embeddings is missing"),
+    ("ministral3", dict(rope_parameters=dict(llama_4_scaling_beta=0.1, own=1)), "own"),
+    ("mistral3", dict(text_config=dict(model_type="llama")), "not of model_type 'mistral' or 'ministral3'"),
+    ("qwen3_vl", dict(text_config=None), "text_config is missing"),
+    ("arcee", dict(hidden_act="silu"), "hidden_act 'silu'"),
+    ("seed_oss", dict(hidden_act="relu"), "hidden_act 'relu'"),
+    ("hunyuan", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, alpha=2.0)), "rope_parameters.alpha"),
+    ("olmo3", dict(sliding_window=None), "sliding_window is missing or unused"),
+    ("exaone4", dict(sliding_window=None), "sliding_window is missing or unused"),
+    ("exaone4", dict(layer_types=None, sliding_window_pattern="LLG"), "transformers does not accept it as exaone4"),
+    ("cohere2", dict(hidden_act="relu"), "hidden_act 'relu'"),
+    ("cohere2", dict(layer_types=["chunked_attention"] * 3), "chunked_attention"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
     ("olmoe", dict(hidden_act="gelu"), "hidden_act 'gelu'"),
     ("gpt_oss", dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),
@@ -185,6 +199,40 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     folder = copy_of(folder_of("opt"), tmp_path / "model")
     rename(folder, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
     assert same(load_decoder(folder), ours_of("opt"))
+
+
+WITH_VISION = {
+    "gemma3_with_vision": "language_model.model.", "mistral3": "language_model.model.",
+    "mistral3_ministral3": "language_model.model.", "qwen2_5_vl": "model.", "qwen3_vl": "model.language_model.",
+}  # fmt: skip
+"""What names of the text part begin with in published checkpoints."""
+
+
+@pytest.mark.parametrize("kind", WITH_VISION)
+def test_both_forms_of_a_model_with_vision(kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """As it is published, and as transformers calls it in memory: the head stands within the text part, or beside."""
+    build_model(kind).save_pretrained(tmp_path, save_original_format=False)
+    renamed, published = (set(load_file(folder / SINGLE)) for folder in (tmp_path, folder_of(kind)))
+    assert WITH_VISION[kind] + "embed_tokens.weight" in published
+    assert "model.language_model.embed_tokens.weight" in renamed
+    assert any(name.startswith(("model.vision_tower.", "model.visual.")) for name in renamed)
+    assert same(load_decoder(tmp_path), ours_of(kind))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_qwen2_5_vl_without_a_text_part(tied: bool, tmp_path: Path) -> None:
+    """As Qwen published them: the fields of the text beside vision_config, the rotation called mrope."""
+    folder = make_checkpoint("qwen2_5_vl", tmp_path, tie_word_embeddings=tied)
+    whole, path = read_config(folder), folder / "config.json"
+    text = json.loads(path.read_text())["text_config"]
+    rope = text.pop("rope_parameters")
+    flat = text | dict(
+        model_type="qwen2_5_vl", rope_theta=rope["rope_theta"],
+        rope_scaling=dict(type="mrope", mrope_section=rope["mrope_section"]),
+    )  # fmt: skip
+    edit_json(path, remove=("text_config", "tie_word_embeddings"), **flat)
+    edit_json(path, tie_word_embeddings=tied)
+    assert whole.tied == tied and read_config(folder) == plain_config(folder) == whole
 
 
 ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "qwen3_vl_moe", "granite_moe", "granite_moe_shared", "granite4_experts")

@@ -10,6 +10,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from headrace.config import AttentionSpec
 from headrace.models.alibi import alibi_bias
@@ -62,7 +63,15 @@ def test_proportional_frequencies_have_the_bits_of_transformers(parameters: dict
     assert torch.equal(ours, frequencies) and one == factor and 0 < ours.count_nonzero() < 32 and rope.width == 64
 
 
-@pytest.mark.parametrize("kind", ROPES)
+def test_queries_are_multiplied_as_transformers_does_it(folder_of: FolderOf) -> None:
+    """By a factor of their position, behind the keys' rotation in a row of the table."""
+    rope, positions = rope_of(folder_of, "ministral3"), torch.arange(300)
+    keys, queries = rope.at(positions, None).chunk(2, dim=-1)
+    factor = get_llama_4_attn_scale(positions[None], 0.5, 64)[0, 0]
+    assert factor.unique().numel() == 5 and torch.equal(queries, keys * factor)
+
+
+@pytest.mark.parametrize("kind", [*ROPES, "ministral3"])
 def test_a_rotation_has_the_same_bits_whenever_it_is_computed(kind: str, folder_of: FolderOf) -> None:
     positions = torch.arange(700)
     lengths = (positions + 1).clamp(min=200)  # a prompt of 200, then decoding

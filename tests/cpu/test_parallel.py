@@ -240,6 +240,9 @@ def test_turns_with_decode_between(
         "gemma4_small",
         "gpt_oss",
         "deepseek_v2",
+        "ministral3",
+        "hunyuan",
+        "olmo3",
     ],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any, alone: Alone) -> None:

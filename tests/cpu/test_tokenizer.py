@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from headrace.engine import tokenizer
@@ -76,6 +78,27 @@ def test_it_is_the_tokenizer_that_transformers_chooses(name: str, model: str, ki
     for text in (*CORPUS, "</s> <|user|>\n\n  x<tool>｜é｜ ", "\ufffd\u200d🙂"):
         tokens = theirs(text)["input_ids"]
         assert ours(text)["input_ids"] == tokens and ours.decode(tokens) == theirs.decode(tokens)
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("mistral3", 4), ("mistral", 2)])
+def test_words_of_mistral_small_are_those_it_has_learned(model: str, tokens: int, tmp_path: Path) -> None:
+    """Its published tokenizer.json takes numbers by three digits, where the model has seen digit by digit."""
+    vocab = byte_level().get_vocab()
+    vocab |= {"12": len(vocab), "123": len(vocab) + 1}
+    # transformers looks at large ones alone
+    vocab |= {f"word {number}": number for number in range(len(vocab), 100_001)}
+    made = Backend(models.BPE(vocab, [("1", "2"), ("12", "3")]))
+    published = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[^\p{N}]+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([published, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    folder = save(made, tmp_path)
+    text = {"model_type": "mistral", "vocab_size": 400, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    parts = {"text_config": text, "vision_config": {"model_type": "pixtral"}} if model == "mistral3" else text
+    config = parts | {"model_type": model, "transformers_version": "4.52.0"}
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = Tokenizer(folder)
+    assert len(loaded.encode("123a", add_special_tokens=False)) == tokens
+    assert loaded.decode(loaded.encode("123a é", add_special_tokens=False)) == "123a é"
 
 
 @pytest.mark.parametrize(("where", "field"), [

@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -49,14 +57,24 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     OPTConfig,
@@ -65,14 +83,20 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -266,6 +290,66 @@ def _gemma3_with_vision(**fields: Any) -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+MINISTRAL3_ROPE = _rope(
+    "yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+)  # fmt: skip
+_ministral3 = _of(Ministral3ForCausalLM, Ministral3Config, head_dim=64, **MINISTRAL3_ROPE)
+PIXTRAL = dict(
+    model_type="pixtral", hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    image_size=28, patch_size=14,
+)  # fmt: skip
+
+
+def _mistral3(**fields: Any) -> PreTrainedModel:
+    """tie_word_embeddings stands beside text_config."""
+    text = {**LLAMA_SIZES, **GQA, "model_type": "mistral", "sliding_window": None, "head_dim": 64, **fields}
+    tied = text.pop("tie_word_embeddings", False)
+    config = Mistral3Config(text_config=text, vision_config=PIXTRAL, tie_word_embeddings=tied, eos_token_id=NO_TOKEN)
+    return Mistral3ForConditionalGeneration(config)
+
+
+_seed_oss = _of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
+_arcee = _of(ArceeForCausalLM, ArceeConfig)
+_ernie4_5 = _of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=64)
+HUNYUAN_ROPE = _rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+_hunyuan = _of(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, head_dim=64, **HUNYUAN_ROPE)
+_olmo2 = _of(Olmo2ForCausalLM, Olmo2Config)
+_olmo3 = _of(Olmo3ForCausalLM, Olmo3Config, num_hidden_layers=4, sliding_window=WINDOW)
+OLMO3_ROPE = dict(
+    rope_parameters=dict(
+        full_attention=YARN_ROPE["rope_parameters"], sliding_attention=dict(rope_type="default", rope_theta=1e4)
+    )
+)
+EXAONE = dict(num_hidden_layers=3, sliding_window=WINDOW, layer_types=MIXED_WINDOWS["layer_types"])
+_exaone4 = _of(Exaone4ForCausalLM, Exaone4Config, head_dim=64)
+_cohere2 = _of(Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25)
+QWEN_TOKENS = dict(image_token_id=3, video_token_id=4, vision_start_token_id=1, vision_end_token_id=2)
+QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, patch_size=14)
+
+
+def _qwen2_5_vl(**fields: Any) -> PreTrainedModel:
+    text = {**LLAMA_SIZES, **GQA, **fields}
+    vision = QWEN_VISION | dict(fullatt_block_indexes=[0])
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, eos_token_id=NO_TOKEN, **QWEN_TOKENS)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl(**fields: Any) -> PreTrainedModel:
+    """tie_word_embeddings stands beside text_config."""
+    text = {**LLAMA_SIZES, **GQA, "head_dim": 64, **fields}
+    tied = text.pop("tie_word_embeddings", False)
+    vision = QWEN_VISION | dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+    config = Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=tied, eos_token_id=NO_TOKEN, **QWEN_TOKENS
+    )
+    return Qwen3VLForConditionalGeneration(config)
+
+
+def _mrope(*section: int, **parameters: Any) -> dict[str, Any]:
+    return _rope("default", mrope_section=list(section), **parameters)
+
+
 GEMMA4 = dict(
     head_dim=32, global_head_dim=64, num_hidden_layers=4, sliding_window=WINDOW, vocab_size_per_layer_input=VOCAB,
     layer_types=["sliding_attention", "full_attention"] * 2, final_logit_softcapping=10.0,
@@ -305,11 +389,28 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama_yarn": (_llama, YARN_ROPE),
     "mistral": (_mistral, dict(sliding_window=None, head_dim=64)),
     "mistral_window": (_mistral, dict(sliding_window=WINDOW)),
+    "ministral3": (_ministral3, {}),
+    "mistral3": (_mistral3, {}),
+    "mistral3_ministral3": (
+        _mistral3,
+        MINISTRAL3_ROPE | dict(model_type="ministral3", tie_word_embeddings=True),
+    ),
     "qwen2": (_qwen2, {}),
     "qwen2_window": (_qwen2, MIXED_WINDOWS),
     "qwen2_yarn": (_qwen2, YARN_ROPE),
     "qwen3": (_qwen3, {}),
     "qwen3_window": (_qwen3, MIXED_WINDOWS | dict(attention_bias=True)),
+    "qwen2_5_vl": (_qwen2_5_vl, MIXED_WINDOWS | _mrope(4, 6, 6)),
+    "qwen3_vl": (_qwen3_vl, dict(tie_word_embeddings=True) | _mrope(12, 10, 10, mrope_interleaved=True)),
+    "seed_oss": (_seed_oss, dict(mlp_bias=True)),
+    "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
+    "ernie4_5": (_ernie4_5, dict(use_bias=True)),
+    "hunyuan": (_hunyuan, dict(attention_bias=True)),
+    "olmo2": (_olmo2, dict(attention_bias=True)),
+    "olmo3": (_olmo3, OLMO3_ROPE),
+    "exaone4": (_exaone4, EXAONE),
+    "exaone4_plain": (_exaone4, dict(sliding_window=None, layer_types=["full_attention"] * 2)),
+    "cohere2": (_cohere2, EXAONE | dict(attention_bias=True)),
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
     "qwen3_vl_moe": (_qwen3_vl_moe, {}),
@@ -359,12 +460,13 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
-    "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite", "qwen3_vl_moe",
+    "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite", "qwen3_vl_moe", "mistral3",
+    "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5", "exaone4_plain",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (
-    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4",
-    "glm4_moe", "minimax_m2", "ernie_moe", "deepseek_v2",
+    *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
+    "hunyuan", "olmo3", "exaone4", "cohere2", "glm4_moe", "minimax_m2", "ernie_moe", "deepseek_v2",
 )  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 

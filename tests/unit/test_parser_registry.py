@@ -26,6 +26,8 @@ TEMPLATES = {
     "qwen3": (SHOWN + "<tool_call>\n{\"name\": {% if '</think>' in content %}<think>", "hermes", "think"),
     "qwen2.5": (SHOWN + '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n', "hermes", NONE),
     "qwen3-coder": (SHOWN + "<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder", NONE),
+    "seed-oss": (SHOWN + "'<seed:tool_call>' <function=example_function_name>\n<parameter= '</seed:think>'",
+                 "seed_oss", "seed_oss"),
     "llama3.1": (SHOWN + '{"name": function name, "parameters": dictionary of argument name and its value}',
                  "llama3_json", NONE),
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
@@ -67,6 +69,13 @@ def test_settings_know_every_format() -> None:
     for name, value in (("tool_call_parser", "hermse"), ("reasoning_parser", "thinking")):
         with pytest.raises(ValueError, match=f"{name} must be auto or one of .*; did you mean"):
             EngineConfig(model="tiny", **{name: value})
+
+
+def test_reasoning_between_marks_of_seed_oss() -> None:
+    call = "<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>"
+    for opened, text in (("<seed:think>", "why </seed:think>" + call), ("", "<seed:think>why</seed:think>\n" + call)):
+        found = answer(make_parser(Formats("seed_oss", "seed_oss"), TOOLS, prompt_end=opened), text)
+        assert (found.reasoning, found.text, [each.name for each in found.calls]) == ("why", "", ["f"])
 
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'

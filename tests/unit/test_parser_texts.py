@@ -122,6 +122,12 @@ STREAMED = [
         "ab",
         "\n</parameter>\n</function>\n</tool_call>",
     ),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=search>\n<parameter=q>",
+        "ab",
+        "</parameter>\n</function>\n</seed:tool_call>",
+    ),
 ]
 
 

@@ -21,6 +21,7 @@ BEGINNINGS = {"hermes": '<tool_call>{"name": "search", "arguments": {"a": ',
               "mistral": '[TOOL_CALLS]search[ARGS]{"a": ',
               "pythonic": "[search(a=", "qwen3_coder": "<function=search><parameter=a>",
               "json": '{"name": "search", "arguments": ', "llama3_json": '{"name": "search", "parameters": ',
+              "seed_oss": "<function=search><parameter=a>",
               "openai": "<|channel|>commentary to=functions.search <|message|>"}
 # fmt: on
 LENGTH = 160

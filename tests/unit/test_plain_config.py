@@ -22,12 +22,18 @@ SMALL = dict(hidden_size=32, num_attention_heads=4, original_max_position_embedd
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
+MINISTRAL3_ROPE = dict(
+    type="yarn", rope_type="yarn", factor=16.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1, original_max_position_embeddings=16384,
+)  # fmt: skip
+HUNYUAN_ROPE = dict(type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0)
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
 ERNIE_MOE = "Ernie4_5_MoeForCausalLM"
 MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
+QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
@@ -165,6 +171,45 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[ERNIE_MOE], moe_num_shared_experts=0, tie_word_embeddings=False, rope_theta=1e6),
     dict(architectures=[ERNIE_MOE], moe_k=65),
     dict(architectures=[ERNIE_MOE], use_bias=True),
+    dict(architectures=["Ministral3ForCausalLM"], rope_scaling=MINISTRAL3_ROPE, rope_theta=1e6, sliding_window=64),
+    dict(architectures=["Ministral3ForCausalLM"], rope_parameters=MINISTRAL3_ROPE | dict(llama_4_scaling_beta=None)),
+    dict(architectures=["Mistral3ForConditionalGeneration"], num_hidden_layers=7, rope_theta=1e9, head_dim=128),
+    dict(architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=False, sliding_window=None),
+    dict(architectures=["Mistral3ForConditionalGeneration"], text_config=dict(model_type="ministral3")),
+    dict(architectures=["Mistral3ForConditionalGeneration"], text_config=dict(model_type="llama")),
+    dict(architectures=[QWEN2_5_VL], rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]), rope_theta=1e6),
+    dict(architectures=[QWEN2_5_VL], rope_scaling=dict(type="yarn", mrope_section=[16, 24, 24], factor=4.0)),
+    dict(architectures=[QWEN2_5_VL], max_window_layers=1, **WINDOWS),
+    dict(architectures=[QWEN2_5_VL], text_config=None, hidden_size=128, num_attention_heads=4, num_key_value_heads=2),
+    dict(architectures=[QWEN2_5_VL], tie_word_embeddings=True, hidden_size=1024, num_hidden_layers=3),
+    dict(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling=dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True),
+        rope_theta=5e6,
+    ),
+    dict(
+        architectures=["SeedOssForCausalLM"], attention_bias=False, attention_out_bias=True, mlp_bias=True, head_dim=64
+    ),
+    dict(architectures=["ArceeForCausalLM"], mlp_bias=True, rope_scaling=dict(rope_type="yarn", factor=20.0)),
+    dict(architectures=["ArceeForCausalLM"], hidden_act="silu"),
+    dict(architectures=["Ernie4_5ForCausalLM"], use_bias=True, rope_theta=1e6, tie_word_embeddings=False),
+    dict(architectures=["Ernie4_5ForCausalLM"], use_bias=None, num_key_value_heads=None),
+    dict(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=HUNYUAN_ROPE, head_dim=128, attention_bias=True),
+    dict(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=HUNYUAN_ROPE | dict(alpha=None), head_dim=128),
+    dict(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=dict(type="dynamic", factor=2.0), head_dim=64),
+    dict(architectures=["Olmo2ForCausalLM"], rope_theta=5e5, attention_bias=True, num_key_value_heads=8),
+    dict(architectures=["Olmo3ForCausalLM"], rope_scaling=dict(rope_type="yarn", factor=8.0), rope_theta=6e5),
+    dict(architectures=["Olmo3ForCausalLM"], layer_types=FULL, num_hidden_layers=3, sliding_window=None),
+    dict(
+        architectures=["Olmo3ForCausalLM"], rope_parameters=dict(sliding_attention=dict(rope_type="linear", factor=2.0))
+    ),
+    dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=7, sliding_window_pattern=3, head_dim=128),
+    dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=3, layer_types=FULL, sliding_window=None),
+    dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=3, layer_types=FULL, sliding_window_pattern="LLLG"),
+    dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=2, rope_theta=5e4, num_key_value_heads=8),
+    dict(architectures=["Cohere2ForCausalLM"], layer_types=FULL, num_hidden_layers=3, logit_scale=0.5, head_dim=256),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),
@@ -201,6 +246,22 @@ def test_quantisation_stands_beside_the_text_part(tmp_path: Path) -> None:
     folder = written(tmp_path, given | dict(quantization_config=dict(quant_method="gptq", bits=3)))
     for read in (read_config, plain_config):
         with pytest.raises(UnsupportedModel, match="gptq of 3 bits"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(architectures=["Exaone4ForCausalLM"], sliding_window=None),
+        dict(architectures=["Exaone4ForCausalLM"], sliding_window_pattern="LLLG"),
+        dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=0),
+        dict(architectures=["Gemma3ForCausalLM"], sliding_window_pattern=0),
+    ],
+)
+def test_layers_that_nothing_tells_apart(given: dict[str, Any], tmp_path: Path) -> None:
+    folder = written(tmp_path, given)
+    for read, told in ((read_config, "transformers does not accept"), (plain_config, "layer_types is missing")):
+        with pytest.raises(UnsupportedModel, match=told):
             read(folder)
 
 

@@ -12,8 +12,8 @@ from headrace.types import did_you_mean
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
-TOOL_PARSERS = ("hermes", "qwen3_coder", "llama3_json", "mistral", "pythonic", "openai", "json", "none")
-REASONING_PARSERS = ("think", "mistral", "harmony", "none")
+TOOL_PARSERS = ("hermes", "qwen3_coder", "seed_oss", "llama3_json", "mistral", "pythonic", "openai", "json", "none")
+REASONING_PARSERS = ("think", "mistral", "seed_oss", "harmony", "none")
 PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                   "qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony"}  # fmt: skip
 """vLLM's names of formats -> ours, where these differ."""
@@ -140,14 +140,14 @@ class ServerSettings(SettingsRecord):
     )
     tool_call_parser: str = setting(
         "auto",
-        "How the model writes calls of tools: hermes, qwen3_coder, llama3_json, mistral, pythonic, openai, json, or "
-        "none (calls stay text). auto: as its chat template says.",
+        "How the model writes calls of tools: hermes, qwen3_coder, seed_oss, llama3_json, mistral, pythonic, openai, "
+        "json, or none (calls stay text). auto: as its chat template says.",
         check=_a_parser(TOOL_PARSERS),
     )
     reasoning_parser: str = setting(
         "auto",
-        "How the model writes its reasoning: think, mistral, harmony, or none (it stays text). auto: as its chat "
-        "template says.",
+        "How the model writes its reasoning: think, mistral, seed_oss, harmony, or none (it stays text). auto: as its "
+        "chat template says.",
         check=_a_parser(REASONING_PARSERS),
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")

@@ -66,8 +66,8 @@ Watch = Callable[[int, Tensor], object]
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What the layers of a model have in common. order: as models.spec.Block. activation: silu_mul or gelu_tanh_mul
-    (gated MLPs), gelu, gelu_tanh or relu. rms: the norm is RMS norm where it has weights, to which norm_offset is
-    added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router. gated:
+    (gated MLPs), gelu, gelu_tanh, relu or relu2. rms: the norm is RMS norm where it has weights, to which norm_offset
+    is added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router. gated:
     attention is let through by gates, which lie behind q, k and v. recurrent: of layers that have a net.
     more: facts that C++ alone needs, by the names of its Block (csrc/binding/model.cpp)."""
 
@@ -89,10 +89,14 @@ class LayerShape:
 
 
 class LayerWeights(Protocol):
-    """A layer's vectors and matrices by our names, without the layer's prefix. rotation: models.spec.rotation."""
+    """A layer's vectors and matrices by our names, without the layer's prefix. rotation, query_first: as in
+    models.spec.ModelConfig."""
 
     @property
     def rotation(self) -> tuple[int, int]: ...
+
+    @property
+    def query_first(self) -> int: ...
 
     @property
     def net(self) -> Net | None: ...
@@ -126,7 +130,7 @@ class Blocks:
         self.shape = shape
         self.layers = layers  # keeps the memory that the blocks point to
         self.blocks = [_block(shape, layer, query=True) for layer in layers]
-        self.turns = max(sum(layer.rotation) for layer in layers)
+        self.turns = max(max(layer.rotation[0], layer.query_first) + layer.rotation[1] for layer in layers)
         self.places = _places(layers)
         heads = shape.attention.heads * shape.attention.head_dim
         whole = heads % cpu.COLUMNS or shape.gated or shape.recurrent is not None
@@ -280,7 +284,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         norm_of(shape, layer.weights, name)
         for name in ("attention_norm", "mlp_norm" if shape.mlp_norm else "attention_norm")
     )
-    out_norms = [f"{part}_out_norm" for part in ("attention", "mlp")] if shape.order == "sandwich" else []
+    out_norms = [f"{part}_out_norm" for part in ("attention", "mlp")] if shape.order in ("sandwich", "after") else []
     first, rotated = layer.rotation
     if rotated % 2 or rotated > spec.head_dim:
         raise ValueError(f"cannot rotate {rotated} of {spec.head_dim} elements")
@@ -296,7 +300,8 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         heads=spec.heads if query else 0, kv_heads=spec.kv_heads, dim=spec.head_dim, eps=shape.eps, qkv=qkv, out=out,
         up=mlps[0][0], down=mlps[0][1], attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
-        norm_whole=shape.qk_norm_whole, experts=None if experts is None else _experts(shape, layer, experts, mlps),
+        query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
+        experts=None if experts is None else _experts(shape, layer, experts, mlps),
         gated=shape.gated and layer.net is None, net=_net(shape, layer), **shape.more,
     )  # fmt: skip
 

@@ -52,8 +52,8 @@ capabilities = Capabilities(
 )  # fmt: skip
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "sigmoid_mul", "gelu", "relu", "rotary",
-    "gated_delta", "greatest", "softmax_sums", "soft_cap",
+    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "sigmoid_mul", "gelu", "relu", "relu2",
+    "rotary", "gated_delta", "greatest", "softmax_sums", "soft_cap",
 )  # fmt: skip
 """The row-wise ones."""
 
@@ -262,6 +262,11 @@ def gelu(x: Tensor, tanh: bool = False) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
     return _elementwise("relu", x)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0) squared."""
+    return _elementwise("relu2", x)
 
 
 def _elementwise(name: str, x: Tensor) -> Tensor:

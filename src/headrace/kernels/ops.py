@@ -116,13 +116,15 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: st
 
 
 def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, kind: str = "relu") -> Tensor:
-    """f of x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N]. kind: relu, gelu or gelu_tanh."""
-    if isinstance(weight, Tensor) and dispatch.on_gpu(x):
+    """f of x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N]. kind: relu, relu2, gelu or gelu_tanh."""
+    if isinstance(weight, Tensor) and dispatch.on_gpu(x) and kind != "relu2":
         from headrace.kernels.triton import products
 
         return products.activated_linear(x, weight, bias, kind)
     out = linear(x, weight, bias)
-    return relu(out) if kind == "relu" else gelu(out, "tanh" if kind == "gelu_tanh" else "none")
+    if kind in ("relu", "relu2"):
+        return relu(out) if kind == "relu" else relu2(out)
+    return gelu(out, "tanh" if kind == "gelu_tanh" else "none")
 
 
 def gated(gate_up: Tensor, gate: str) -> Tensor:
@@ -282,6 +284,11 @@ def whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
     return cpu.relu(x) if dispatch.native(x) else F.relu(x)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """max(x, 0) squared."""
+    return cpu.relu2(x) if dispatch.native(x) else F.relu(x).square()
 
 
 def greatest(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
     try:
         family = _family(raw)
         if family.text_type is not None:
-            raw = _text_part(raw, family)
+            raw = _text_part(family.completed(raw), family)
         _refuse_fields(raw, family)
         scheme = scheme_of(raw)
         config = normalised(raw, family)
@@ -56,10 +56,10 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             hidden_size=config.hidden_size,
             layers=config.num_hidden_layers,
             dtype=_dtype(raw, folder),
-            tied=config.tie_word_embeddings,
+            tied=getattr(config, "tie_word_embeddings", False),
             head=raw["architectures"][0] not in HEADLESS | CLASSIFIERS,
             labels=_labels(raw) if raw["architectures"][0] in CLASSIFIERS else (),
-            bos_token_id=config.bos_token_id,
+            bos_token_id=getattr(config, "bos_token_id", None),
             tiled_values=has_tiled_values(folder),
             eos_token_ids=_eos(config, folder),
             stored=stored_weights(folder, scheme),
@@ -80,14 +80,16 @@ def _family(raw: dict[str, Any]) -> Family:
     if raw.get("model_type") != family.model_type:
         # transformers picks the class by model_type: the two must agree, or ours would not be the class it runs
         raise UnsupportedModel(f"model_type {raw.get('model_type')!r} is not supported for {architectures[0]}")
-    return family
+    text = (raw.get("text_config") or {}).get("model_type")
+    return next((each for each in family.other_texts if each.text_type == text), family)
 
 
 def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """The fields of text_config, with those that stand beside it: what is said of the whole model."""
     text = raw.get("text_config")
     if not isinstance(text, dict) or text.get("model_type") != family.text_type:
-        raise UnsupportedModel(f"text_config is missing, or not of model_type {family.text_type!r}")
+        known = " or ".join(repr(each.text_type) for each in (family, *family.other_texts))
+        raise UnsupportedModel(f"text_config is missing, or not of model_type {known}")
     for name in (*OF_THE_WHOLE, *QUANTISED_FIELDS):
         if raw.get(name) is not None:
             text = text | {name: raw[name]}
@@ -166,6 +168,6 @@ def _eos(config: Any, folder: Path) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     schema.check(generation, schema.GenerationConfig, path)
-    values = [config.eos_token_id, generation.get("eos_token_id")]
+    values = [getattr(config, "eos_token_id", None), generation.get("eos_token_id")]
     found = [token for value in values for token in (value if isinstance(value, list) else [value])]
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))

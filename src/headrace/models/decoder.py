@@ -312,7 +312,7 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         experts=config.experts,
         gated=config.attention_gate,
         recurrent=config.recurrent,
-        more=dict(residual_scale=config.residual_scale),
+        more=dict(residual_scale=config.residual_scale, turn_before_norm=config.turn_before_norm),
     )
 
 

@@ -21,7 +21,7 @@ from headrace.kernels.records import QKRotary
 from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
-from headrace.models.spec import ExpertsSpec, ModelConfig
+from headrace.models.spec import NORMED_BEHIND, ExpertsSpec, ModelConfig
 
 Weights = dict[str, Tensor]
 Matrices = dict[str, ops.Weight]
@@ -39,7 +39,8 @@ class Layer:
     ) -> None:
         self.config = config
         self.index = index
-        self.rotation = config.rotation(index)
+        self.rotation, self.query_first = config.rotation(index), config.query_first(index)
+        self.turned_apart = config.turned_apart(index)
         self.whole = whole
         prefix = f"layers.{index}."
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -98,7 +99,7 @@ class Layer:
     def _added(self, name: str, part: Tensor) -> Tensor:
         """What a part [T, this rank's share of H] adds to the residual stream [T, H]."""
         y = self.whole("hidden", part)
-        if self.config.block == "sandwich":
+        if self.config.block in NORMED_BEHIND:
             y = self._norm(name, y)
         return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
 
@@ -107,7 +108,7 @@ class Layer:
         spec = self.config.attention
         own = spec.heads + 2 * spec.kv_heads
         heads = self._linear("qkv", x).view(len(x), own + self.config.attention_gate * spec.heads, spec.head_dim)
-        if self.config.qk_norm_whole:
+        if self.turned_apart:
             q, k, v = heads[:, :own].split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
             q, k = self._turned("q_norm", q, cos_sin), self._turned("k_norm", k, cos_sin)
             attended = attend(self.place, q, k, v) if rows is None else attend(self.place, q, k, v, rows)
@@ -137,12 +138,15 @@ class Layer:
 
     def _turned(self, name: str, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """Queries or keys, normed if the model does that and rotated."""
+        first, width = self.query_first if name == "q_norm" else self.rotation[0], self.rotation[1]
+        turns = cos_sin[:, first : first + width] if cos_sin is not None and width else None
+        if turns is not None and self.config.turn_before_norm:
+            heads, turns = ops.rotary(heads, turns), None
         if self.config.qk_norm_whole:
             heads = self._normed_together(name, heads)
         elif self.config.qk_norm:
             heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
-        first, width = self.rotation
-        return heads if cos_sin is None or not width else ops.rotary(heads, cos_sin[:, first : first + width])
+        return heads if turns is None else ops.rotary(heads, turns)
 
     def _normed_together(self, name: str, heads: Tensor) -> Tensor:
         """Queries or keys, all heads of a row in one norm: those of all ranks."""
@@ -155,7 +159,7 @@ class Layer:
         """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them. Where keys are normed over the
         heads of all tensor ranks, these call it alike. Raises RankLost."""
         spec = self.config.attention
-        x = x if self.config.block == "post" else self._norm("attention_norm", x)
+        x = x if self.config.block in ("post", "after") else self._norm("attention_norm", x)
         queries = spec.heads * spec.head_dim
         weight, bias = self.matrices["qkv.weight"], self.weights.get("qkv.bias")
         tail = ops.outputs_from(weight, queries)
@@ -165,7 +169,7 @@ class Layer:
             heads = ops.linear(x, tail, None if bias is None else bias[queries:])
         width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
         heads = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim)
-        if not self.config.qk_norm_whole:
+        if not self.turned_apart:
             return self._rotary(0, cos_sin)(heads)[1:]
         k, v = heads.split(spec.kv_heads, dim=1)
         return self._turned("k_norm", k, cos_sin), v
@@ -245,7 +249,10 @@ class Layer:
         return norm(self.config, self.weights, name, x)
 
     def _joined(self, name: str, x: Tensor, part: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + part [T, H], and the norm of that."""
+        """x + part [T, H], and the norm of that, unless the model norms what is behind alone."""
+        if self.config.block == "after":
+            total = x if part is None else x + part
+            return total, total
         if part is None:
             return x, self._norm(name, x)
         weight, bias = self.weights.get(name + ".weight"), self.weights.get(name + ".bias")

@@ -44,6 +44,7 @@ GEMMA: dict[str, Any] = COMMON | dict(
     query_pre_attn_scalar=256, sliding_window=4096, layer_types=None, final_logit_softcapping=30.0,
     attn_logit_softcapping=50.0, use_bidirectional_attention=None,
 )  # fmt: skip
+OLMO2: dict[str, Any] = LLAMA | dict(vocab_size=50304, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=50279)
 GEMMA4: dict[str, Any] = COMMON | dict(
     vocab_size=262144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30, num_attention_heads=8,
     num_key_value_heads=4, head_dim=256, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=131072,
@@ -73,8 +74,55 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA
     | dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
+    "ministral3": LLAMA
+    | dict(
+        vocab_size=131072, intermediate_size=14336, num_hidden_layers=34, num_key_value_heads=8, head_dim=128,
+        max_position_embeddings=262144, rms_norm_eps=1e-5, sliding_window=None,
+    ),
     "qwen2": QWEN,
     "qwen3": QWEN | dict(head_dim=128, attention_bias=False),
+    "qwen2_5_vl_text": QWEN
+    | dict(
+        vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, rms_norm_eps=1e-5, max_window_layers=80, bos_token_id=151643, eos_token_id=151645,
+    ),
+    "qwen3_vl_text": COMMON
+    | dict(
+        vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, head_dim=128, hidden_act="silu", max_position_embeddings=128000, rms_norm_eps=1e-6,
+        attention_bias=False,
+    ),
+    "seed_oss": LLAMA
+    | dict(
+        vocab_size=155136, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=80, num_key_value_heads=8,
+        max_position_embeddings=524288, bos_token_id=0, attention_bias=True, attention_out_bias=False, head_dim=128,
+    ),
+    "arcee": LLAMA
+    | dict(
+        hidden_size=2560, intermediate_size=18432, hidden_act="relu2", max_position_embeddings=4096, rms_norm_eps=1e-5,
+        bos_token_id=128000, eos_token_id=128001,
+    ),
+    "ernie4_5": LLAMA
+    | dict(
+        vocab_size=103424, hidden_size=1024, intermediate_size=3072, num_hidden_layers=18, num_attention_heads=16,
+        num_key_value_heads=2, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        use_bias=False, head_dim=128,
+    ),
+    "hunyuan_v1_dense": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5),
+    "olmo2": OLMO2,
+    "olmo3": OLMO2 | dict(sliding_window=4096, layer_types=None),
+    "exaone4": LLAMA
+    | dict(
+        vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5, bos_token_id=0,
+        sliding_window=4096, sliding_window_pattern=4, layer_types=None,
+    ),
+    "cohere2": COMMON
+    | dict(
+        vocab_size=256000, hidden_size=8192, intermediate_size=22528, logit_scale=0.0625, num_hidden_layers=40,
+        num_attention_heads=64, num_key_value_heads=None, hidden_act="silu", max_position_embeddings=8192,
+        layer_norm_eps=1e-5, bos_token_id=5, eos_token_id=255001, tie_word_embeddings=True, attention_bias=False,
+        sliding_window=4096, layer_types=None,
+    ),
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_NEXT
     | dict(
@@ -220,16 +268,25 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Fields of some classes, by the names that override them."""
 THETA = 10_000.0
-THETAS = {
-    "smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0,
-    "minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_moe": 500_000.0,
-}  # fmt: skip
+THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
+THETAS |= {"minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_moe": 500_000.0}
+THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0, "olmo3": 500_000.0}
 """Where the class has another one."""
+LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}
+"""Of layers with a window, where they have a base of their own."""
 PARTS = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
 )
+MINISTRAL3_ROPE = dict(
+    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
+    beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
+)  # fmt: skip
+ROPES = {"gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE}
+"""Where the class has more than a base."""
+EVERY_FOURTH = ("olmo3", "exaone4", "cohere2")
+"""Of their layers has no window, unless the file says otherwise."""
 GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
 """What transformers calls the kinds of layers that Granite 4's files name."""
 GLM_ENDS = [151329, 151336, 151338]
@@ -275,12 +332,15 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type in ("glm", "glm4") and values["eos_token_id"] is None:
         values["eos_token_id"] = GLM_ENDS
     if model_type.startswith("gemma") and values["layer_types"] is None:
-        every = 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6)
-        values["layer_types"] = [KINDS[(i + 1) % every != 0] for i in range(values["num_hidden_layers"])]
+        _fill_in_layer_types(values, 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6))
     if model_type == "granitemoehybrid":
         given = values["layer_types"]
         kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
         values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
+    if model_type in EVERY_FOURTH and values["layer_types"] is None:
+        untold = model_type == "exaone4" and values["sliding_window"] is None
+        every = 0 if untold else 4 if model_type == "olmo3" else values.get("sliding_window_pattern", 4)
+        _fill_in_layer_types(values, every)
     if model_type == "gpt_oss" and values["layer_types"] is None:
         values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
     if "full_attention_interval" in values and values["layer_types"] is None:
@@ -298,6 +358,13 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
             values["num_kv_heads"] = heads
         if values["ffn_hidden_size"] is None:
             values["ffn_hidden_size"] = values["hidden_size"] * 4
+
+
+def _fill_in_layer_types(values: dict[str, Any], every: Any) -> None:
+    """A window in all layers but each `every`th."""
+    if not isinstance(every, int) or every < 1:
+        raise UnsupportedModel("layer_types is missing, and sliding_window_pattern does not tell them")
+    values["layer_types"] = [KINDS[(layer + 1) % every != 0] for layer in range(values["num_hidden_layers"])]
 
 
 def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_experts: bool) -> None:
@@ -348,11 +415,11 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     if model_type == "gemma4_text":
         values["rope_parameters"] = given.get("rope_parameters") or GEMMA4_ROPES
         return None
-    if model_type == "gemma3_text":
-        return _fill_in_two_ropes(values, given)
+    if model_type in LOCAL_THETAS:
+        return _fill_in_two_ropes(values, given, model_type)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
-    if model_type == "gpt_oss" and not rope:
-        rope = dict(GPT_OSS_ROPE)
+    if not rope:
+        rope = dict(ROPES.get(model_type, {}))
     rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
     if part is None and model_type == "minimax_m2" and values.get("rotary_dim") is not None:
@@ -365,12 +432,12 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     values["rope_parameters"] = rope
 
 
-def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any]) -> None:
-    """The same by kind of layer, as Gemma 3 has it."""
+def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
+    """The same by kind of layer, as Gemma 3 and OLMo 3 have it."""
     ropes = {kind: dict((given.get("rope_parameters") or {}).get(kind) or {}) for kind in KINDS}
     ropes[KINDS[0]].update(given.get("rope_scaling") or {})
-    ropes[KINDS[0]].setdefault("rope_theta", given.get("rope_theta", THETAS["gemma3_text"]))
-    ropes[KINDS[1]].setdefault("rope_theta", given.get("rope_local_base_freq", THETA))
+    ropes[KINDS[0]].setdefault("rope_theta", given.get("rope_theta", THETAS[model_type]))
+    ropes[KINDS[1]].setdefault("rope_theta", given.get("rope_local_base_freq", LOCAL_THETAS[model_type]))
     for rope in ropes.values():
         _complete(rope, values)
     values["rope_parameters"] = ropes

@@ -24,7 +24,8 @@ CACHED_BLOCKS = 1024
 
 
 class Rope:
-    """Table of rotations of one model: rows of (cos, sin), those of layers that rotate otherwise (`local`) behind.
+    """Table of rotations of one model: rows of (cos, sin), those of queries behind where a factor of their position is
+    in them, and those of layers that rotate otherwise (`local`) behind that.
 
     With dynamic NTK the frequencies depend on the length of the sequence. As transformers computes it, a token at
     position i of a request with prompt length L is rotated for length max(L, i + 1), or the model's own length if that
@@ -39,7 +40,7 @@ class Rope:
         self.head_dim = head_dim
         self.by_length = spec.kind in LENGTH_DEPENDENT
         self.local = None if local is None else Rope(local, local_dim or head_dim)
-        self.width: int = spec.width(head_dim) + (0 if self.local is None else self.local.width)
+        self.width: int = spec.columns(head_dim) + (0 if self.local is None else self.local.width)
         self._carrier = None if spec.kind in OWN else _carrier(spec, head_dim)
         self._table = torch.empty(0, self.width)
         self._frequencies = lru_cache(CACHED_BLOCKS)(self._compute_frequencies)
@@ -80,8 +81,17 @@ class Rope:
         inverse, factor = self._frequencies(length)
         positions = torch.arange(index * BLOCK, (index + 1) * BLOCK).float()
         angles = positions[:, None] * inverse
-        local = () if self.local is None else (self.local._compute_block(length, index),)
-        return torch.cat((angles.cos() * factor, angles.sin() * factor, *local), dim=-1)
+        turns = [torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)]
+        if self.spec.query_beta:
+            turns.append(turns[0] * self._query_factors(positions)[:, None])
+        if self.local is not None:
+            turns.append(self.local._compute_block(length, index))
+        return torch.cat(turns, dim=-1)
+
+    def _query_factors(self, positions: Tensor) -> Tensor:
+        """What queries at positions [BLOCK] are multiplied by (see RopeSpec)."""
+        periods = torch.floor(positions / dict(self.spec.parameters)["original_max_position_embeddings"])
+        return 1 + self.spec.query_beta * torch.log(1 + periods)
 
     def _compute_frequencies(self, length: int) -> tuple[Tensor, float]:
         """Angle per position, one for two elements that are rotated, and the factor on cos and sin."""

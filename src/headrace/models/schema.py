@@ -58,6 +58,9 @@ class RopeFields(msgspec.Struct):
     sliding_attention: RopeFields | UnsetType | None = UNSET
     mrope_section: Annotated[list[Small], Meta(max_length=16)] | UnsetType | None = UNSET
     mrope_interleaved: Flag = UNSET
+    llama_4_scaling_beta: Scale = UNSET
+    alpha: Scale = UNSET
+    max_position_embeddings: Length = UNSET
 
 
 class LayerFields(msgspec.Struct):
@@ -97,11 +100,14 @@ class ConfigFields(msgspec.Struct):
     max_position_embeddings: Length = UNSET
     rms_norm_eps: Epsilon = UNSET
     layer_norm_epsilon: Epsilon = UNSET
+    layer_norm_eps: Epsilon = UNSET
     hidden_act: ShortText = UNSET
     activation: ShortText = UNSET
     activation_function: ShortText = UNSET
     attention_bias: Flag = UNSET
+    attention_out_bias: Flag = UNSET
     mlp_bias: Flag = UNSET
+    use_bias: Flag = UNSET
     bias: Flag = UNSET
     enable_bias: Flag = UNSET
     alibi: Flag = UNSET
@@ -133,7 +139,6 @@ class ConfigFields(msgspec.Struct):
     moe_layer_start_index: Small | UnsetType | None = UNSET
     moe_layer_end_index: Small | UnsetType | None = UNSET
     moe_layer_interval: Count = UNSET
-    use_bias: Flag = UNSET
     use_qk_norm: Flag = UNSET
     qk_norm_type: ShortText = UNSET
     scoring_func: ShortText = UNSET
@@ -169,6 +174,7 @@ class ConfigFields(msgspec.Struct):
     attention_multiplier: Factor = UNSET
     residual_multiplier: Factor = UNSET
     logits_scaling: Factor = UNSET
+    logit_scale: Factor = UNSET
     query_pre_attn_scalar: Factor = UNSET
     attn_logit_softcapping: Factor = UNSET
     final_logit_softcapping: Factor = UNSET
@@ -184,7 +190,7 @@ class ConfigFields(msgspec.Struct):
     enable_moe_block: Flag = UNSET
     top_k_experts: Count = UNSET
     rope_local_base_freq: Theta = UNSET
-    sliding_window_pattern: Count = UNSET
+    sliding_window_pattern: Annotated[int, Meta(ge=0, le=1 << 16)] | ShortText = UNSET
     full_attention_interval: Count = UNSET
     linear_conv_kernel_dim: Count = UNSET
     linear_key_head_dim: Count = UNSET

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from headrace.config.routing import CORRECTION
-from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, LatentSpec, LayerInputs, ModelConfig
+from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, NORMED_BEHIND, LatentSpec, LayerInputs, ModelConfig
 
 OF_HEADS = re.compile(r"layers\.\d+\.(heads|(keys|values)\.\d+)\.weight$")
 
@@ -48,7 +48,8 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
     if config.layer_inputs is not None:
         slots |= _layer_inputs(config, config.layer_inputs)
     for index in range(config.layers):
-        slots |= _norm(config, f"layers.{index}.attention_norm") | _mixer(config, index)
+        slots |= _norm(config, f"layers.{index}.attention_norm") if config.block != "after" else {}
+        slots |= _mixer(config, index)
         slots |= _mlp(config, index)
         if config.layer_inputs is not None:
             slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
@@ -127,8 +128,8 @@ def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
 
 def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, spec = f"layers.{layer}.", config.experts_of(layer)
-    slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm else {}
-    if config.block == "sandwich":
+    slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm and config.block != "after" else {}
+    if config.block in NORMED_BEHIND:
         slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")
     if spec is None or spec.beside:
         slots |= _up_and_down(config, prefix, config.inner(layer))
@@ -194,5 +195,5 @@ def _linear(name: str, parts: tuple[int, ...], columns: int, bias: bool) -> dict
 def _norm(config: ModelConfig, name: str) -> dict[str, Slot]:
     if not config.norm_affine:
         return {}
-    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    kinds = ("weight", "bias") if config.norm == "layer" and config.norm_bias else ("weight",)
     return {f"{name}.{kind}": Slot((config.hidden_size,)) for kind in kinds}

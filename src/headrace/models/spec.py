@@ -29,11 +29,13 @@ from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
 Norm = Literal["rms", "layer"]
-Block = Literal["pre", "post", "parallel", "sandwich"]
+Block = Literal["pre", "post", "parallel", "sandwich", "after"]
 """pre: x + f(norm(x)), attention then MLP. post: norm(x + f(x)). parallel: x + attention(norm(x)) + mlp(norm(x)).
-sandwich: x + norm(f(norm(x))), each norm with weights of its own."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"]
-"""swiglu_oai, of gated MLPs alone, takes both halves: see kernels.ops.swiglu_oai_mul."""
+sandwich: x + norm(f(norm(x))), each norm with weights of its own. after: x + norm(f(x)), attention then MLP."""
+NORMED_BEHIND: tuple[Block, ...] = ("sandwich", "after")
+"""Those that norm what is added to the residual stream."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
+"""relu2: the square of relu. swiglu_oai, of gated MLPs alone, takes both halves: see kernels.ops.swiglu_oai_mul."""
 Positions = Literal["rope", "learned", "alibi"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")
@@ -51,17 +53,25 @@ class RopeSpec:
 
     `original_length` is the length up to which the rotation is not stretched: the configuration's
     max_position_embeddings, and for longrope original_max_position_embeddings.
+
+    query_beta: rotated queries are multiplied by 1 + query_beta * ln(1 + floor(position / the original length of the
+    `parameters`)), as Llama 4 tempers attention over long contexts; 0: by 1.
     """
 
     kind: RopeKind
     parameters: tuple[tuple[str, Any], ...]
     original_length: int
+    query_beta: float = 0.0
 
     def width(self, head_dim: int) -> int:
         """How many elements of a head are rotated, the first ones. proportional: all, the slow ones by nothing."""
         if self.kind == "proportional":
             return head_dim
         return int(head_dim * dict(self.parameters).get("partial_rotary_factor", 1.0))
+
+    def columns(self, head_dim: int) -> int:
+        """Elements of its rows in models.rope's table: (cos, sin), and once more for queries where theirs differ."""
+        return self.width(head_dim) * (2 if self.query_beta else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +149,10 @@ class LatentSpec:
 class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
 
+    norm_affine, norm_bias: whether norms have weights, and LayerNorms biases.
     mlp_bias: of MLPs, and where a layer has experts of each of them and of the router.
     qk_norm: queries and keys are normed, head by head, or with qk_norm_whole all heads of a row together.
+    turn_before_norm: they are rotated first.
     local_rope: the rotation in layers with a window, where theirs is another one than `rope`. no_rope_layers: layers
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
@@ -177,10 +189,12 @@ class ModelConfig:
     rope: RopeSpec | None = None
     block: Block = "pre"
     norm_affine: bool = True
+    norm_bias: bool = True
     mlp_norm: bool = True
     final_norm: bool = True
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    turn_before_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -259,7 +273,8 @@ class ModelConfig:
     def rotation(self, layer: int) -> tuple[int, int]:
         """Where the layer's rotation stands in the rows of models.rope's table: its first element, and how many.
 
-        (0, 0) for a layer that rotates nothing. Rows hold (cos, sin) of `rope`, then of `local_rope`.
+        (0, 0) for a layer that rotates nothing. Rows hold (cos, sin) of `rope`, then those of queries where they
+        differ, then of `local_rope`.
         """
         if self.rope is None or layer in self.no_rope_layers:
             return 0, 0
@@ -267,7 +282,17 @@ class ModelConfig:
         width = self.rope.width(dim)
         if self.local_rope is None or self.attention.windows[layer] is None:
             return 0, width
-        return width, self.local_rope.width(local_dim)
+        return self.rope.columns(dim), self.local_rope.width(local_dim)
+
+    def query_first(self, layer: int) -> int:
+        """Where the rotation of the layer's queries begins, which is as wide as `rotation`."""
+        first, width = self.rotation(layer)
+        return first + width if first == 0 and self.rope is not None and self.rope.query_beta else first
+
+    def turned_apart(self, layer: int) -> bool:
+        """Whether queries and keys of a layer are normed and rotated otherwise than kernels.records.QKRotary says."""
+        differ = self.query_first(layer) != self.rotation(layer)[0]
+        return self.qk_norm_whole or self.turn_before_norm or differ
 
     @property
     def rotated_heads(self) -> tuple[int, int]:

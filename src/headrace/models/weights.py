@@ -122,8 +122,8 @@ def _sources(
 
 
 def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
-    if name == "head.weight":
-        return ("lm_head.weight",)
+    if name == "head.weight":  # of a text part that has a head of its own it stands there
+        return (f"{prefix.removesuffix('model.') if prefix.endswith('.model.') else ''}lm_head.weight",)
     if name == CLASSIFIER:
         return (CLASSIFIER,)
     module, kind = name.rsplit(".", 1)

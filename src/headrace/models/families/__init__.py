@@ -1,7 +1,9 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
+from headrace.models.families.cohere2 import COHERE2
 from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.ernie_moe import ERNIE_MOE
 from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
@@ -11,8 +13,11 @@ from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.glm4_moe import GLM4_MOE
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
-from headrace.models.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from headrace.models.families.hunyuan import HUNYUAN_DENSE
+from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.minimax_m2 import MINIMAX_M2
+from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
+from headrace.models.families.olmo import EXAONE4, OLMO2, OLMO3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import (
@@ -23,6 +28,7 @@ from headrace.models.families.qwen3_next import (
     QWEN3_NEXT,
 )
 from headrace.models.families.qwen3_vl_moe import QWEN3_VL_MOE
+from headrace.models.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from headrace.models.families.smollm import SMOLLM3
 
 __all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
@@ -77,6 +83,18 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "Mistral3ForConditionalGeneration": MISTRAL3,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
+    "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "SeedOssForCausalLM": SEED_OSS,
+    "ArceeForCausalLM": ARCEE,
+    "Ernie4_5ForCausalLM": ERNIE4_5,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
+    "Exaone4ForCausalLM": EXAONE4,
+    "Cohere2ForCausalLM": COHERE2,
     **HEADLESS,
     **CLASSIFIERS,
 }

@@ -25,9 +25,11 @@ class Family:
     checkpoint's rows of q, k and v in our order: all of q, then k, then v. `rows`, for those that interleave more,
     lists those of our tensor of a name; None: as they are. `text_type`, of models with other parts: the model_type of
     text_config, which is what is computed; tensors whose names begin with `unread` belong to the other parts.
+    other_texts: the same models with a text part of another type.
     fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
     fused_either_way: they lie either way, by outputs where their shape fits that.
     published_as: another name that modules of the model's code had before transformers took them in.
+    completed: of models with other parts, fills in what a file leaves to their own class.
     layer_fields: what per_layer_config may set. unused: tensors that checkpoints have and the model does not read, as
     they are called behind the prefix.
     """
@@ -40,6 +42,8 @@ class Family:
     qkv_rows: Callable[[ModelConfig], list[int]] | None = None
     rows: Callable[[ModelConfig, str], list[int] | None] | None = None
     text_type: str | None = None
+    other_texts: tuple[Family, ...] = ()
+    completed: Callable[[dict[str, Any]], dict[str, Any]] = dict
     unread: tuple[str, ...] = ()
     other_names: Callable[[ModelConfig], Names] | None = None
     fused_by_inputs: bool = False
@@ -70,6 +74,7 @@ PLAIN_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

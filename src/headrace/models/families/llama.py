@@ -1,4 +1,5 @@
-"""Llama and its kin: RMS norm, rotary positions, gated SiLU MLP. Mistral adds windows, Qwen2 biases, Qwen3 QK-norm."""
+"""Llama and its kin: RMS norm, rotary positions, gated SiLU MLP. Mistral adds windows, Qwen2 biases, Qwen3 QK-norm;
+Seed-OSS has biases each told by itself, Arcee an MLP of squared relus without gates."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 from headrace.models.families.base import (
     GATED_ACTIVATIONS,
     LAYER_TYPES,
+    PLAIN_ACTIVATIONS,
     Family,
     Names,
     activation,
@@ -24,9 +26,10 @@ def common(
     windows: tuple[int | None, ...],
     partial: bool = False,
     turned: RopeSpec | None = None,
+    gated: bool = True,
 ) -> dict[str, Any]:
     """What most families since Llama have in common. partial: whether a part of each head may be rotated; turned: the
-    rotation, where it is not simply what rope_parameters say."""
+    rotation, where it is not simply what rope_parameters say; gated: whether MLPs are."""
     spec = turned or rope(config, partial)
     head_dim = head_dim_of(config)
     return dict(
@@ -38,8 +41,8 @@ def common(
         rope=spec,
         norm="rms",
         norm_eps=config.rms_norm_eps,
-        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS),
-        gated=True,
+        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS if gated else PLAIN_ACTIVATIONS),
+        gated=gated,
     )
 
 
@@ -75,7 +78,7 @@ def _llama(config: Any) -> dict[str, Any]:
     return common(config, uniform_windows(config, None)) | bias
 
 
-def _mistral(config: Any) -> dict[str, Any]:
+def mistral(config: Any) -> dict[str, Any]:
     return common(config, uniform_windows(config, config.sliding_window))
 
 
@@ -86,6 +89,16 @@ def _qwen2(config: Any) -> dict[str, Any]:
 def _qwen3(config: Any) -> dict[str, Any]:
     bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
     return common(config, mixed_windows(config)) | bias | dict(qk_norm=True)
+
+
+def _seed_oss(config: Any) -> dict[str, Any]:
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_out_bias, mlp_bias=config.mlp_bias)
+    return common(config, uniform_windows(config, None)) | bias
+
+
+def _arcee(config: Any) -> dict[str, Any]:
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return common(config, uniform_windows(config, None), gated=False) | bias
 
 
 def names(config: ModelConfig) -> Names:
@@ -105,10 +118,16 @@ def names(config: ModelConfig) -> Names:
     }
 
 
+def _ungated_names(config: ModelConfig) -> Names:
+    return {**names(config), "layers.{}.up": ("layers.{}.mlp.up_proj",)}
+
+
 PREFIXES = ("model.", "")
 LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, names, PREFIXES)
-MISTRAL = Family(
-    "mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", _mistral, names, PREFIXES
-)
+MISTRAL = Family("mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", mistral, names, PREFIXES)
 QWEN2 = Family("qwen2", "transformers.models.qwen2.configuration_qwen2:Qwen2Config", _qwen2, names, PREFIXES)
 QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Config", _qwen3, names, PREFIXES)
+SEED_OSS = Family(
+    "seed_oss", "transformers.models.seed_oss.configuration_seed_oss:SeedOssConfig", _seed_oss, names, PREFIXES
+)
+ARCEE = Family("arcee", "transformers.models.arcee.configuration_arcee:ArceeConfig", _arcee, _ungated_names, PREFIXES)

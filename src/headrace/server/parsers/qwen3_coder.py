@@ -24,10 +24,15 @@ _KINDS = {"str": {"string"}, "bool": {"boolean"}, "int": {"integer", "number"}, 
 
 class Qwen3CoderParser(Parser):
     """The marks say that a call comes, so a call of any name is told. Values are texts: the tool's schema says which
-    become strings (told as they come) and which are JSON (told at their end; what is no JSON becomes a string)."""
+    become strings (told as they come) and which are JSON (told at their end; what is no JSON becomes a string).
+
+    begin, end: the marks around a call; wrap: what stands around each value, "" for nothing.
+    """
+
+    begin, end, wrap = BEGIN, END, "\n"
 
     def read(self) -> Reading[None]:
-        marks = marks_of(BEGIN, FUNCTION)
+        marks = marks_of(self.begin, FUNCTION)
         while mark := (yield from self.reader.until(marks, self.flow.text)):
             self.reader.hold(mark)
             yield from self.reader.skip_space()
@@ -74,21 +79,25 @@ class Qwen3CoderParser(Parser):
             reader.drop()
             reader.hold()
         yield from reader.skip_space()
-        if (yield from reader.literal(END)):
+        if (yield from reader.literal(self.end)):
             reader.drop()
             return True
-        if reader.cut(PARAMETER, FUNCTION_END, END):
+        if reader.cut(PARAMETER, FUNCTION_END, self.end):
             reader.drop()
         return ended
 
     def _value(self, schema: Any, sink: Sink) -> Reading[bool]:
         """Tells a value as JSON; whether it is whole."""
-        yield from self.reader.literal("\n")
+        if self.wrap:
+            yield from self.reader.literal(self.wrap)
         marks = marks_of(PARAMETER_END)
         if is_text(schema):
             sink('"')
-            lines = _LastLine(lambda piece: sink(json.dumps(piece, ensure_ascii=False)[1:-1]))
-            ended = yield from self.reader.until(marks, lines.text)
+
+            def told(piece: str) -> None:
+                sink(json.dumps(piece, ensure_ascii=False)[1:-1])
+
+            ended = yield from self.reader.until(marks, _LastLine(told).text if self.wrap else told)
             sink('"' if ended else "")
             return bool(ended)
         pieces: list[str] = []
@@ -138,22 +147,28 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def calls_grammar(grammar: Grammar, tools: Sequence[Tool], most: int) -> str:
-    """Strings are any text up to the mark that ends them. Raises InvalidRequest for schemas of arguments that cannot
-    be written one by one, and for strings with a pattern or format."""
+    return xml_calls(grammar, tools, most, BEGIN, END, "\n")
+
+
+def xml_calls(grammar: Grammar, tools: Sequence[Tool], most: int, first: str, last: str, wrap: str) -> str:
+    """Calls between the marks `first` and `last`, values between `wrap`s. Strings are any text up to the mark that ends
+    them. Raises InvalidRequest for schemas of arguments that cannot be written one by one, and for strings with a
+    pattern or format."""
     calls = []
     for tool in tools:
         schema = arguments_schema(tool)
         if not is_simple(schema, _KEY):
             raise _cannot(tool, "its schema has more than properties")
-        end = grammar.rule(grammar.text(f"{FUNCTION_END}\n{END}", (END,)))
-        items = [(name, _item(grammar, tool, name, own_schema(schema, name))) for name in schema.get("properties", {})]
-        begin = grammar.text(f"{BEGIN}\n{FUNCTION}{tool.name}>\n", (BEGIN,))
+        end = grammar.rule(grammar.text(f"{FUNCTION_END}\n{last}", (last,)))
+        names = schema.get("properties", {})
+        items = [(name, _item(grammar, tool, name, own_schema(schema, name), wrap)) for name in names]
+        begin = grammar.text(f"{first}\n{FUNCTION}{tool.name}>\n", (first,))
         calls.append(f"{begin} {in_order(grammar, items, schema.get('required', []), end)}")
     return grammar.several(" | ".join(calls), "\n", most)
 
 
-def _item(grammar: Grammar, tool: Tool, name: str, schema: dict[str, Any]) -> str:
-    begin, end = quoted(f"{PARAMETER}{name}>\n"), quoted(f"\n{PARAMETER_END}\n")
+def _item(grammar: Grammar, tool: Tool, name: str, schema: dict[str, Any], wrap: str) -> str:
+    begin, end = quoted(f"{PARAMETER}{name}>{wrap}"), quoted(f"{wrap}{PARAMETER_END}\n")
     if not is_text(schema):
         return f"{begin} {grammar.json(schema)} {end}"
     if "enum" in schema or "const" in schema:
@@ -164,10 +179,11 @@ def _item(grammar: Grammar, tool: Tool, name: str, schema: dict[str, Any]) -> st
     if other := {"pattern", "format"} & set(schema):
         raise _cannot(tool, f"{name!r} has {min(other)!r}")
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    text = grammar.rule(f"/(?s:.{{{least},{most}}})\\n<\\/parameter>\\n/", "[lazy]")
+    after = wrap.replace("\n", "\\n")
+    text = grammar.rule(f"/(?s:.{{{least},{most}}}){after}<\\/parameter>\\n/", "[lazy]")
     return f"{begin} {text}"
 
 
 def _cannot(tool: Tool, why: str) -> InvalidRequest:
-    told = f"its calls cannot be forced in this model's format (qwen3_coder): {why}"
+    told = f"its calls cannot be forced in this model's format (parameters in XML): {why}"
     return refused(tool, f"{told}; leave tool_choice 'auto'")

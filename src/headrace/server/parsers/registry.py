@@ -54,6 +54,7 @@ HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat("hermes", "HermesParser", ("<tool_call>", "</tool_call>")),
     "qwen3_coder": ToolFormat("qwen3_coder", "Qwen3CoderParser", ("<tool_call>", "</tool_call>")),
+    "seed_oss": ToolFormat("seed_oss", "SeedOssParser", ("<seed:tool_call>", "</seed:tool_call>")),
     "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
     "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
     "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
@@ -63,6 +64,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
     "harmony": ReasoningFormat(
         "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", HARMONY_TOKENS
     ),
@@ -138,6 +140,7 @@ def _given(called: str, name: str | None, known: Collection[str]) -> str:
 _TOOLS_BY = (
     ("mistral", "[TOOL_CALLS]"),
     ("openai", "<|channel|>"),
+    ("seed_oss", "<seed:tool_call>"),
     ("qwen3_coder", "<function="),
     ("hermes", "<tool_call>"),
     ("pythonic", "func_name1("),

@@ -1,0 +1,52 @@
+"""OLMo 2 and 3: what attention and MLP make is normed, not what they take; queries and keys over all heads together.
+
+OLMo 3 has windows in three of four layers, whose rotation is not stretched with that of the others. EXAONE 4 norms
+queries and keys head by head, and where some layers have windows it rotates those alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.models.families.base import LAYER_TYPES, Family, Names, rope
+from headrace.models.families.llama import PREFIXES, common, mixed_windows, names, uniform_windows
+from headrace.models.spec import ModelConfig, RopeSpec
+
+
+def _olmo2(config: Any) -> dict[str, Any]:
+    return _facts(config, uniform_windows(config, None), rope(config))
+
+
+def _olmo3(config: Any) -> dict[str, Any]:
+    turned, local = (rope(config, parameters=config.rope_parameters[kind]) for kind in LAYER_TYPES)
+    return _facts(config, mixed_windows(config), turned) | dict(local_rope=local)
+
+
+def _facts(config: Any, windows: tuple[int | None, ...], turned: RopeSpec) -> dict[str, Any]:
+    return common(config, windows, turned=turned) | dict(
+        block="after",
+        qk_norm=True,
+        qk_norm_whole=True,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+    )
+
+
+def _exaone4(config: Any) -> dict[str, Any]:
+    windows = mixed_windows(config)
+    unturned = () if config.sliding_window is None else (at for at, window in enumerate(windows) if window is None)
+    return common(config, windows) | dict(block="after", qk_norm=True, no_rope_layers=tuple(unturned))
+
+
+def names_behind(config: ModelConfig) -> Names:
+    """Names of a model whose norms are behind attention and MLP alone."""
+    layer = "layers.{}."
+    theirs = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+    return {**names(config), **{layer + ours: (layer + name,) for ours, name in theirs.items()}}
+
+
+OLMO2 = Family("olmo2", "transformers.models.olmo2.configuration_olmo2:Olmo2Config", _olmo2, names_behind, PREFIXES)
+OLMO3 = Family("olmo3", "transformers.models.olmo3.configuration_olmo3:Olmo3Config", _olmo3, names_behind, PREFIXES)
+EXAONE4 = Family(
+    "exaone4", "transformers.models.exaone4.configuration_exaone4:Exaone4Config", _exaone4, names_behind, PREFIXES
+)
