@@ -164,6 +164,8 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[ERNIE_MOE], moe_layer_start_index=3, moe_layer_end_index=9, moe_layer_interval=2),
     dict(architectures=[ERNIE_MOE], moe_num_shared_experts=0, tie_word_embeddings=False, rope_theta=1e6),
     dict(architectures=[ERNIE_MOE], moe_k=65),
+    dict(architectures=[ERNIE_MOE], moe_k=None),
+    dict(architectures=[ERNIE_MOE], moe_layer_end_index=None),
     dict(architectures=[ERNIE_MOE], use_bias=True),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
