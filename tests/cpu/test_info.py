@@ -85,6 +85,17 @@ def test_what_is_timed_stands_for_all_layers(monkeypatch: pytest.MonkeyPatch) ->
     assert one.prefill_tokens_s == pytest.approx(64 / 3.5)
 
 
+def test_layers_behind_dense_ones_stand_for_all(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM's first layers have no experts; fewer experts than there are do not make its groups."""
+    monkeypatch.setattr(expected, "LAYER_BYTES", 1)
+    monkeypatch.setattr(expected, "EXPERTS", 1)
+    facts = read_config(folder_of("glm4_moe_groups"))
+    config = EngineConfig(model="tiny")
+    few = expected._few(facts, config)
+    assert few.experts is not None and (few.experts.layers, few.experts.count) == ((True,), 3)
+    assert expected.expect(facts, config).layers == 1
+
+
 def test_a_layer_is_told_of_as_it_is_computed() -> None:
     facts = read_config("src/headrace/assets/tiny")
     assert "bfloat16" in expected.expect(facts, EngineConfig(model="tiny", dtype="float32")).obstacle

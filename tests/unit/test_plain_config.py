@@ -170,6 +170,8 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[ERNIE_MOE], moe_layer_start_index=3, moe_layer_end_index=9, moe_layer_interval=2),
     dict(architectures=[ERNIE_MOE], moe_num_shared_experts=0, tie_word_embeddings=False, rope_theta=1e6),
     dict(architectures=[ERNIE_MOE], moe_k=65),
+    dict(architectures=[ERNIE_MOE], moe_k=None),
+    dict(architectures=[ERNIE_MOE], moe_layer_end_index=None),
     dict(architectures=[ERNIE_MOE], use_bias=True),
     dict(architectures=["Ministral3ForCausalLM"], rope_scaling=MINISTRAL3_ROPE, rope_theta=1e6, sliding_window=64),
     dict(architectures=["Ministral3ForCausalLM"], rope_parameters=MINISTRAL3_ROPE | dict(llama_4_scaling_beta=None)),

@@ -107,8 +107,11 @@ def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:
 def _cut(facts: ModelConfig, layers: int, vocabulary: int) -> ModelConfig:
     few = facts.first(layers)
     experts = few.experts
-    if experts is not None:  # a few times those that a row meets stand for all
-        experts = replace(experts, count=min(experts.count, EXPERTS * experts.chosen))
+    if experts is not None and facts.experts is not None:
+        # a few times those that a row meets stand for all; the first layers may be dense, the last ones are as most are
+        plain = replace(experts.routing, groups=1, met_groups=1, summed=1)
+        count, of_last = min(experts.count, EXPERTS * experts.chosen), facts.experts.layers[-layers:]
+        experts = replace(experts, count=count, layers=of_last, routing=plain)
     return replace(few, vocab_size=vocabulary, experts=experts, stored=None)
 
 

@@ -16,8 +16,17 @@ from headrace.models.families.llama import PREFIXES, common, names, uniform_wind
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
+NUMBERS = (
+    "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index",
+    "moe_layer_interval",
+)  # fmt: skip
+"""Fields that transformers' configuration takes as null, and its model does not."""
+
 
 def _facts(config: Any) -> dict[str, Any]:
+    for name in NUMBERS:
+        if getattr(config, name) is None:
+            raise UnsupportedModel(f"{name} is null; download the file again")
     if config.use_bias:
         raise UnsupportedModel("use_bias True is not supported with experts; only False is")
     inner = config.moe_intermediate_size
