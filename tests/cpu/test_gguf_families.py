@@ -27,7 +27,10 @@ pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-NEAR = ("gemma3_linear", "phi3", "glm", "falcon7", "falcon11", "qwen3_next_old", "qwen3_5_three_each")
+NEAR = (
+    "gemma3_linear", "phi3", "glm", "falcon7", "falcon11", "qwen3_next_old", "qwen3_5_three_each", "qwen2_vl",
+    "qwen3_vl", "mistral3",
+)  # fmt: skip
 """Kinds of whose facts others have most."""
 
 
@@ -119,6 +122,11 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
         "phi3",
         lambda w: w.add_tensor("rope_factors_long.weight", np.ones(32, np.float32)),
         "rope_factors_short",
+    ),
+    "yarn of its own": (
+        "ministral3",
+        lambda w: w.add_rope_scaling_yarn_ext_factor(0.5),
+        "yarn_ext_factor is not supported",
     ),
     "heads that differ": ("granite", lambda w: w.add_head_count_kv([2, 4]), "differs from layer to layer"),
     "a part of a head": ("smollm3", lambda w: w.add_rope_dimension_count(32), "rope.dimension_count other than"),

@@ -43,6 +43,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "qwen2_vl": ("qwen2vl", "qwen2", {}),
+    "qwen3_vl": ("qwen3vl", "qwen3", {}),
+    "ministral3": ("mistral3", "ministral3", {}),
+    "mistral3": ("mistral3", "mistral", dict(sliding_window=None)),
+    "seed_oss": ("seed_oss", "seed_oss", dict(mlp_bias=False)),
     "smollm3": ("smollm3", "smollm3", dict(num_hidden_layers=4, no_rope_layer_interval=4)),
     "granite": ("granite", "granite", {}),
     "glm": ("chatglm", "glm", {}),
@@ -58,6 +63,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
+NORM_BEHIND_ATTENTION = ("gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss")
+"""Architectures that call post_attention_layernorm so, whatever it is."""
 NAMES = {
     "embed_tokens": "token_embd", "word_embeddings": "token_embd", "norm": "output_norm", "ln_f": "output_norm",
     "lm_head": "output", "input_layernorm": "attn_norm", "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2",
@@ -159,10 +166,10 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
         theirs = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[end]
     else:
         theirs = f"{NAMES[module]}.{end}"
-    if module == "post_attention_layernorm" and architecture in ("gemma2", "gemma3", "qwen3next", "qwen35"):
+    if module == "post_attention_layernorm" and architecture in NORM_BEHIND_ATTENTION:
         theirs = "post_attention_norm.weight"
     place = Place(prefix + theirs)
-    if architecture in ("smollm3", "granite") and module in ("self_attn.q_proj", "self_attn.k_proj"):
+    if architecture in ("smollm3", "granite", "mistral3") and module in ("self_attn.q_proj", "self_attn.k_proj"):
         place.rows = _in_pairs(config.num_attention_heads if "q_proj" in module else config.num_key_value_heads, config)
     if architecture == "falcon" and "query_key_value" in module:
         place.rows = _by_part(config)
@@ -243,6 +250,11 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     _describe_rope(writer, config, architecture)
+    if "llama_4_scaling_beta" in config.rope_parameters:
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    if architecture in ("qwen2vl", "qwen3vl"):
+        writer.add_rope_dimension_sections([12, 10, 10, 0])
     more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, "qwen3next": _linear, "qwen35": _linear}
     if architecture in more:
         more[architecture](writer, config)
@@ -257,6 +269,12 @@ def _describe_rope(writer: GGUFWriter, config: Any, architecture: str) -> None:
     if every["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(every["factor"])
+    if every["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(every["factor"])
+        writer.add_rope_scaling_orig_ctx_len(every["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(every["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(every["beta_slow"])
     if "partial_rotary_factor" in rope:
         writer.add_rope_dimension_count(int(64 * rope["partial_rotary_factor"]))
     if architecture in ("smollm3", "granite", "phi3") and "partial_rotary_factor" not in rope:

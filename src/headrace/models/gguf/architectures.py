@@ -91,6 +91,12 @@ ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, turned=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
+    "mistral3": Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True, fields=families.mistral3),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM", "seed_oss", LLAMA_NAMES | families.SEED_OSS_NAMES, fields=families.seed_oss
+    ),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", EXPERT_NAMES),
     "olmoe": Architecture("OlmoeForCausalLM", "olmoe", EXPERT_NAMES),
     "gemma2": Architecture(
@@ -123,6 +129,8 @@ ARCHITECTURES = {
 }  # fmt: skip
 WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True)
 """A llama whose layers all have a window."""
+MINISTRAL3 = Architecture("Ministral3ForCausalLM", "ministral3", LLAMA_NAMES, turned=True, fields=families.ministral3)
+"""A mistral3 whose queries are multiplied by a factor of their position."""
 MIXTRAL = Architecture(
     "MixtralForCausalLM", "mixtral", _with_experts("block_sparse_moe", ("w1", "w3", "w2")), turned=True
 )
@@ -146,6 +154,8 @@ def architecture_of(file: GgufFile) -> Architecture:
         )
     if name == "llama" and file.metadata.get("llama.expert_count"):
         return MIXTRAL
+    if name == "mistral3" and file.metadata.get("mistral3.attention.temperature_scale"):
+        return MINISTRAL3
     windowed = name == "llama" and file.metadata.get("llama.attention.sliding_window")
     return WINDOWED if windowed else ARCHITECTURES[name]
 
@@ -230,7 +240,8 @@ class _Facts:
         self.file = file
         self._where = {name: part for part in (file, *parts) for name in part.tensors}
         self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
-        self.prefix = f"{file.metadata.get('general.architecture')}."
+        name = str(file.metadata.get("general.architecture"))
+        self.prefix, self.scaling = f"{name}.", families.YARN_KEYS if name == "mistral3" else set()
 
     def value(self, name: str) -> Any:
         return self.file.metadata.get(self.prefix + name)
@@ -339,7 +350,9 @@ def _rope(facts: _Facts, head_dim: int) -> dict[str, Any]:
     prefix = facts.prefix + "rope.scaling."
     for key in facts.file.metadata:
         name = key.removeprefix(prefix)
-        if key.startswith(prefix) and name not in SCALING and facts.number(f"rope.scaling.{name}") != IMPLIED.get(name):
+        if not key.startswith(prefix) or name in SCALING | facts.scaling:
+            continue
+        if facts.number(f"rope.scaling.{name}") != IMPLIED.get(name):
             raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
     kind = facts.value("rope.scaling.type") or "none"
     if kind == "none":

@@ -32,6 +32,7 @@ GLM4_NAMES = FUSED_NAMES | {
     "blk.{}.post_attention_norm": LAYER + "post_self_attn_layernorm",
     "blk.{}.post_ffw_norm": LAYER + "post_mlp_layernorm",
 }
+SEED_OSS_NAMES = {"blk.{}.post_attention_norm": LAYER + "post_attention_layernorm"}
 BLOCK = "transformer.h.{}."
 FALCON_NAMES = {
     "token_embd": "transformer.word_embeddings",
@@ -105,6 +106,38 @@ def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": cap,
         "rope_parameters": dict(zip(LAYER_TYPES, (rope, local), strict=True)),
     }
+
+
+YARN_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"}
+"""Under rope.scaling, of mistral3."""
+
+
+def mistral3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Without windows, which its class has where nothing is said."""
+    return {"sliding_window": None, "rope_parameters": rope | _yarn(facts, rope)}
+
+
+def ministral3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    beta = {"llama_4_scaling_beta": facts.number("attention.temperature_scale")}
+    return {"sliding_window": None, "rope_parameters": rope | _yarn(facts, rope) | beta}
+
+
+def _yarn(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """The file has one of the two numbers whose quotient scales cos and sin; models have them alike."""
+    if rope["rope_type"] != "yarn":
+        return {}
+    scale = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
+    betas = {f"beta_{end}": facts.number(f"rope.scaling.yarn_beta_{end}", default) for end, default in BETAS.items()}
+    return betas | {"mscale": scale, "mscale_all_dim": scale}
+
+
+BETAS = {"fast": 32.0, "slow": 1.0}
+"""Where the file says nothing."""
+
+
+def seed_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    places = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_gate"}
+    return {name: f"blk.0.{module}.bias" in facts.tensors for name, module in places.items()}
 
 
 def _layer_types(facts: Facts, every: int) -> list[str]:
