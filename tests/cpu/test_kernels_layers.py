@@ -105,6 +105,13 @@ def test_the_bits_of_single_operations(variant: str, threads: None) -> None:
     same_bits(*both(variant))
 
 
+def test_layers_without_the_corrections_of_their_routing_are_refused() -> None:
+    config = model(**VARIANTS["experts by sigmoids"])
+    weights = {name: weight for name, weight in weights_of(config).items() if not name.endswith("correction_bias")}
+    with pytest.raises(ValueError, match="corrections of 6 experts do not fit"):
+        Decoder(config, weights)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 @pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss", "ministral3", "olmo2", "arcee"])
 def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:

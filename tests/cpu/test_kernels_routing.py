@@ -165,6 +165,12 @@ def test_refusals(routing: RoutingSpec, chosen: int, why: str) -> None:
         require().route(0, 0, 0, ours, 0, rows=1, experts=8, chosen=chosen, normalised=True, threads=1)
 
 
+@pytest.mark.parametrize("routing", [V3, V2, PLAIN], ids=["v3", "v2", "plain"])
+def test_no_rows(routing: RoutingSpec) -> None:
+    for routes in both(torch.empty(0, 8), 2, True, routing):
+        assert routes.expert.shape == routes.share.shape == (0, 2) and routes.begin == [0] * 9
+
+
 @pytest.mark.parametrize("correction", [None, torch.zeros(7), torch.zeros(8).bfloat16()], ids=["none", "few", "bf16"])
 def test_corrections_that_do_not_fit_are_refused(correction: Tensor | None) -> None:
     with pytest.raises(ValueError, match="corrections of 8 experts do not fit"):

@@ -23,6 +23,7 @@ from headrace.kernels.extension import address, check, require
 from headrace.kernels.gated_delta import Recur, check_weights, fits_cpp
 from headrace.kernels.ops import Weight
 from headrace.kernels.records import DeltaWeights
+from headrace.kernels.routing import check_routing
 from headrace.kernels.triton.weights import GpuWeight
 
 if TYPE_CHECKING:
@@ -337,6 +338,7 @@ def _experts(
     outside = layer.weights.get(OUTSIDE)
     if outside is not None:
         check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))
+    check_routing(experts.routing, experts.count, experts.chosen, layer.weights.get(CORRECTION))
     routing, correction = native_routing(experts.routing, layer.weights.get(CORRECTION), experts.count)
     return require().Experts(
         router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, routing=routing,

@@ -46,13 +46,13 @@ def plain_route(
 
 def _of_the_best_groups(worth: Tensor, routing: RoutingSpec) -> Tensor:
     """worth [T, E], of experts that are not in the best groups -inf."""
-    groups = worth.view(len(worth), routing.groups, -1)
+    groups = worth.view(len(worth), routing.groups, worth.shape[1] // routing.groups)
     best = groups.sort(dim=-1, descending=True)[0]
     total = best[..., 0].clone()
     for j in range(1, routing.summed):
         total += best[..., j]
-    open_ = torch.zeros_like(total, dtype=torch.bool).scatter(1, _greatest_first(total)[:, : routing.met_groups], True)
-    return groups.masked_fill(~open_[..., None], float("-inf")).view(worth.shape)
+    met = torch.zeros_like(total, dtype=torch.bool).scatter(1, _greatest_first(total)[:, : routing.met_groups], True)
+    return groups.masked_fill(~met[..., None], float("-inf")).view(worth.shape)
 
 
 def _greatest_first(x: Tensor) -> Tensor:
