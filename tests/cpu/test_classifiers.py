@@ -12,8 +12,9 @@ from transformers import AutoModelForSequenceClassification
 from headrace import LLM, InvalidRequest
 from headrace.models.config import read_config
 from headrace.types import UnsupportedModel
-from tests.support.checkpoints import VOCAB, FolderOf, edit_json
+from tests.support.checkpoints import FolderOf, edit_json
 from tests.support.classifiers import classifier
+from tests.support.kind_sizes import VOCAB
 from tests.support.ranked_offloading import close, over_ranks
 
 HEADS = [("llama_gqa", 1), ("mistral_window", 2), ("qwen2", 1), ("qwen3", 3)]

@@ -15,7 +15,8 @@ from headrace import LLM, InvalidRequest, SamplingParams
 from headrace.engine.embedding import EMBEDS, EmbeddingAborted
 from headrace.engine.pooled import Pooled
 from headrace.types import PoolingKind, Request
-from tests.support.checkpoints import VOCAB, FolderOf
+from tests.support.checkpoints import FolderOf
+from tests.support.kind_sizes import VOCAB
 from tests.support.likelihoods import with_pooling
 
 

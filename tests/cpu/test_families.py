@@ -10,18 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
-from tests.support.checkpoints import (
-    EVERY_KIND,
-    EVERY_KIND_SLOWLY,
-    KINDS,
-    NEAR,
-    VOCAB,
-    FolderOf,
-    TheirsOf,
-    seeds_for_rounding,
-)
+from tests.support.checkpoints import EVERY_KIND, EVERY_KIND_SLOWLY, KINDS, NEAR, FolderOf, TheirsOf, seeds_for_rounding
 from tests.support.drafting import answered, drafts_from, free_model
 from tests.support.greedy_answers import greedy_behind
+from tests.support.kind_sizes import VOCAB
 from tests.support.traces import run, same
 
 LENGTHS = (300, 64, 1, 129, 37)

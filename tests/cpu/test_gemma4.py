@@ -14,7 +14,8 @@ from headrace.engine.footprint import Footprint
 from headrace.kernels import cpu
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
-from tests.support.checkpoints import VOCAB, FolderOf, make_checkpoint
+from tests.support.checkpoints import FolderOf, make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import prompt_logits
 from tests.support.traces import run, same
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu
 from headrace.types import Request
-from tests.support.checkpoints import VOCAB
 from tests.support.greedy_answers import greedy_behind
 from tests.support.hybrid_checkpoints import make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.traces import Trace, run, same
 
 pytestmark = pytest.mark.cpu

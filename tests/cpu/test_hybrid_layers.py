@@ -16,8 +16,8 @@ from headrace.kernels.block import Blocks
 from headrace.kernels.recurrent_step import StatesInCpp
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.layers import OneByOne
-from tests.support.checkpoints import VOCAB
 from tests.support.hybrid_checkpoints import Sequence, make_checkpoint, states_of
+from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import NaiveAttend, batch_of, naive
 from tests.support.traces import Trace, run, same
 

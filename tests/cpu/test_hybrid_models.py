@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from headrace.kernels import cpu, dispatch
 from headrace.models.decoder import Decoder, load_decoder
-from tests.support.checkpoints import VOCAB
 from tests.support.greedy_answers import greedy_behind
 from tests.support.hybrid_checkpoints import KINDS, Sequence, build_model, greedy, make_checkpoint
+from tests.support.kind_sizes import VOCAB
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

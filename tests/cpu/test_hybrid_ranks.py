@@ -20,8 +20,8 @@ from headrace.parallel.messages import StateMove, StateRun, StepGroup, StepPart
 from headrace.parallel.states import GroupMove, StateHolders, moves_of
 from headrace.parallel.transport import RankLost
 from headrace.types import Request
-from tests.support.checkpoints import VOCAB
 from tests.support.hybrid_checkpoints import make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import counters, flush, forced, watched
 from tests.support.ranked_offloading import RankedLLM, close, over_ranks
 from tests.support.traces import Trace, run, same

@@ -12,10 +12,10 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.engine.sequence import Slice
 from headrace.types import CHUNK
-from tests.support.checkpoints import VOCAB
 from tests.support.draft_checkpoints import random_draft
 from tests.support.drafting import abort_one_by_one, answered, draft_model_says, drafts_from, free_model
 from tests.support.hybrid_checkpoints import KINDS, make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import counters, forced, watched
 from tests.support.ranked_offloading import close, over_ranks
 from tests.support.traces import Trace, run, same

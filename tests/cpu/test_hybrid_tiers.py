@@ -15,8 +15,8 @@ from headrace.kv.storage import StateStorage
 from headrace.offload.frame import DamagedBlob
 from headrace.offload.state_codec import StateCodec
 from headrace.offload.tiers.base import name_of
-from tests.support.checkpoints import VOCAB
 from tests.support.hybrid_checkpoints import make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import forced, stored, watched
 from tests.support.redis_servers import Proxy, fake_server
 from tests.support.traces import Trace, run, same

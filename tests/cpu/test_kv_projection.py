@@ -25,7 +25,8 @@ from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch, load_decoder
 from headrace.models.layers import OneByOne
 from headrace.types import CHUNK, chunks_for
-from tests.support.checkpoints import EVERY_KIND, VOCAB, FolderOf
+from tests.support.checkpoints import EVERY_KIND, FolderOf
+from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import BatchAttend, NaiveAttend, batch_of, join, naive
 
 pytestmark = pytest.mark.cpu

@@ -21,7 +21,7 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.models.config import read_config
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
-from tests.support.checkpoints import GQA, LLAMA_SIZES
+from tests.support.kind_sizes import GQA, LLAMA_SIZES
 
 pytestmark = pytest.mark.cpu
 

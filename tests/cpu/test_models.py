@@ -17,8 +17,9 @@ from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
-from tests.support.checkpoints import EVERY_ALIKE, EVERY_KIND, VOCAB, FolderOf, OursOf, TheirsOf, seeds_for_rounding
+from tests.support.checkpoints import EVERY_ALIKE, EVERY_KIND, FolderOf, OursOf, TheirsOf, seeds_for_rounding
 from tests.support.greedy_answers import greedy_behind
+from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import (
     BatchAttend,
     NaiveAttend,

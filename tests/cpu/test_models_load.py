@@ -20,10 +20,8 @@ from headrace.models.plain_config import plain_config
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
 from tests.support.checkpoints import (
-    GQA,
     LLAMA3_ROPE,
     MIXED,
-    WINDOW,
     WITH_EXPERTS,
     FolderOf,
     OursOf,
@@ -31,6 +29,7 @@ from tests.support.checkpoints import (
     edit_json,
     make_checkpoint,
 )
+from tests.support.kind_sizes import GQA, WINDOW
 from tests.support.naive_attention import prompt_logits
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]

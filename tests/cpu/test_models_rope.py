@@ -17,7 +17,8 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import read_config
 from headrace.models.rope import Rope
 from headrace.models.spec import RopeSpec
-from tests.support.checkpoints import SHORT_LENGTH, FolderOf
+from tests.support.checkpoints import FolderOf
+from tests.support.kind_sizes import SHORT_LENGTH
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

@@ -23,7 +23,8 @@ from headrace.parallel.merging import Kernels
 from headrace.parallel.messages import StepGroup
 from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK
-from tests.support.checkpoints import VOCAB, FolderOf
+from tests.support.checkpoints import FolderOf
+from tests.support.kind_sizes import VOCAB
 from tests.support.loopback_ranks import Conversation, Late, LoopbackRanks, even, shard_of, zigzag
 from tests.support.naive_attention import batch_of, naive
 

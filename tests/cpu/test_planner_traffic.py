@@ -14,7 +14,7 @@ from headrace.planner.schedule import BLOCK
 from headrace.planner.shards import Prefill
 from headrace.strategies import STRATEGIES
 from headrace.types import CHUNK
-from tests.support.checkpoints import VOCAB
+from tests.support.kind_sizes import VOCAB
 from tests.support.loopback_ranks import Conversation, LoopbackRanks, zigzag
 
 MACHINE = Machine(

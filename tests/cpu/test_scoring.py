@@ -16,7 +16,8 @@ from headrace import LLM, InvalidRequest, SamplingParams
 from headrace.engine.reports import Head
 from headrace.engine.sampler import target_logprobs
 from headrace.types import Request
-from tests.support.checkpoints import VOCAB, FolderOf, TheirsOf
+from tests.support.checkpoints import FolderOf, TheirsOf
+from tests.support.kind_sizes import VOCAB
 from tests.support.traces import words
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

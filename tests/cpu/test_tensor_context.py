@@ -19,7 +19,8 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.strategies import KEEPS_ALL, STRATEGIES
 from headrace.types import CHUNK
-from tests.support.checkpoints import VOCAB, FolderOf, OursOf
+from tests.support.checkpoints import FolderOf, OursOf
+from tests.support.kind_sizes import VOCAB
 from tests.support.loopback_ranks import Conversation, LoopbackRanks, even, shard_of, zigzag
 
 PROMPTS = (300, 64, 1, 130)

@@ -31,7 +31,8 @@ from headrace.models.weights import load_weights
 from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub, RankLost
 from headrace.types import chunks_for
-from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.checkpoints import make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.tensor_ranks import on_ranks
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]

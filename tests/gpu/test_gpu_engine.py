@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
-from tests.support.checkpoints import KINDS, VOCAB, build_model, make_checkpoint
+from tests.support.checkpoints import KINDS, build_model, make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.traces import Trace, alone, prompts_of, run, same, words
 from tools.gpu.bits import eager_steps
 from tools.gpu.long_context import far_outputs, far_positions, far_slots

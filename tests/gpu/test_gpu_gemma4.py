@@ -14,7 +14,8 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 from headrace import LLM, SamplingParams
 from headrace.kernels.triton import backend
 from tests.support.attention_testbed import TREES, PoolTestbed, ends
-from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.checkpoints import make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import MIXES, answer, flush, forced
 from tests.support.small_gpu_engines import force, launched
 from tests.support.traces import Trace, run, same

@@ -11,9 +11,9 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.config import RecurrentSpec
-from tests.support.checkpoints import VOCAB
 from tests.support.drafting import answered, drafts_from
 from tests.support.hybrid_checkpoints import build_model, make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import flush, forced, watched
 from tests.support.traces import Trace, run, same
 from tools.gpu.bits import eager_steps

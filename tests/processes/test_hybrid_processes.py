@@ -12,8 +12,8 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.parallel.transport import RankLost
-from tests.support.checkpoints import VOCAB
 from tests.support.hybrid_checkpoints import make_checkpoint
+from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import watched
 from tests.support.traces import same
 

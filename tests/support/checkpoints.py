@@ -17,12 +17,6 @@ from transformers import (
     ArceeForCausalLM,
     Cohere2Config,
     Cohere2ForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
@@ -41,47 +35,28 @@ from transformers import (
     Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    GraniteMoeSharedConfig,
-    GraniteMoeSharedForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -89,12 +64,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -102,35 +73,32 @@ from transformers import (
 )
 
 from headrace.models.decoder import Decoder
+from tests.support.expert_kinds import EXPERTS
+from tests.support.kind_sizes import (
+    GQA,
+    LLAMA_SIZES,
+    LONGROPE_LENGTH,
+    MIXED_WINDOWS,
+    MODEL_LENGTH,
+    MULTIPLIERS,
+    NO_TOKEN,
+    QWEN_TOKENS,
+    QWEN_VISION,
+    SHORT_LENGTH,
+    VOCAB,
+    WINDOW,
+    YARN_ROPE,
+    Build,
+    of,
+    rope,
+)
 
 FolderOf = Callable[[str], Path]
 OursOf = Callable[..., Decoder]
 TheirsOf = Callable[..., PreTrainedModel]
 """Of the fixtures folder_of, ours_of and theirs_of (tests/cpu/conftest.py)."""
 
-VOCAB = 320
-NO_TOKEN = VOCAB
-"""For families whose configuration puts an end of its own where none is given."""
-WINDOW = 100
-MODEL_LENGTH = 512
-LONGROPE_LENGTH = 256
-"""The length up to which longrope rotates by its short factors: no generation of the tests passes it on its way."""
-SHORT_LENGTH = 128
-"""The model's own length where the rotation is to be stretched beyond it."""
 
-LLAMA_SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=128,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    max_position_embeddings=MODEL_LENGTH,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
-GQA = dict(num_key_value_heads=2)
 OPT_SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=128,
@@ -152,25 +120,9 @@ FALCON_SIZES: dict[str, Any] = dict(
 )
 
 
-def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
-    return dict(rope_parameters=dict(rope_type=kind, rope_theta=10000.0, **parameters))
-
-
-LLAMA3_ROPE = _rope(
-    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
-GPT_OSS_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH, truncate=False)
-YARN_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH)
-MIXED_WINDOWS = dict(
-    num_hidden_layers=3,
-    use_sliding_window=True,
-    sliding_window=WINDOW,
-    layer_types=["full_attention", "sliding_attention", "full_attention"],
-)
+LLAMA3_ROPE = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 FALCON_RW = dict(alibi=True, multi_query=False, parallel_attn=False, bias=True)
 FALCON_40 = dict(new_decoder_architecture=True, num_kv_heads=2)
-
-Build = Callable[..., PreTrainedModel]
 
 
 def _llama(**fields: Any) -> PreTrainedModel:
@@ -190,37 +142,6 @@ def _qwen3(**fields: Any) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**{**LLAMA_SIZES, **GQA, "head_dim": 64, **fields}))
 
 
-def _qwen3_moe(**fields: Any) -> PreTrainedModel:
-    sizes = dict(head_dim=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=3)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
-
-
-def _qwen3_vl_moe(**fields: Any) -> PreTrainedModel:
-    sizes = dict(head_dim=64, moe_intermediate_size=192, num_experts=8, num_experts_per_tok=3, mlp_only_layers=[0])
-    mrope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[12, 10, 10], mrope_interleaved=True)
-    text = {**LLAMA_SIZES, **GQA, **sizes, "rope_parameters": mrope, "tie_word_embeddings": False, **fields}
-    vision = dict(hidden_size=32, intermediate_size=64, depth=1, num_heads=2, out_hidden_size=128)
-    vision |= dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
-    tokens = dict(image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4)
-    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, eos_token_id=NO_TOKEN, **tokens)
-    return Qwen3VLMoeForConditionalGeneration(config)
-
-
-def _mixtral(**fields: Any) -> PreTrainedModel:
-    sizes = dict(intermediate_size=128, num_local_experts=4)
-    return MixtralForCausalLM(MixtralConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
-
-
-def _olmoe(**fields: Any) -> PreTrainedModel:
-    sizes = dict(intermediate_size=64, num_experts=8, num_experts_per_tok=4)
-    return OlmoeForCausalLM(OlmoeConfig(**{**LLAMA_SIZES, **sizes, **fields}))
-
-
-def _gpt_oss(**fields: Any) -> PreTrainedModel:
-    sizes = dict(head_dim=64, intermediate_size=64, num_local_experts=8, num_experts_per_tok=3, sliding_window=WINDOW)
-    return GptOssForCausalLM(GptOssConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
-
-
 def _opt(**fields: Any) -> PreTrainedModel:
     return OPTForCausalLM(OPTConfig(**{**OPT_SIZES, **fields}))
 
@@ -229,44 +150,15 @@ def _falcon(**fields: Any) -> PreTrainedModel:
     return FalconForCausalLM(FalconConfig(**{**FALCON_SIZES, **fields}))
 
 
-def _of(model: type[PreTrainedModel], config: type[PreTrainedConfig], **own: Any) -> Build:
-    """Builds models of a class with the sizes of a small Llama, grouped heads and its `own` fields."""
-    return lambda **fields: model(config(**{**LLAMA_SIZES, **GQA, **own, **fields}))
-
-
-_phi3 = _of(Phi3ForCausalLM, Phi3Config, original_max_position_embeddings=MODEL_LENGTH)
-_smollm3 = _of(SmolLM3ForCausalLM, SmolLM3Config, no_rope_layer_interval=2, tie_word_embeddings=True)
-MULTIPLIERS = dict(
-    embedding_multiplier=12.0, attention_multiplier=0.02, residual_multiplier=0.22, logits_scaling=8.0
-)  # fmt: skip
-GRANITE_EXPERTS = dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=3)
-_granite = _of(GraniteForCausalLM, GraniteConfig, **MULTIPLIERS)
-_granite_moe = _of(GraniteMoeForCausalLM, GraniteMoeConfig, **MULTIPLIERS, **GRANITE_EXPERTS)
-_granite_moe_shared = _of(
-    GraniteMoeSharedForCausalLM, GraniteMoeSharedConfig, **MULTIPLIERS, **GRANITE_EXPERTS, shared_intermediate_size=128
-)
-_granite4 = _of(
-    GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, **MULTIPLIERS, **GRANITE_EXPERTS | dict(num_local_experts=0),
-    shared_intermediate_size=192, layer_types=["attention"] * 2,
-)  # fmt: skip
-_glm = _of(GlmForCausalLM, GlmConfig, head_dim=64, eos_token_id=NO_TOKEN)
-_glm4_moe = _of(
-    Glm4MoeForCausalLM, Glm4MoeConfig, head_dim=64, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3,
-    moe_intermediate_size=64, routed_scaling_factor=2.5,
-)  # fmt: skip
-_ernie_moe = _of(
-    Ernie4_5_MoeForCausalLM, Ernie4_5_MoeConfig, num_hidden_layers=3, moe_num_experts=8, moe_k=3,
-    moe_intermediate_size=64, moe_layer_end_index=1, eos_token_id=NO_TOKEN,
-)  # fmt: skip
-_minimax_m2 = _of(
-    MiniMaxM2ForCausalLM, MiniMaxM2Config, head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3,
-    intermediate_size=64,
-)  # fmt: skip
-_glm4 = _of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
+_phi3 = of(Phi3ForCausalLM, Phi3Config, original_max_position_embeddings=MODEL_LENGTH)
+_smollm3 = of(SmolLM3ForCausalLM, SmolLM3Config, no_rope_layer_interval=2, tie_word_embeddings=True)
+_granite = of(GraniteForCausalLM, GraniteConfig, **MULTIPLIERS)
+_glm = of(GlmForCausalLM, GlmConfig, head_dim=64, eos_token_id=NO_TOKEN)
+_glm4 = of(Glm4ForCausalLM, Glm4Config, head_dim=64, eos_token_id=NO_TOKEN)
 GEMMA = dict(head_dim=64, num_hidden_layers=3, sliding_window=WINDOW, query_pre_attn_scalar=48)
 GEMMA_LAYERS = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
-_gemma2 = _of(Gemma2ForCausalLM, Gemma2Config, **GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
-_gemma3 = _of(Gemma3ForCausalLM, Gemma3TextConfig, **GEMMA, **GEMMA_LAYERS)
+_gemma2 = of(Gemma2ForCausalLM, Gemma2Config, **GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+_gemma3 = of(Gemma3ForCausalLM, Gemma3TextConfig, **GEMMA, **GEMMA_LAYERS)
 LONGROPE = dict(
     original_max_position_embeddings=LONGROPE_LENGTH,
     rope_parameters=dict(
@@ -290,11 +182,11 @@ def _gemma3_with_vision(**fields: Any) -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
-MINISTRAL3_ROPE = _rope(
+MINISTRAL3_ROPE = rope(
     "yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
     mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
 )  # fmt: skip
-_ministral3 = _of(Ministral3ForCausalLM, Ministral3Config, head_dim=64, **MINISTRAL3_ROPE)
+_ministral3 = of(Ministral3ForCausalLM, Ministral3Config, head_dim=64, **MINISTRAL3_ROPE)
 PIXTRAL = dict(
     model_type="pixtral", hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     image_size=28, patch_size=14,
@@ -309,23 +201,21 @@ def _mistral3(**fields: Any) -> PreTrainedModel:
     return Mistral3ForConditionalGeneration(config)
 
 
-_seed_oss = _of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
-_arcee = _of(ArceeForCausalLM, ArceeConfig)
-_ernie4_5 = _of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=64)
-HUNYUAN_ROPE = _rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-_hunyuan = _of(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, head_dim=64, **HUNYUAN_ROPE)
-_olmo2 = _of(Olmo2ForCausalLM, Olmo2Config)
-_olmo3 = _of(Olmo3ForCausalLM, Olmo3Config, num_hidden_layers=4, sliding_window=WINDOW)
+_seed_oss = of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
+_arcee = of(ArceeForCausalLM, ArceeConfig)
+_ernie4_5 = of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=64)
+HUNYUAN_ROPE = rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+_hunyuan = of(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, head_dim=64, **HUNYUAN_ROPE)
+_olmo2 = of(Olmo2ForCausalLM, Olmo2Config)
+_olmo3 = of(Olmo3ForCausalLM, Olmo3Config, num_hidden_layers=4, sliding_window=WINDOW)
 OLMO3_ROPE = dict(
     rope_parameters=dict(
         full_attention=YARN_ROPE["rope_parameters"], sliding_attention=dict(rope_type="default", rope_theta=1e4)
     )
 )
 EXAONE = dict(num_hidden_layers=3, sliding_window=WINDOW, layer_types=MIXED_WINDOWS["layer_types"])
-_exaone4 = _of(Exaone4ForCausalLM, Exaone4Config, head_dim=64)
-_cohere2 = _of(Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25)
-QWEN_TOKENS = dict(image_token_id=3, video_token_id=4, vision_start_token_id=1, vision_end_token_id=2)
-QWEN_VISION = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=128, patch_size=14)
+_exaone4 = of(Exaone4ForCausalLM, Exaone4Config, head_dim=64)
+_cohere2 = of(Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25)
 
 
 def _qwen2_5_vl(**fields: Any) -> PreTrainedModel:
@@ -347,7 +237,7 @@ def _qwen3_vl(**fields: Any) -> PreTrainedModel:
 
 
 def _mrope(*section: int, **parameters: Any) -> dict[str, Any]:
-    return _rope("default", mrope_section=list(section), **parameters)
+    return rope("default", mrope_section=list(section), **parameters)
 
 
 GEMMA4 = dict(
@@ -357,7 +247,7 @@ GEMMA4 = dict(
 GEMMA4_LARGE = dict(attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
 GEMMA4_SMALL = dict(hidden_size_per_layer_input=32, num_kv_shared_layers=2, use_double_wide_mlp=True)
 GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=64)
-_gemma4 = _of(Gemma4ForCausalLM, Gemma4TextConfig, **GEMMA4)
+_gemma4 = of(Gemma4ForCausalLM, Gemma4TextConfig, **GEMMA4)
 
 
 def _gemma4_multimodal(**fields: Any) -> PreTrainedModel:
@@ -368,23 +258,13 @@ def _gemma4_multimodal(**fields: Any) -> PreTrainedModel:
     return Gemma4ForConditionalGeneration(config)
 
 
-LATENT = dict(
-    kv_lora_rank=48, q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=48, num_key_value_heads=4,
-    num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64,
-    n_shared_experts=2,
-)  # fmt: skip
-LATENT_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH, mscale=0.7, mscale_all_dim=0.9)
-_deepseek_v3 = _of(DeepseekV3ForCausalLM, DeepseekV3Config, **LATENT)
-_glm_lite = _of(Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig, **LATENT, mlp_layer_types=["dense", "sparse", "sparse"])
-_deepseek_v2 = _of(DeepseekV2ForCausalLM, DeepseekV2Config, **LATENT)
-
 KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama": (_llama, {}),
     "llama_gqa": (_llama, GQA),
     "llama_tied": (_llama, dict(tie_word_embeddings=True)),
     "llama_bias": (_llama, dict(attention_bias=True, mlp_bias=True)),
-    "llama_linear": (_llama, _rope("linear", factor=4.0)),
-    "llama_dynamic": (_llama, dict(max_position_embeddings=SHORT_LENGTH, **_rope("dynamic", factor=4.0))),
+    "llama_linear": (_llama, rope("linear", factor=4.0)),
+    "llama_dynamic": (_llama, dict(max_position_embeddings=SHORT_LENGTH, **rope("dynamic", factor=4.0))),
     "llama3": (_llama, GQA | LLAMA3_ROPE),
     "llama_yarn": (_llama, YARN_ROPE),
     "mistral": (_mistral, dict(sliding_window=None, head_dim=64)),
@@ -411,19 +291,13 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "exaone4": (_exaone4, EXAONE),
     "exaone4_plain": (_exaone4, dict(sliding_window=None, layer_types=["full_attention"] * 2)),
     "cohere2": (_cohere2, EXAONE | dict(attention_bias=True)),
-    "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
-    "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
-    "qwen3_vl_moe": (_qwen3_vl_moe, {}),
-    "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
-    "olmoe": (_olmoe, GQA),
-    "gpt_oss": (_gpt_oss, GPT_OSS_ROPE),
     "opt": (_opt, {}),
     "opt_untied": (_opt, dict(tie_word_embeddings=False)),
     "opt_no_final_norm": (_opt, dict(_remove_final_layer_norm=True)),
     "opt350": (_opt, dict(word_embed_proj_dim=64, do_layer_norm_before=False)),
     "opt_plain": (_opt, dict(enable_bias=False, layer_norm_elementwise_affine=False)),
     "falcon7": (_falcon, dict(multi_query=True, parallel_attn=True)),
-    "falcon7_bias": (_falcon, dict(bias=True, **_rope("linear", factor=2.0))),
+    "falcon7_bias": (_falcon, dict(bias=True, **rope("linear", factor=2.0))),
     "falcon_rw": (_falcon, FALCON_RW),
     "falcon_rw_odd": (_falcon, FALCON_RW | dict(num_attention_heads=6, hidden_size=192)),
     "falcon40": (_falcon, FALCON_40),
@@ -433,16 +307,8 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "smollm3": (_smollm3, {}),
     "smollm3_window": (_smollm3, dict(use_sliding_window=True, sliding_window=WINDOW, attention_bias=True)),
     "granite": (_granite, dict(attention_bias=True)),
-    "granite_moe": (_granite_moe, dict(tie_word_embeddings=True)),
-    "granite_moe_shared": (_granite_moe_shared, dict(attention_bias=True)),
-    "granite4": (_granite4, {}),
-    "granite4_experts": (_granite4, dict(num_local_experts=8, position_embedding_type="rope")),
     "glm": (_glm, {}),
     "glm4": (_glm4, {}),
-    "glm4_moe": (_glm4_moe, dict(use_qk_norm=True, attention_bias=True)),
-    "glm4_moe_groups": (_glm4_moe, dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2)),
-    "minimax_m2": (_minimax_m2, {}),
-    "ernie_moe": (_ernie_moe, {}),
     "gemma2": (_gemma2, {}),
     "gemma3": (_gemma3, {}),
     "gemma3_linear": (_gemma3, GEMMA3_LINEAR),
@@ -451,11 +317,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma4_small": (_gemma4, GEMMA4_SMALL),
     "gemma4_experts": (_gemma4, GEMMA4_LARGE | GEMMA4_EXPERTS),
     "gemma4_multimodal": (_gemma4_multimodal, GEMMA4_SMALL),
-    "deepseek_v2": (_deepseek_v2, LATENT_YARN),
-    "deepseek_v2_groups": (_deepseek_v2, dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)),
-    "deepseek_v3": (_deepseek_v3, LATENT_YARN | dict(q_lora_rank=64, n_group=4, topk_group=2)),
-    "glm_lite": (_glm_lite, dict(n_group=1, topk_group=1, rope_interleave=False)),
-    "deepseek_v2_lora": (_deepseek_v2, dict(q_lora_rank=64, attention_bias=True)),
+    **EXPERTS,
 }
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
@@ -481,11 +343,7 @@ MIXED = tuple(kind for kind in KINDS if kind.startswith("gemma4"))
 """Kinds whose layers differ: they are computed one operation at a time, and their KV is not streamed."""
 EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, MIXED)
 
-WITH_EXPERTS = (
-    "qwen3_moe", "qwen3_moe_mixed", "mixtral", "olmoe", "gpt_oss", "gemma4_experts", "granite_moe",
-    "granite_moe_shared", "granite4_experts", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm_lite",
-    "deepseek_v2_lora", "glm4_moe", "glm4_moe_groups", "minimax_m2", "qwen3_vl_moe", "ernie_moe",
-)  # fmt: skip
+WITH_EXPERTS = (*(kind for kind in EXPERTS if kind != "granite4"), "gemma4_experts")
 
 
 def seeds_for_rounding(kind: str) -> range:

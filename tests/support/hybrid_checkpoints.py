@@ -26,7 +26,7 @@ from headrace.config import RecurrentSpec
 from headrace.kernels.gated_delta import Recur, gated_delta
 from headrace.kernels.records import DeltaWeights, LayerStates
 from headrace.models.decoder import Decoder
-from tests.support.checkpoints import VOCAB
+from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import NaiveAttend, RowAttend, batch_of, naive
 
 SIZES: dict[str, Any] = dict(

@@ -1,0 +1,150 @@
+"""Kinds of small models with experts: see tests.support.checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+from tests.support.kind_sizes import GQA, LLAMA_SIZES, MULTIPLIERS, NO_TOKEN, SHORT_LENGTH, WINDOW, Build, of, rope
+
+
+def _qwen3_moe(**fields: Any) -> PreTrainedModel:
+    sizes = dict(head_dim=64, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=3)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
+
+
+def _qwen3_vl_moe(**fields: Any) -> PreTrainedModel:
+    sizes = dict(head_dim=64, moe_intermediate_size=192, num_experts=8, num_experts_per_tok=3, mlp_only_layers=[0])
+    mrope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[12, 10, 10], mrope_interleaved=True)
+    text = {**LLAMA_SIZES, **GQA, **sizes, "rope_parameters": mrope, "tie_word_embeddings": False, **fields}
+    vision = dict(hidden_size=32, intermediate_size=64, depth=1, num_heads=2, out_hidden_size=128)
+    vision |= dict(num_position_embeddings=16, deepstack_visual_indexes=[0])
+    tokens = dict(image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4)
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, eos_token_id=NO_TOKEN, **tokens)
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def _mixtral(**fields: Any) -> PreTrainedModel:
+    sizes = dict(intermediate_size=128, num_local_experts=4)
+    return MixtralForCausalLM(MixtralConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
+
+
+def _olmoe(**fields: Any) -> PreTrainedModel:
+    sizes = dict(intermediate_size=64, num_experts=8, num_experts_per_tok=4)
+    return OlmoeForCausalLM(OlmoeConfig(**{**LLAMA_SIZES, **sizes, **fields}))
+
+
+def _gpt_oss(**fields: Any) -> PreTrainedModel:
+    sizes = dict(head_dim=64, intermediate_size=64, num_local_experts=8, num_experts_per_tok=3, sliding_window=WINDOW)
+    return GptOssForCausalLM(GptOssConfig(**{**LLAMA_SIZES, **GQA, **sizes, **fields}))
+
+
+GPT_OSS_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH, truncate=False)
+
+
+GRANITE_EXPERTS = dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=3)
+
+
+_granite_moe = of(GraniteMoeForCausalLM, GraniteMoeConfig, **MULTIPLIERS, **GRANITE_EXPERTS)
+
+
+_granite_moe_shared = of(
+    GraniteMoeSharedForCausalLM, GraniteMoeSharedConfig, **MULTIPLIERS, **GRANITE_EXPERTS, shared_intermediate_size=128
+)
+
+
+_glm4_moe = of(
+    Glm4MoeForCausalLM, Glm4MoeConfig, head_dim=64, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3,
+    moe_intermediate_size=64, routed_scaling_factor=2.5,
+)  # fmt: skip
+
+
+_ernie_moe = of(
+    Ernie4_5_MoeForCausalLM, Ernie4_5_MoeConfig, num_hidden_layers=3, moe_num_experts=8, moe_k=3,
+    moe_intermediate_size=64, moe_layer_end_index=1, eos_token_id=NO_TOKEN,
+)  # fmt: skip
+
+
+_minimax_m2 = of(
+    MiniMaxM2ForCausalLM, MiniMaxM2Config, head_dim=64, rotary_dim=32, num_local_experts=8, num_experts_per_tok=3,
+    intermediate_size=64,
+)  # fmt: skip
+
+
+LATENT = dict(
+    kv_lora_rank=48, q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=48, num_key_value_heads=4,
+    num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64,
+    n_shared_experts=2,
+)  # fmt: skip
+
+
+LATENT_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=SHORT_LENGTH, mscale=0.7, mscale_all_dim=0.9)
+
+
+_deepseek_v3 = of(DeepseekV3ForCausalLM, DeepseekV3Config, **LATENT)
+
+
+_glm_lite = of(Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig, **LATENT, mlp_layer_types=["dense", "sparse", "sparse"])
+
+
+_deepseek_v2 = of(DeepseekV2ForCausalLM, DeepseekV2Config, **LATENT)
+
+
+_granite4 = of(
+    GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, **MULTIPLIERS, **GRANITE_EXPERTS | dict(num_local_experts=0),
+    shared_intermediate_size=192, layer_types=["attention"] * 2,
+)  # fmt: skip
+
+EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
+    "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
+    "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
+    "qwen3_vl_moe": (_qwen3_vl_moe, {}),
+    "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
+    "olmoe": (_olmoe, GQA),
+    "gpt_oss": (_gpt_oss, GPT_OSS_ROPE),
+    "granite_moe": (_granite_moe, dict(tie_word_embeddings=True)),
+    "granite_moe_shared": (_granite_moe_shared, dict(attention_bias=True)),
+    "granite4": (_granite4, {}),
+    "granite4_experts": (_granite4, dict(num_local_experts=8, position_embedding_type="rope")),
+    "glm4_moe": (_glm4_moe, dict(use_qk_norm=True, attention_bias=True)),
+    "glm4_moe_groups": (_glm4_moe, dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2)),
+    "minimax_m2": (_minimax_m2, {}),
+    "ernie_moe": (_ernie_moe, {}),
+    "deepseek_v2": (_deepseek_v2, LATENT_YARN),
+    "deepseek_v2_groups": (_deepseek_v2, dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)),
+    "deepseek_v3": (_deepseek_v3, LATENT_YARN | dict(q_lora_rank=64, n_group=4, topk_group=2)),
+    "glm_lite": (_glm_lite, dict(n_group=1, topk_group=1, rope_interleave=False)),
+    "deepseek_v2_lora": (_deepseek_v2, dict(q_lora_rank=64, attention_bias=True)),
+}
+"""Every kind with experts, as (constructor, its fields)."""
