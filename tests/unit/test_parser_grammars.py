@@ -224,23 +224,39 @@ def deep(levels: int) -> dict[str, Any]:
     return found
 
 
-PATTERN = {"type": "string", "pattern": "a"}
+PATTERN, MARKED = {"type": "string", "pattern": "a"}, {"enum": ["</parameter></arg_value>"]}
+XML = ("qwen3_coder", "glm45")
+STRINGS = {"qwen3_coder": ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>"),
+           "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value>")}  # fmt: skip
+"""Format -> what a call of a string begins with, and what ends the string."""
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
+@pytest.mark.parametrize("name", XML)
+def test_a_string_ends_with_the_first_mark(name: str, tokens: bool) -> None:
+    """Also with one that is spelled where the vocabulary has a token for it: a parser sees no difference."""
+    words = vocabulary(*marks_of(name)) if tokens else vocabulary()
+    tool, (before, end) = Tool("f", parameters=schema(["a"], a={"type": "string"})), STRINGS[name]
+    shape = constraint(formats(name, words), [tool], ONE, Reasoning(False), "", None)
+    assert shape is not None
+    for value in ("", "Oslo", "a\n"):
+        assert Walk(shape, words).write(f"{before}{value}{end}").allowed()
+    spelled = Walk(shape, words).write(before).spell("a" + end)
+    with pytest.raises(ValueError, match="satisfy"):
+        spelled.spell("b")
+
+
 REFUSED = {
     "no-tool": ("hermes", [], ToolChoice("required"), "tool_choice"),
     "no-such-tool": ("hermes", TOOLS, ToolChoice("required", ("other",)), "tool_choice"),
     "no-parser": (NONE, TOOLS, REQUIRED, "tool_choice"),
     "no-object": ("hermes", [Tool("f", parameters={"type": "array"})], REQUIRED, "tools"),
-    "pattern-in-xml": (
-        "qwen3_coder",
-        [Tool("f", parameters=schema(a={"type": "string", "pattern": "a"}))],
-        REQUIRED,
-        "tools",
-    ),
-    "mark-in-xml": ("qwen3_coder", [Tool("f", parameters=schema(a={"enum": ["</parameter>"]}))], REQUIRED, "tools"),
+    **{f"pattern-in-{name}": (name, [Tool("f", parameters=schema(a=PATTERN))], REQUIRED, "tools") for name in XML},
+    **{f"mark-in-{name}": (name, [Tool("f", parameters=schema(a=MARKED))], REQUIRED, "tools") for name in XML},
     "no-schema": ("hermes", [Tool("f", parameters={"properties": {"a": {"type": "strin"}}})], REQUIRED, "tools"),
     "no-properties": ("pythonic", [Tool("f", parameters={"properties": 3, "required": 4})], REQUIRED, "tools"),
     "deep": ("hermes", [Tool("f", parameters=deep(3000))], REQUIRED, "tools"),
-    "whole-schema-in-xml": ("qwen3_coder", [Tool("f", parameters={"anyOf": [{}]})], REQUIRED, "tools"),
+    **{f"whole-schema-in-{name}": (name, [Tool("f", parameters={"anyOf": [{}]})], REQUIRED, "tools") for name in XML},
 }
 
 

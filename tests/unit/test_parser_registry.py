@@ -26,6 +26,8 @@ TEMPLATES = {
     "qwen3": (SHOWN + "<tool_call>\n{\"name\": {% if '</think>' in content %}<think>", "hermes", "think"),
     "qwen2.5": (SHOWN + '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n', "hermes", NONE),
     "qwen3-coder": (SHOWN + "<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder", NONE),
+    "glm4.6": (SHOWN + "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n{{ '\n<think></think>' }}",
+               "glm45", "think"),
     "llama3.1": (SHOWN + '{"name": function name, "parameters": dictionary of argument name and its value}',
                  "llama3_json", NONE),
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
@@ -60,10 +62,16 @@ def test_flags_go_before_the_template() -> None:
         formats_of("", reasoning_parser="x")
 
 
+VLLM_NAMES = [("llama4_pythonic", "pythonic", "qwen3"), ("glm45", "glm45", "glm45"), ("glm47", "glm45", "glm45")]
+"""A parser of calls as vLLM calls it, ours, and vLLM's parser of such a model's reasoning."""
+
+
 def test_settings_know_every_format() -> None:
     assert set(TOOL_PARSERS) == {*TOOL_FORMATS, NONE} and set(REASONING_PARSERS) == {*REASONING_FORMATS, NONE}
-    config = EngineConfig(model="tiny", tool_call_parser="llama4_pythonic", reasoning_parser="qwen3")
-    assert formats_of("", tool_parser=config.server.tool_call_parser).tools == "pythonic"
+    for called, tools, reasons in VLLM_NAMES:
+        server = EngineConfig(model="tiny", tool_call_parser=called, reasoning_parser=reasons).server
+        found = formats_of("", tool_parser=server.tool_call_parser, reasoning_parser=server.reasoning_parser)
+        assert (found.tools, found.reasoning) == (tools, "think")
     for name, value in (("tool_call_parser", "hermse"), ("reasoning_parser", "thinking")):
         with pytest.raises(ValueError, match=f"{name} must be auto or one of .*; did you mean"):
             EngineConfig(model="tiny", **{name: value})

@@ -103,7 +103,7 @@ def test_any_text_is_taken(name: str, opened: bool, data: st.DataObject) -> None
     """Texts of the formats' own pieces in any order: no exception, and the same in one piece and by characters."""
     pieces = [*Formats(name, "think").marks, *"{}[]()\"'\\:,=<1aé \n", '"name"', '"search"', "search", '"arguments"',
               "<parameter=", "</parameter>", "<function=", "</function>", "to=functions.",
-              '{"name": "search", "arguments": {']  # fmt: skip
+              '{"name": "search", "arguments": {', *Formats("glm45").marks]  # fmt: skip
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=30)))
     case = Case(Formats(name, "harmony" if name == "openai" else "think"), "<think>" if opened else "", text)
     assert case.answer(text) == case.answer([text])
@@ -122,6 +122,7 @@ STREAMED = [
         "ab",
         "\n</parameter>\n</function>\n</tool_call>",
     ),
+    ("glm45", "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>", "ab", "</arg_value>\n</tool_call>"),
 ]
 
 

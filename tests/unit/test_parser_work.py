@@ -16,10 +16,12 @@ pytestmark = pytest.mark.unit
 # fmt: off
 HOSTILE = ["{", "[", '"', "\\", " ", "\n{", "<tool_call", "<tool_call>{", '{"name": "search", "arguments": {"a": ',
            '{"name": "x"}\n', "<think>", "[search(a=[", "[search()]\n", "a=1, ", "<|channel|>x", "to=functions.a ",
-           "<function=a>", "<parameter=a>", "</parameter>", "[TOOL_CALLS]a", "[TOOL_CALLS][", "<|python_tag|>"]
+           "<function=a>", "<parameter=a>", "<tool_call>a", "<arg_key>a</arg_key><arg_value>", "</arg_value>",
+            "</parameter>", "[TOOL_CALLS]a", "[TOOL_CALLS][", "<|python_tag|>"]
 BEGINNINGS = {"hermes": '<tool_call>{"name": "search", "arguments": {"a": ',
               "mistral": '[TOOL_CALLS]search[ARGS]{"a": ',
               "pythonic": "[search(a=", "qwen3_coder": "<function=search><parameter=a>",
+              "glm45": "<tool_call>search<arg_key>a</arg_key><arg_value>",
               "json": '{"name": "search", "arguments": ', "llama3_json": '{"name": "search", "parameters": ',
               "openai": "<|channel|>commentary to=functions.search <|message|>"}
 # fmt: on

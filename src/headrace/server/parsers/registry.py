@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from headrace.config.server import PARSER_ALIASES
+from headrace.config.server import REASONING_ALIASES, TOOL_ALIASES
 from headrace.server.parsers.filters import FirstCall, WithoutTokens
 from headrace.server.parsers.parts import OutputParser, PlainText
 from headrace.server.parsers.reasoning import ReasoningParser
@@ -54,6 +54,11 @@ HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat("hermes", "HermesParser", ("<tool_call>", "</tool_call>")),
     "qwen3_coder": ToolFormat("qwen3_coder", "Qwen3CoderParser", ("<tool_call>", "</tool_call>")),
+    "glm45": ToolFormat(
+        "glm45",
+        "Glm45Parser",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
     "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
     "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
     "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
@@ -115,8 +120,9 @@ def formats_of(
     """
     vocabulary = "\n".join(tokens or ())
     found = Formats(
-        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(template, vocabulary),
-        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(template, vocabulary),
+        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE), TOOL_ALIASES) or parser_for(template, vocabulary),
+        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE), REASONING_ALIASES)
+        or reasoning_for(template, vocabulary),
         dict(tokens or {}),
         frozenset(hidden),
     )
@@ -126,10 +132,10 @@ def formats_of(
     return replace(found, left_out=tuple(apart))
 
 
-def _given(called: str, name: str | None, known: Collection[str]) -> str:
+def _given(called: str, name: str | None, known: Collection[str], aliases: Mapping[str, str]) -> str:
     if name is None or name == "auto":
         return ""
-    name = PARSER_ALIASES.get(name, name)
+    name = aliases.get(name, name)
     if name not in known:
         raise ValueError(f"{called} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
     return name
@@ -139,6 +145,7 @@ _TOOLS_BY = (
     ("mistral", "[TOOL_CALLS]"),
     ("openai", "<|channel|>"),
     ("qwen3_coder", "<function="),
+    ("glm45", "<arg_key>"),
     ("hermes", "<tool_call>"),
     ("pythonic", "func_name1("),
     ("llama3_json", '"parameters": dictionary'),
