@@ -80,14 +80,14 @@ def check_calls(answer: Answer) -> None:
 def test_forced_calls_fit_their_schemas(name: str, tokens: bool) -> None:
     words = vocabulary(*marks_of(name)) if tokens else vocabulary()
     found, done, called = formats(name, words), 0, set()
-    for seed in range(12):
+    for seed in range(24):
         walk = begin(found, words, enabled=False, choice=REQUIRED if seed % 2 else ONE).go_on(seed)
         if walk.whole:
             answer = parsed(found, walk.text)
             check_calls(answer)
             assert len(answer.calls) <= (MOST_CALLS if seed % 2 and name != "openai" else 1)
             done, called = done + 1, called | {call.name for call in answer.calls}
-    assert done >= 8 and len(called) >= 3
+    assert done >= 16 and len(called) >= 3
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

@@ -10,6 +10,7 @@ from headrace.config import EngineConfig
 from headrace.config.server import REASONING_PARSERS, TOOL_PARSERS
 from headrace.server.parsers.parts import Answer, Call, CallStart, PlainText
 from headrace.server.parsers.registry import (
+    DEEPSEEK_TOKENS,
     NONE,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -28,6 +29,10 @@ TEMPLATES = {
     "qwen3-coder": (SHOWN + "<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder", NONE),
     "glm4.6": (SHOWN + "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n{{ '\n<think></think>' }}",
                "glm45", "think"),
+    "deepseek-v3": (SHOWN + "'<｜tool▁call▁begin｜>' + tool.type + '<｜tool▁sep｜>' + name + '\n```json\n'",
+                    "deepseek_v3", NONE),
+    "deepseek-v3.1": (SHOWN + "'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments </think>", "deepseek_v31",
+                      "think"),
     "llama3.1": (SHOWN + '{"name": function name, "parameters": dictionary of argument name and its value}',
                  "llama3_json", NONE),
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
@@ -53,6 +58,13 @@ def test_the_vocabulary_tells_where_the_template_does_not() -> None:
     assert formats_of("{{ messages }}", tokens=tokens).tools == "json"
 
 
+def test_a_template_without_tools_must_be_of_a_model_with_the_marks() -> None:
+    for name, template in (("deepseek_v3", "<｜tool▁sep｜>\n```json"), ("deepseek_v31", "<｜tool▁sep｜>")):
+        assert formats_of(template, tokens=dict.fromkeys(DEEPSEEK_TOKENS, 5)).tools == name
+        assert formats_of(template, tokens={"<think>": 5}).tools == "json"
+        assert formats_of(template + SHOWN).tools == name
+
+
 def test_flags_go_before_the_template() -> None:
     found = formats_of(TEMPLATES["qwen3"][0], tool_parser="none", reasoning_parser="deepseek_r1")
     assert (found.tools, found.reasoning) == (NONE, "think")
@@ -62,7 +74,9 @@ def test_flags_go_before_the_template() -> None:
         formats_of("", reasoning_parser="x")
 
 
-VLLM_NAMES = [("llama4_pythonic", "pythonic", "qwen3"), ("glm45", "glm45", "glm45"), ("glm47", "glm45", "glm45")]
+VLLM_NAMES = [("llama4_pythonic", "pythonic", "qwen3"), ("glm45", "glm45", "glm45"), ("glm47", "glm45", "glm45"),
+              ("deepseek_v3", "deepseek_v3", "deepseek_r1"),
+              ("deepseek_v31", "deepseek_v31", "deepseek_v3")]  # fmt: skip
 """A parser of calls as vLLM calls it, ours, and vLLM's parser of such a model's reasoning."""
 
 

@@ -103,7 +103,7 @@ def test_any_text_is_taken(name: str, opened: bool, data: st.DataObject) -> None
     """Texts of the formats' own pieces in any order: no exception, and the same in one piece and by characters."""
     pieces = [*Formats(name, "think").marks, *"{}[]()\"'\\:,=<1aé \n", '"name"', '"search"', "search", '"arguments"',
               "<parameter=", "</parameter>", "<function=", "</function>", "to=functions.",
-              '{"name": "search", "arguments": {', *Formats("glm45").marks]  # fmt: skip
+              '{"name": "search", "arguments": {', *Formats("glm45").marks, "function", "```json", "```"]  # fmt: skip
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=30)))
     case = Case(Formats(name, "harmony" if name == "openai" else "think"), "<think>" if opened else "", text)
     assert case.answer(text) == case.answer([text])
@@ -121,6 +121,18 @@ STREAMED = [
         "<tool_call>\n<function=search>\n<parameter=q>\n",
         "ab",
         "\n</parameter>\n</function>\n</tool_call>",
+    ),
+    (
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{"q": "',
+        "ab",
+        '"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    (
+        "deepseek_v31",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"q": "',
+        "ab",
+        '"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     ),
     ("glm45", "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>", "ab", "</arg_value>\n</tool_call>"),
 ]

@@ -17,10 +17,10 @@ from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
 from headrace.server.own_tokens import check_tokens
 from headrace.server.parsers.constraint import constraint
-from headrace.server.parsers.registry import make_parser
+from headrace.server.parsers.registry import make_parser, parser_for
 from headrace.server.replay import Known, Replay, TokenTexts, replay
 from headrace.server.state import ServerState
-from headrace.server.tool_prompt import knows_tools, told_in_text
+from headrace.server.tool_prompt import WRITTEN, knows_tools, told_in_text
 from headrace.server.turn import Turn
 from headrace.types import InvalidRequest, SamplingParams
 
@@ -131,7 +131,8 @@ def rendered(tokenizer: Any, turn: Turn) -> Rendered:
     if THINKING in tokenizer.chat_template:
         messages = [with_thinking(message) for message in messages]
     if not knows_tools(tokenizer.chat_template):
-        messages = told_in_text(messages, turn.tools)
+        called = parser_for(tokenizer.chat_template, "\n".join(tokenizer.added_tokens))
+        messages = told_in_text(messages, turn.tools, WRITTEN.get(called, ""))
         variables.pop("tools", None)
     text = _written(tokenizer, messages, variables)
     if not any(message.get(TOKENS) for message in messages):

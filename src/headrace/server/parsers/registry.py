@@ -50,6 +50,7 @@ class ReasoningFormat(NamedTuple):
 
 
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end"))
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat("hermes", "HermesParser", ("<tool_call>", "</tool_call>")),
@@ -59,6 +60,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         "Glm45Parser",
         ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     ),
+    "deepseek_v3": ToolFormat("deepseek_v3", "DeepSeekV3Parser", DEEPSEEK_TOKENS),
+    "deepseek_v31": ToolFormat("deepseek_v31", "DeepSeekV31Parser", DEEPSEEK_TOKENS),
     "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
     "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
     "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
@@ -147,6 +150,8 @@ _TOOLS_BY = (
     ("qwen3_coder", "<function="),
     ("glm45", "<arg_key>"),
     ("hermes", "<tool_call>"),
+    ("deepseek_v3", "<｜tool▁sep｜>", "```json"),
+    ("deepseek_v31", "<｜tool▁sep｜>"),
     ("pythonic", "func_name1("),
     ("llama3_json", '"parameters": dictionary'),
     ("llama3_json", "<|python_tag|>"),
@@ -157,9 +162,16 @@ _TOOLS_BY = (
 
 def parser_for(template: str, vocabulary: str = "") -> str:
     """The format of calls of a chat template; by the texts of the vocabulary's added tokens for one that shows tools
-    without a mark that is known here; 'json' where neither tells, and for a template that shows none."""
-    places = (template, vocabulary) if "tools" in template else (template,)
-    return next((name for place in places for name, mark in _TOOLS_BY if mark in place), "json")
+    without a mark that is known here; 'json' where neither tells. One that shows no tools must have its mark in the
+    vocabulary, too: a model without that token knows the format by hearsay."""
+    shows = "tools" in template
+    fitting = (
+        name
+        for place in ((template, vocabulary) if shows else (template,))
+        for name, *marks in _TOOLS_BY
+        if all(mark in place for mark in marks) and (shows or marks[0] in vocabulary)
+    )
+    return next(fitting, "json")
 
 
 def reasoning_for(template: str, vocabulary: str = "") -> str:
