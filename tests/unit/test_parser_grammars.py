@@ -225,8 +225,9 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 PATTERN, MARKED = {"type": "string", "pattern": "a"}, {"enum": ["</parameter></arg_value>"]}
-XML = ("qwen3_coder", "glm45")
+XML = ("qwen3_coder", "glm45", "minimax_m2")
 STRINGS = {"qwen3_coder": ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>"),
+           "minimax_m2": ('<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">', "</parameter>"),
            "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value>")}  # fmt: skip
 """Format -> what a call of a string begins with, and what ends the string."""
 

@@ -29,6 +29,8 @@ TEMPLATES = {
     "qwen3-coder": (SHOWN + "<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder", NONE),
     "glm4.6": (SHOWN + "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n{{ '\n<think></think>' }}",
                "glm45", "think"),
+    "minimax-m2": (SHOWN + "'<minimax:tool_call>' <invoke name= {{- ']~b]ai' ~ '<think>' }} </think>", "minimax_m2",
+                   "think"),
     "deepseek-v3": (SHOWN + "'<｜tool▁call▁begin｜>' + tool.type + '<｜tool▁sep｜>' + name + '\n```json\n'",
                     "deepseek_v3", NONE),
     "deepseek-v3.1": (SHOWN + "'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments </think>", "deepseek_v31",
@@ -75,6 +77,7 @@ def test_flags_go_before_the_template() -> None:
 
 
 VLLM_NAMES = [("llama4_pythonic", "pythonic", "qwen3"), ("glm45", "glm45", "glm45"), ("glm47", "glm45", "glm45"),
+              ("minimax_m2", "minimax_m2", "minimax_m2"),
               ("deepseek_v3", "deepseek_v3", "deepseek_r1"),
               ("deepseek_v31", "deepseek_v31", "deepseek_v3")]  # fmt: skip
 """A parser of calls as vLLM calls it, ours, and vLLM's parser of such a model's reasoning."""

@@ -12,13 +12,13 @@ from headrace.types import did_you_mean
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
-TOOL_PARSERS = ("hermes", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "llama3_json", "mistral", "pythonic",
-                "openai", "json", "none")  # fmt: skip
+TOOL_PARSERS = ("hermes", "qwen3_coder", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31", "llama3_json", "mistral",
+                "pythonic", "openai", "json", "none")  # fmt: skip
 REASONING_PARSERS = ("think", "mistral", "harmony", "none")
 TOOL_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                 "glm47": "glm45"}  # fmt: skip
 REASONING_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think",
-                     "openai_gptoss": "harmony"}  # fmt: skip
+                     "minimax_m2": "think", "openai_gptoss": "harmony"}  # fmt: skip
 """vLLM's names of formats -> ours, where these differ."""
 OnDisconnect = Literal["stop", "finish"]
 
@@ -143,8 +143,8 @@ class ServerSettings(SettingsRecord):
     )
     tool_call_parser: str = setting(
         "auto",
-        "How the model writes calls of tools: hermes, qwen3_coder, glm45, deepseek_v3, deepseek_v31, llama3_json, "
-        "mistral, pythonic, openai, json, or none (calls stay text). auto: as its chat template says.",
+        "How the model writes calls of tools: hermes, qwen3_coder, glm45, minimax_m2, deepseek_v3, deepseek_v31, "
+        "llama3_json, mistral, pythonic, openai, json, or none (calls stay text). auto: as its chat template says.",
         check=_a_parser(TOOL_PARSERS, TOOL_ALIASES),
     )
     reasoning_parser: str = setting(
