@@ -232,6 +232,43 @@ STRINGS = {"qwen3_coder": ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</pa
 """Format -> what a call of a string begins with, and what ends the string."""
 
 
+GET, WEATHER = Tool("get", parameters=schema(a={"type": "string"}, ab={"type": "integer"})), TOOLS[1]
+"""Names that begin alike."""
+LEARNT = {
+    "glm45": [
+        "<tool_call>get\n<arg_key>ab</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>get\n</tool_call>",
+        "<tool_call>get<arg_key>a</arg_key><arg_value>\nx</arg_value></tool_call><tool_call>get</tool_call>",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
+    ],
+    "minimax_m2": [
+        '<minimax:tool_call>\n<invoke name="get">\n<parameter name="a">x</parameter>\n</invoke>\n'
+        '<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="get">\n</invoke>\n</minimax:tool_call>',
+    ],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n"
+        '```json\n{"a": "x"}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "deepseek_v31": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ],
+}
+"""Format -> calls as the chat templates of its models write them."""
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
+@pytest.mark.parametrize("name", LEARNT)
+def test_calls_are_forced_as_the_models_have_learnt_them(name: str, tokens: bool) -> None:
+    words = vocabulary(*marks_of(name)) if tokens else vocabulary()
+    for prompt_end, thought in (("", ""), ("<think>\n", "hm</think>"), ("<think>\n", "hm\n</think>\n\n")):
+        shape = constraint(formats(name, words), [GET, WEATHER], REQUIRED, Reasoning(), prompt_end, None)
+        assert shape is not None
+        for text in LEARNT[name]:
+            assert Walk(shape, words).write(thought + text).whole, text
+
+
 @pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
 @pytest.mark.parametrize("name", XML)
 def test_a_string_ends_with_the_first_mark(name: str, tokens: bool) -> None:

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from headrace.server.chat_body import ChatBody
-from headrace.server.parsers.registry import DEEPSEEK_TOKENS
+from headrace.server.parsers.registry import DEEPSEEK_TOKENS, NONE, Formats
 from headrace.server.protocol import parse_body
 from headrace.server.tool_prompt import WRITTEN, told_in_text
 from headrace.server.turn import Reasoning, ToolChoice
+from headrace.server.turns import rendered
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import CHAT, Running, ask, check_refusal, serving, tool
 
@@ -253,6 +254,14 @@ def test_deepseek_is_told_of_tools_in_its_own_format() -> None:
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
         told(running, "It is 42.", messages=[{"role": "user", "content": "?"}, message, result])
         assert running.engine.asked[-1][0].endswith("Let me look.\n42\n"), "calls and results are the template's"
+
+
+def test_a_flag_decides_how_deepseek_is_told_of_tools() -> None:
+    turn = parsed(tools=[tool("f")]).turn()
+    for called, shown in (("deepseek_v3", True), ("json", False), (NONE, False)):
+        assert (WRITTEN["deepseek_v3"] in rendered(DeepSeek(), turn, Formats(called)).text) == shown
+    assert WRITTEN["deepseek_v31"] in rendered(DeepSeek(), turn).text
+    assert DEEPSEEK_TOKENS[0] not in rendered(FakeTokenizer(), turn, Formats("deepseek_v31")).text, "no calls are shown"
 
 
 def test_a_template_that_shows_calls_gets_their_arguments_as_text() -> None:

@@ -27,11 +27,16 @@ def knows_tools(template: str) -> bool:
     return "tools" in template
 
 
+def call_shown(template: str, called: str) -> str:
+    """How calls of a format are written, where this template, which shows no tools, shows calls in it; '' if not."""
+    return WRITTEN.get(called, "") if "tool_calls" in template else ""
+
+
 def told_in_text(messages: Sequence[dict[str, Any]], tools: Sequence[Tool], written: str = "") -> list[dict[str, Any]]:
     """The messages with tools as text; calls and results too, unless the template shows these. Tools stand first, so
     that they are part of the cached beginning.
 
-    written: how the model writes a call, where its template shows calls (see WRITTEN).
+    written: as of call_shown.
     """
     texts = [_with_json(message) if written else _as_text(message) for message in messages]
     if not tools:
