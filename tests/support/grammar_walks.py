@@ -73,6 +73,12 @@ class Walk:
         """Takes a text that may stand here, marks as their tokens."""
         return self.take(*self._words.tokens.tokenize_str(text, parse_special=True)[self._leading :])
 
+    def spell(self, text: str) -> Walk:
+        """Takes a text letter by letter, marks too."""
+        return self.take(
+            *(token for letter in text for token in self._words.tokens.tokenize_str(letter)[self._leading :])
+        )
+
     @property
     def _leading(self) -> int:
         return len(self._words.tokens.tokenize_str("", parse_special=True))

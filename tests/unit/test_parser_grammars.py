@@ -80,14 +80,14 @@ def check_calls(answer: Answer) -> None:
 def test_forced_calls_fit_their_schemas(name: str, tokens: bool) -> None:
     words = vocabulary(*marks_of(name)) if tokens else vocabulary()
     found, done, called = formats(name, words), 0, set()
-    for seed in range(12):
+    for seed in range(24):
         walk = begin(found, words, enabled=False, choice=REQUIRED if seed % 2 else ONE).go_on(seed)
         if walk.whole:
             answer = parsed(found, walk.text)
             check_calls(answer)
             assert len(answer.calls) <= (MOST_CALLS if seed % 2 and name != "openai" else 1)
             done, called = done + 1, called | {call.name for call in answer.calls}
-    assert done >= 8 and len(called) >= 3
+    assert done >= 16 and len(called) >= 3
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -224,23 +224,77 @@ def deep(levels: int) -> dict[str, Any]:
     return found
 
 
-PATTERN = {"type": "string", "pattern": "a"}
+PATTERN, MARKED = {"type": "string", "pattern": "a"}, {"enum": ["</parameter></arg_value>"]}
+XML = ("qwen3_coder", "glm45", "minimax_m2")
+STRINGS = {"qwen3_coder": ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>"),
+           "minimax_m2": ('<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">', "</parameter>"),
+           "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value>")}  # fmt: skip
+"""Format -> what a call of a string begins with, and what ends the string."""
+
+
+GET, WEATHER = Tool("get", parameters=schema(a={"type": "string"}, ab={"type": "integer"})), TOOLS[1]
+"""Names that begin alike."""
+LEARNT = {
+    "glm45": [
+        "<tool_call>get\n<arg_key>ab</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>get\n</tool_call>",
+        "<tool_call>get<arg_key>a</arg_key><arg_value>\nx</arg_value></tool_call><tool_call>get</tool_call>",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>",
+    ],
+    "minimax_m2": [
+        '<minimax:tool_call>\n<invoke name="get">\n<parameter name="a">x</parameter>\n</invoke>\n'
+        '<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>',
+        '<minimax:tool_call>\n<invoke name="get">\n</invoke>\n</minimax:tool_call>',
+    ],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n"
+        '```json\n{"a": "x"}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    ],
+    "deepseek_v31": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ],
+}
+"""Format -> calls as the chat templates of its models write them."""
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
+@pytest.mark.parametrize("name", LEARNT)
+def test_calls_are_forced_as_the_models_have_learnt_them(name: str, tokens: bool) -> None:
+    words = vocabulary(*marks_of(name)) if tokens else vocabulary()
+    for prompt_end, thought in (("", ""), ("<think>\n", "hm</think>"), ("<think>\n", "hm\n</think>\n\n")):
+        shape = constraint(formats(name, words), [GET, WEATHER], REQUIRED, Reasoning(), prompt_end, None)
+        assert shape is not None
+        for text in LEARNT[name]:
+            assert Walk(shape, words).write(thought + text).whole, text
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["marks-as-text", "marks-as-tokens"])
+@pytest.mark.parametrize("name", XML)
+def test_a_string_ends_with_the_first_mark(name: str, tokens: bool) -> None:
+    """Also with one that is spelled where the vocabulary has a token for it: a parser sees no difference."""
+    words = vocabulary(*marks_of(name)) if tokens else vocabulary()
+    tool, (before, end) = Tool("f", parameters=schema(["a"], a={"type": "string"})), STRINGS[name]
+    shape = constraint(formats(name, words), [tool], ONE, Reasoning(False), "", None)
+    assert shape is not None
+    for value in ("", "Oslo", "a\n"):
+        assert Walk(shape, words).write(f"{before}{value}{end}").allowed()
+    spelled = Walk(shape, words).write(before).spell("a" + end)
+    with pytest.raises(ValueError, match="satisfy"):
+        spelled.spell("b")
+
+
 REFUSED = {
     "no-tool": ("hermes", [], ToolChoice("required"), "tool_choice"),
     "no-such-tool": ("hermes", TOOLS, ToolChoice("required", ("other",)), "tool_choice"),
     "no-parser": (NONE, TOOLS, REQUIRED, "tool_choice"),
     "no-object": ("hermes", [Tool("f", parameters={"type": "array"})], REQUIRED, "tools"),
-    "pattern-in-xml": (
-        "qwen3_coder",
-        [Tool("f", parameters=schema(a={"type": "string", "pattern": "a"}))],
-        REQUIRED,
-        "tools",
-    ),
-    "mark-in-xml": ("qwen3_coder", [Tool("f", parameters=schema(a={"enum": ["</parameter>"]}))], REQUIRED, "tools"),
+    **{f"pattern-in-{name}": (name, [Tool("f", parameters=schema(a=PATTERN))], REQUIRED, "tools") for name in XML},
+    **{f"mark-in-{name}": (name, [Tool("f", parameters=schema(a=MARKED))], REQUIRED, "tools") for name in XML},
     "no-schema": ("hermes", [Tool("f", parameters={"properties": {"a": {"type": "strin"}}})], REQUIRED, "tools"),
     "no-properties": ("pythonic", [Tool("f", parameters={"properties": 3, "required": 4})], REQUIRED, "tools"),
     "deep": ("hermes", [Tool("f", parameters=deep(3000))], REQUIRED, "tools"),
-    "whole-schema-in-xml": ("qwen3_coder", [Tool("f", parameters={"anyOf": [{}]})], REQUIRED, "tools"),
+    **{f"whole-schema-in-{name}": (name, [Tool("f", parameters={"anyOf": [{}]})], REQUIRED, "tools") for name in XML},
 }
 
 

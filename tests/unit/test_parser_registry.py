@@ -10,6 +10,7 @@ from headrace.config import EngineConfig
 from headrace.config.server import REASONING_PARSERS, TOOL_PARSERS
 from headrace.server.parsers.parts import Answer, Call, CallStart, PlainText
 from headrace.server.parsers.registry import (
+    DEEPSEEK_TOKENS,
     NONE,
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -28,6 +29,14 @@ TEMPLATES = {
     "qwen3-coder": (SHOWN + "<tool_call>\n<function=example_function_name>\n<parameter=", "qwen3_coder", NONE),
     "seed-oss": (SHOWN + "'<seed:tool_call>' <function=example_function_name>\n<parameter= '</seed:think>'",
                  "seed_oss", "seed_oss"),
+    "glm4.6": (SHOWN + "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n{{ '\n<think></think>' }}",
+               "glm45", "think"),
+    "minimax-m2": (SHOWN + "'<minimax:tool_call>' <invoke name= {{- ']~b]ai' ~ '<think>' }} </think>", "minimax_m2",
+                   "think"),
+    "deepseek-v3": (SHOWN + "'<｜tool▁call▁begin｜>' + tool.type + '<｜tool▁sep｜>' + name + '\n```json\n'",
+                    "deepseek_v3", NONE),
+    "deepseek-v3.1": (SHOWN + "'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments </think>", "deepseek_v31",
+                      "think"),
     "llama3.1": (SHOWN + '{"name": function name, "parameters": dictionary of argument name and its value}',
                  "llama3_json", NONE),
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
@@ -53,6 +62,13 @@ def test_the_vocabulary_tells_where_the_template_does_not() -> None:
     assert formats_of("{{ messages }}", tokens=tokens).tools == "json"
 
 
+def test_a_template_without_tools_must_be_of_a_model_with_the_marks() -> None:
+    for name, template in (("deepseek_v3", "<｜tool▁sep｜>\n```json"), ("deepseek_v31", "<｜tool▁sep｜>")):
+        assert formats_of(template, tokens=dict.fromkeys(DEEPSEEK_TOKENS, 5)).tools == name
+        assert formats_of(template, tokens={"<think>": 5}).tools == "json"
+        assert formats_of(template + SHOWN).tools == name
+
+
 def test_flags_go_before_the_template() -> None:
     found = formats_of(TEMPLATES["qwen3"][0], tool_parser="none", reasoning_parser="deepseek_r1")
     assert (found.tools, found.reasoning) == (NONE, "think")
@@ -62,10 +78,19 @@ def test_flags_go_before_the_template() -> None:
         formats_of("", reasoning_parser="x")
 
 
+VLLM_NAMES = [("llama4_pythonic", "pythonic", "qwen3"), ("glm45", "glm45", "glm45"), ("glm47", "glm45", "glm45"),
+              ("minimax_m2", "minimax_m2", "minimax_m2"),
+              ("deepseek_v3", "deepseek_v3", "deepseek_r1"),
+              ("deepseek_v31", "deepseek_v31", "deepseek_v3")]  # fmt: skip
+"""A parser of calls as vLLM calls it, ours, and vLLM's parser of such a model's reasoning."""
+
+
 def test_settings_know_every_format() -> None:
     assert set(TOOL_PARSERS) == {*TOOL_FORMATS, NONE} and set(REASONING_PARSERS) == {*REASONING_FORMATS, NONE}
-    config = EngineConfig(model="tiny", tool_call_parser="llama4_pythonic", reasoning_parser="qwen3")
-    assert formats_of("", tool_parser=config.server.tool_call_parser).tools == "pythonic"
+    for called, tools, reasons in VLLM_NAMES:
+        server = EngineConfig(model="tiny", tool_call_parser=called, reasoning_parser=reasons).server
+        found = formats_of("", tool_parser=server.tool_call_parser, reasoning_parser=server.reasoning_parser)
+        assert (found.tools, found.reasoning) == (tools, "think")
     for name, value in (("tool_call_parser", "hermse"), ("reasoning_parser", "thinking")):
         with pytest.raises(ValueError, match=f"{name} must be auto or one of .*; did you mean"):
             EngineConfig(model="tiny", **{name: value})

@@ -103,7 +103,8 @@ def test_any_text_is_taken(name: str, opened: bool, data: st.DataObject) -> None
     """Texts of the formats' own pieces in any order: no exception, and the same in one piece and by characters."""
     pieces = [*Formats(name, "think").marks, *"{}[]()\"'\\:,=<1aé \n", '"name"', '"search"', "search", '"arguments"',
               "<parameter=", "</parameter>", "<function=", "</function>", "to=functions.",
-              '{"name": "search", "arguments": {']  # fmt: skip
+              '{"name": "search", "arguments": {', *Formats("glm45").marks, '<invoke name="', '">', "</invoke>",
+              '<parameter name="', "function", "```json", "```"]  # fmt: skip
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=30)))
     case = Case(Formats(name, "harmony" if name == "openai" else "think"), "<think>" if opened else "", text)
     assert case.answer(text) == case.answer([text])
@@ -128,6 +129,25 @@ STREAMED = [
         "ab",
         "</parameter>\n</function>\n</seed:tool_call>",
     ),
+    (
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{"q": "',
+        "ab",
+        '"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    (
+        "deepseek_v31",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{"q": "',
+        "ab",
+        '"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="search">\n<parameter name="q">',
+        "ab",
+        "</parameter>\n</invoke>\n</minimax:tool_call>",
+    ),
+    ("glm45", "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>", "ab", "</arg_value>\n</tool_call>"),
 ]
 
 

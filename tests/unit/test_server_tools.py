@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from headrace.server.chat_body import ChatBody
+from headrace.server.parsers.registry import DEEPSEEK_TOKENS, NONE, Formats
 from headrace.server.protocol import parse_body
-from headrace.server.tool_prompt import told_in_text
+from headrace.server.tool_prompt import WRITTEN, told_in_text
 from headrace.server.turn import Reasoning, ToolChoice
+from headrace.server.turns import rendered
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import CHAT, Running, ask, check_refusal, serving, tool
 
@@ -227,6 +229,49 @@ def test_a_template_that_knows_no_tools_is_told_in_text() -> None:
     assert both["content"].startswith("Both.\n[{") and "tool_calls" not in both
     assert result == {"role": "user", "content": "Result of the call c: 42"}
     assert told_in_text([user], turn.tools)[0]["role"] == "system" and told_in_text([user], []) == [user]
+
+
+class DeepSeek(FakeTokenizer):
+    """As DeepSeek-V3.1's: a template that shows calls, but no tools, and marks among the special tokens."""
+
+    chat_template = "{{ message.tool_calls }} '<｜tool▁sep｜>' </think>"
+    added_tokens: ClassVar = {token: 300 + i for i, token in enumerate(DEEPSEEK_TOKENS)}
+    special_tokens: ClassVar = frozenset(DEEPSEEK_TOKENS)
+
+
+def speaks_deepseek(number: int, engine: FakeEngine) -> None:
+    engine.tokenizer = DeepSeek()
+
+
+def test_deepseek_is_told_of_tools_in_its_own_format() -> None:
+    call = WRITTEN["deepseek_v31"].replace("NAME", "f").replace("ARGUMENTS", ARGUMENTS)
+    with serving(prepare=speaks_deepseek) as running:
+        message = told(running, f"Let me look.{call}")["choices"][0]["message"]
+        prompt, params = running.engine.asked[-1]
+        assert message["content"] == "Let me look." and not params.skip_special_tokens
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": ARGUMENTS}
+        assert "### f\nDescription: " in prompt and WRITTEN["deepseek_v31"] in prompt
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "42"}
+        told(running, "It is 42.", messages=[{"role": "user", "content": "?"}, message, result])
+        assert running.engine.asked[-1][0].endswith("Let me look.\n42\n"), "calls and results are the template's"
+
+
+def test_a_flag_decides_how_deepseek_is_told_of_tools() -> None:
+    turn = parsed(tools=[tool("f")]).turn()
+    for called, shown in (("deepseek_v3", True), ("json", False), (NONE, False)):
+        assert (WRITTEN["deepseek_v3"] in rendered(DeepSeek(), turn, Formats(called)).text) == shown
+    assert WRITTEN["deepseek_v31"] in rendered(DeepSeek(), turn).text
+    assert DEEPSEEK_TOKENS[0] not in rendered(FakeTokenizer(), turn, Formats("deepseek_v31")).text, "no calls are shown"
+
+
+def test_a_template_that_shows_calls_gets_their_arguments_as_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "ü"}'}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turn = parsed(messages=messages, tools=[tool("f")]).turn()
+    system, user, said = told_in_text(turn.messages, turn.tools, WRITTEN["deepseek_v3"])
+    assert system["role"] == "system" and user == turn.messages[0]
+    assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "ü"}'}
+    assert turn.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": "ü"}
 
 
 def test_tools_are_told_to_a_model_without_a_format() -> None:

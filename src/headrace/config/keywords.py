@@ -254,8 +254,8 @@ class SettingKeywords(TypedDict, total=False):
     stays cached. A prompt's tokens then depend on what the server remembers (docs/server.md)."""
 
     tool_call_parser: str
-    """How the model writes calls of tools: hermes, qwen3_coder, seed_oss, llama3_json, mistral, pythonic, openai, json,
-    or none (calls stay text). auto: as its chat template says."""
+    """How the model writes calls of tools: hermes, qwen3_coder, seed_oss, glm45, minimax_m2, deepseek_v3, deepseek_v31,
+    llama3_json, mistral, pythonic, openai, json, or none (calls stay text). auto: as its chat template says."""
 
     reasoning_parser: str
     """How the model writes its reasoning: think, mistral, seed_oss, harmony, or none (it stays text). auto: as its chat

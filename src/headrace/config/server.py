@@ -12,10 +12,13 @@ from headrace.types import did_you_mean
 LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
-TOOL_PARSERS = ("hermes", "qwen3_coder", "seed_oss", "llama3_json", "mistral", "pythonic", "openai", "json", "none")
+TOOL_PARSERS = ("hermes", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31",
+                "llama3_json", "mistral", "pythonic", "openai", "json", "none")  # fmt: skip
 REASONING_PARSERS = ("think", "mistral", "seed_oss", "harmony", "none")
-PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
-                  "qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony"}  # fmt: skip
+TOOL_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
+                "glm47": "glm45"}  # fmt: skip
+REASONING_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think",
+                     "minimax_m2": "think", "openai_gptoss": "harmony"}  # fmt: skip
 """vLLM's names of formats -> ours, where these differ."""
 OnDisconnect = Literal["stop", "finish"]
 
@@ -30,9 +33,9 @@ def _a_key(name: str, value: Any) -> None:
         raise ValueError(f"{name} must not be empty; leave it out to serve without one")
 
 
-def _a_parser(known: tuple[str, ...]) -> Check:
+def _a_parser(known: tuple[str, ...], aliases: dict[str, str]) -> Check:
     def check(name: str, value: Any) -> None:
-        if value != "auto" and PARSER_ALIASES.get(value, value) not in known:
+        if value != "auto" and aliases.get(value, value) not in known:
             near = did_you_mean(value, ("auto", *known))
             raise ValueError(f"{name} must be auto or one of {', '.join(known)}, got {value!r}{near}")
 
@@ -140,15 +143,16 @@ class ServerSettings(SettingsRecord):
     )
     tool_call_parser: str = setting(
         "auto",
-        "How the model writes calls of tools: hermes, qwen3_coder, seed_oss, llama3_json, mistral, pythonic, openai, "
-        "json, or none (calls stay text). auto: as its chat template says.",
-        check=_a_parser(TOOL_PARSERS),
+        "How the model writes calls of tools: hermes, qwen3_coder, seed_oss, glm45, minimax_m2, deepseek_v3, "
+        "deepseek_v31, llama3_json, mistral, pythonic, openai, json, or none (calls stay text). auto: as its chat "
+        "template says.",
+        check=_a_parser(TOOL_PARSERS, TOOL_ALIASES),
     )
     reasoning_parser: str = setting(
         "auto",
         "How the model writes its reasoning: think, mistral, seed_oss, harmony, or none (it stays text). auto: as its "
         "chat template says.",
-        check=_a_parser(REASONING_PARSERS),
+        check=_a_parser(REASONING_PARSERS, REASONING_ALIASES),
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")
     engine_timeout_s: float = setting(

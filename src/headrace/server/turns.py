@@ -17,10 +17,10 @@ from headrace.server.errors import invalid
 from headrace.server.job import Job, Prompt
 from headrace.server.own_tokens import check_tokens
 from headrace.server.parsers.constraint import constraint
-from headrace.server.parsers.registry import make_parser
+from headrace.server.parsers.registry import Formats, formats_of, make_parser
 from headrace.server.replay import Known, Replay, TokenTexts, replay
 from headrace.server.state import ServerState
-from headrace.server.tool_prompt import knows_tools, told_in_text
+from headrace.server.tool_prompt import call_shown, knows_tools, told_in_text
 from headrace.server.turn import Turn
 from headrace.types import InvalidRequest, SamplingParams
 
@@ -122,16 +122,18 @@ class Rendered(NamedTuple):
 
 
 async def _render(state: ServerState, turn: Turn) -> Rendered:
-    return await state.in_renderer(rendered, tokenizer_of(state, "messages"), turn)
+    return await state.in_renderer(rendered, tokenizer_of(state, "messages"), turn, state.formats)
 
 
-def rendered(tokenizer: Any, turn: Turn) -> Rendered:
-    """Raises InvalidRequest, and ApiError for variables that are none."""
+def rendered(tokenizer: Any, turn: Turn, formats: Formats | None = None) -> Rendered:
+    """formats: how the model writes calls; None: as its template and vocabulary say. Raises InvalidRequest, and
+    ApiError for variables that are none."""
     messages, variables = turn.messages, _variables(turn)
     if THINKING in tokenizer.chat_template:
         messages = [with_thinking(message) for message in messages]
     if not knows_tools(tokenizer.chat_template):
-        messages = told_in_text(messages, turn.tools)
+        found = formats or formats_of(tokenizer.chat_template, tokens=tokenizer.added_tokens)
+        messages = told_in_text(messages, turn.tools, call_shown(tokenizer.chat_template, found.tools))
         variables.pop("tools", None)
     text = _written(tokenizer, messages, variables)
     if not any(message.get(TOKENS) for message in messages):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 
 from headrace.errors import InvalidRequest
-from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare, refused
+from headrace.server.parsers.lark import MOST_CALLS, Grammar, bare, pattern_of, refused
 from headrace.server.parsers.registry import NONE, REASONING_FORMATS, TOOL_FORMATS, Formats, ReasoningFormat
 from headrace.server.turn import Reasoning, Tool, ToolChoice
 from headrace.structured import Structured
@@ -116,4 +115,4 @@ def _body(grammar: Grammar, form: ReasoningFormat, budget: int | None) -> str:
         limit = "" if budget is None else f"[max_tokens={budget}]"
         return end if budget == 0 else f"{grammar.rule(ANY_TEXT, limit)} {end}"
     most = "*" if budget is None else f"{{0,{budget * CHARACTERS_PER_TOKEN}}}"
-    return grammar.rule(f"/(?s:.{most}){re.escape(form.end).replace('/', chr(92) + '/')}/", "[lazy]")
+    return grammar.rule(f"/(?s:.{most}){pattern_of(form.end)}/", "[lazy]")

@@ -56,10 +56,10 @@ class Grammar:
             return self.json(_schema(structured.json or ""))
         return self.rule("%lark {\n" + _lark_of(structured) + "\n}")
 
-    def several(self, one: str, between: str, most: int) -> str:
-        """One, or up to `most` with a text between them."""
-        name = self.rule(one)
-        return name if most == 1 else self.rule(f"{name} ({quoted(between) if between else ''} {name}){{0,{most - 1}}}")
+    def several(self, one: str, between: str, most: int, optional: bool = False) -> str:
+        """One, or up to `most` with a text between them, which may be left out if `optional`."""
+        name, text = self.rule(one), quoted(between) + "?" * optional if between else ""
+        return name if most == 1 else self.rule(f"{name} ({text} {name}){{0,{most - 1}}}")
 
     def done(self, start: str) -> str:
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
@@ -67,6 +67,11 @@ class Grammar:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def pattern_of(text: str) -> str:
+    """A regular expression that matches this text, as it stands between slashes."""
+    return re.escape(text).replace("\n", "n").replace("/", "\\/")
 
 
 def _schema(text: str) -> Any:

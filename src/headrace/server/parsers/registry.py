@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from headrace.config.server import PARSER_ALIASES
+from headrace.config.server import REASONING_ALIASES, TOOL_ALIASES
 from headrace.server.parsers.filters import FirstCall, WithoutTokens
 from headrace.server.parsers.parts import OutputParser, PlainText
 from headrace.server.parsers.reasoning import ReasoningParser
@@ -50,11 +50,20 @@ class ReasoningFormat(NamedTuple):
 
 
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end"))
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat("hermes", "HermesParser", ("<tool_call>", "</tool_call>")),
     "qwen3_coder": ToolFormat("qwen3_coder", "Qwen3CoderParser", ("<tool_call>", "</tool_call>")),
     "seed_oss": ToolFormat("seed_oss", "SeedOssParser", ("<seed:tool_call>", "</seed:tool_call>")),
+    "glm45": ToolFormat(
+        "glm45",
+        "Glm45Parser",
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "minimax_m2": ToolFormat("minimax_m2", "MiniMaxM2Parser", ("<minimax:tool_call>", "</minimax:tool_call>")),
+    "deepseek_v3": ToolFormat("deepseek_v3", "DeepSeekV3Parser", DEEPSEEK_TOKENS),
+    "deepseek_v31": ToolFormat("deepseek_v31", "DeepSeekV31Parser", DEEPSEEK_TOKENS),
     "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
     "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
     "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
@@ -117,8 +126,9 @@ def formats_of(
     """
     vocabulary = "\n".join(tokens or ())
     found = Formats(
-        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE)) or parser_for(template, vocabulary),
-        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE)) or reasoning_for(template, vocabulary),
+        _given("tool_parser", tool_parser, (*TOOL_FORMATS, NONE), TOOL_ALIASES) or parser_for(template, vocabulary),
+        _given("reasoning_parser", reasoning_parser, (*REASONING_FORMATS, NONE), REASONING_ALIASES)
+        or reasoning_for(template, vocabulary),
         dict(tokens or {}),
         frozenset(hidden),
     )
@@ -128,10 +138,10 @@ def formats_of(
     return replace(found, left_out=tuple(apart))
 
 
-def _given(called: str, name: str | None, known: Collection[str]) -> str:
+def _given(called: str, name: str | None, known: Collection[str], aliases: Mapping[str, str]) -> str:
     if name is None or name == "auto":
         return ""
-    name = PARSER_ALIASES.get(name, name)
+    name = aliases.get(name, name)
     if name not in known:
         raise ValueError(f"{called} must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}")
     return name
@@ -142,7 +152,11 @@ _TOOLS_BY = (
     ("openai", "<|channel|>"),
     ("seed_oss", "<seed:tool_call>"),
     ("qwen3_coder", "<function="),
+    ("glm45", "<arg_key>"),
+    ("minimax_m2", "<minimax:tool_call>"),
     ("hermes", "<tool_call>"),
+    ("deepseek_v3", "<｜tool▁sep｜>", "```json"),
+    ("deepseek_v31", "<｜tool▁sep｜>"),
     ("pythonic", "func_name1("),
     ("llama3_json", '"parameters": dictionary'),
     ("llama3_json", "<|python_tag|>"),
@@ -153,9 +167,16 @@ _TOOLS_BY = (
 
 def parser_for(template: str, vocabulary: str = "") -> str:
     """The format of calls of a chat template; by the texts of the vocabulary's added tokens for one that shows tools
-    without a mark that is known here; 'json' where neither tells, and for a template that shows none."""
-    places = (template, vocabulary) if "tools" in template else (template,)
-    return next((name for place in places for name, mark in _TOOLS_BY if mark in place), "json")
+    without a mark that is known here; 'json' where neither tells. One that shows no tools must have its mark in the
+    vocabulary, too: a model without that token knows the format by hearsay."""
+    shows = "tools" in template
+    fitting = (
+        name
+        for place in ((template, vocabulary) if shows else (template,))
+        for name, *marks in _TOOLS_BY
+        if all(mark in place for mark in marks) and (shows or marks[0] in vocabulary)
+    )
+    return next(fitting, "json")
 
 
 def reasoning_for(template: str, vocabulary: str = "") -> str:

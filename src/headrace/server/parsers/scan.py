@@ -130,6 +130,16 @@ class Reader:
                 return False
             yield
 
+    def coming(self, *texts: str) -> Reading[str]:
+        """Which of these texts comes next, and stays unread; '' if none. None of them may begin with another."""
+        longest = max(map(len, texts))
+        while True:
+            there = self._text[self._at : self._at + longest]
+            found = next((text for text in texts if there.startswith(text)), "")
+            if found or self._closed or not any(text.startswith(there) for text in texts):
+                return found
+            yield
+
     def bounded(self, end_of: Callable[[str, int], int], sink: Sink) -> Reading[bool]:
         """Hands text to `sink` until `end_of` (the text, and from where it is new) says where it ends, -1: after it.
         False at the end of the text."""
