@@ -100,6 +100,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("seed_oss", dict(hidden_act="relu"), "hidden_act 'relu'"),
     ("hunyuan", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, alpha=2.0)), "rope_parameters.alpha"),
     ("olmo3", dict(sliding_window=None), "sliding_window is missing or unused"),
+    ("olmo3", dict(rope_parameters=dict(rope_type="yarn", factor=8.0)), "rope_parameters.factor is not supported here"),
+    ("gemma3", dict(rope_parameters=dict(rope_theta=5e5)), "rope_parameters.rope_theta is not supported here"),
     ("exaone4", dict(sliding_window=None), "sliding_window is missing or unused"),
     ("exaone4", dict(layer_types=None, sliding_window_pattern="LLG"), "transformers does not accept it as exaone4"),
     ("cohere2", dict(hidden_act="relu"), "hidden_act 'relu'"),

@@ -203,6 +203,8 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["HunYuanDenseV1ForCausalLM"], rope_scaling=dict(type="dynamic", factor=2.0), head_dim=64),
     dict(architectures=["Olmo2ForCausalLM"], rope_theta=5e5, attention_bias=True, num_key_value_heads=8),
     dict(architectures=["Olmo3ForCausalLM"], rope_scaling=dict(rope_type="yarn", factor=8.0), rope_theta=6e5),
+    dict(architectures=["Olmo3ForCausalLM"], rope_parameters=dict(rope_type="yarn", factor=8.0)),
+    dict(architectures=["Gemma3ForCausalLM"], rope_parameters=dict(rope_theta=5e5)),
     dict(architectures=["Olmo3ForCausalLM"], layer_types=FULL, num_hidden_layers=3, sliding_window=None),
     dict(
         architectures=["Olmo3ForCausalLM"], rope_parameters=dict(sliding_attention=dict(rope_type="linear", factor=2.0))

@@ -174,13 +174,14 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
 
 def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """The same by kind of layer, as Gemma 3 and OLMo 3 have it."""
-    ropes = {kind: dict((given.get("rope_parameters") or {}).get(kind) or {}) for kind in KINDS}
+    told = given.get("rope_parameters") or {}
+    ropes = {kind: dict(told.get(kind) or {}) for kind in KINDS}
     ropes[KINDS[0]].update(given.get("rope_scaling") or {})
     ropes[KINDS[0]].setdefault("rope_theta", given.get("rope_theta", THETAS[model_type]))
     ropes[KINDS[1]].setdefault("rope_theta", given.get("rope_local_base_freq", LOCAL_THETAS[model_type]))
     for rope in ropes.values():
         _complete(rope, values)
-    values["rope_parameters"] = ropes
+    values["rope_parameters"] = told | ropes
 
 
 def _complete(rope: dict[str, Any], values: dict[str, Any]) -> None:

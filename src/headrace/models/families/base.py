@@ -137,6 +137,18 @@ def rope(
     return RopeSpec(kind, tuple(sorted(values.items())), own)
 
 
+def ropes_by_kind(config: Any) -> tuple[RopeSpec, RopeSpec]:
+    """The rotations of layers without a window and of those with one. Refuses what is said of neither, which
+    transformers leaves out."""
+    given = config.rope_parameters
+    other = sorted(name for name, value in given.items() if value is not None and name not in LAYER_TYPES)
+    if other:
+        told = " and ".join(LAYER_TYPES)
+        raise UnsupportedModel(f"rope_parameters.{other[0]} is not supported here; rope_parameters has {told}")
+    turned, local = (rope(config, parameters=given[kind]) for kind in LAYER_TYPES)
+    return turned, local
+
+
 def _complete_longrope(values: dict[str, Any], longest: int, width: int) -> int:
     """Fills in the factor, which is that of the lengths where it is not given. Returns the shorter length."""
     own = int(values.setdefault("original_max_position_embeddings", longest))

@@ -10,7 +10,6 @@ from typing import Any
 
 from headrace.models.families.base import (
     GATED_ACTIVATIONS,
-    LAYER_TYPES,
     Family,
     Names,
     activation,
@@ -18,6 +17,7 @@ from headrace.models.families.base import (
     head_dim_of,
     rope,
     rope_reach,
+    ropes_by_kind,
 )
 from headrace.models.families.llama import PREFIXES, mixed_windows, names
 from headrace.models.spec import ModelConfig, RopeSpec
@@ -55,7 +55,7 @@ def _gemma2(config: Any) -> dict[str, Any]:
 
 
 def _gemma3(config: Any) -> dict[str, Any]:
-    turned, local = (rope(config, parameters=config.rope_parameters[kind]) for kind in LAYER_TYPES)
+    turned, local = ropes_by_kind(config)
     return _common(config, turned) | dict(local_rope=local, qk_norm=True)
 
 

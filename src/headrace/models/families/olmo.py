@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.models.families.base import LAYER_TYPES, Family, Names, rope
+from headrace.models.families.base import Family, Names, rope, ropes_by_kind
 from headrace.models.families.llama import PREFIXES, common, mixed_windows, names, uniform_windows
 from headrace.models.spec import ModelConfig, RopeSpec
 
@@ -18,7 +18,7 @@ def _olmo2(config: Any) -> dict[str, Any]:
 
 
 def _olmo3(config: Any) -> dict[str, Any]:
-    turned, local = (rope(config, parameters=config.rope_parameters[kind]) for kind in LAYER_TYPES)
+    turned, local = ropes_by_kind(config)
     return _facts(config, mixed_windows(config), turned) | dict(local_rope=local)
 
 
