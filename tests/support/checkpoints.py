@@ -328,7 +328,7 @@ NEAR = (
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind."""
 LATER = (
     *NEAR, "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
-    "hunyuan", "olmo3", "exaone4", "cohere2", "glm4_moe", "minimax_m2", "ernie_moe", "deepseek_v2",
+    "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "glm4_moe", "minimax_m2", "ernie_moe", "deepseek_v2",
 )  # fmt: skip
 """And in what takes a second a kind these, whose facts are elsewhere tried one by one."""
 
