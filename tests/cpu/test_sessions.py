@@ -17,6 +17,7 @@ from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, Read
 from headrace.engine.session_calls import sessions_of
 from headrace.offload.sessions.names import DAMAGED, NOT_FOUND
 from headrace.types import CHUNK, Request
+from tests.support.checkpoints import make_checkpoint as make_latent
 from tests.support.hybrid_checkpoints import make_checkpoint
 from tests.support.offloading import flush, watched
 from tests.support.saved_sessions import PARAMS, ask, checked, computed, engine, file_of, refusal
@@ -26,23 +27,29 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("3_5_ends_recurrent", tmp_path_factory.mktemp("hybrid"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
+    """Models by what they have."""
+    hybrid = make_checkpoint("3_5_ends_recurrent", tmp_path_factory.mktemp("hybrid"))
+    return {"": "tiny", "states": hybrid, "latents": make_latent("deepseek_v3", tmp_path_factory.mktemp("latents"))}
 
 
 @pytest.mark.parametrize(
-    ("own", "on_hybrid"),
+    ("own", "kind"),
     [
-        ({}, False),
-        ({"kv_cache_dtype": "int8"}, False),
-        ({"quantization": "int8"}, False),
-        ({"kv_offloading_size": 0.05, "kv_offload_activations": "on"}, False),
-        ({"recurrent_states": 4}, True),
+        ({}, ""),
+        ({"kv_cache_dtype": "int8"}, ""),
+        ({"quantization": "int8"}, ""),
+        ({"kv_offloading_size": 0.05, "kv_offload_activations": "on"}, ""),
+        ({"recurrent_states": 4}, "states"),
+        ({}, "latents"),
+        ({"kv_cache_dtype": "int8"}, "latents"),
     ],
-    ids=["plain", "int8_kv", "int8_weights", "activations", "hybrid"],
+    ids=["plain", "int8_kv", "int8_weights", "activations", "hybrid", "latents", "int8_latents"],
 )
-def test_it_goes_on_with_the_same_bits(own: dict[str, Any], on_hybrid: bool, tmp_path: Path, hybrid: Path) -> None:
-    settings = {**own, **({"model": hybrid} if on_hybrid else {})}
+def test_it_goes_on_with_the_same_bits(
+    own: dict[str, Any], kind: str, tmp_path: Path, folders: dict[str, Path | str]
+) -> None:
+    settings = {**own, "model": folders[kind]}
     first = engine(tmp_path, **settings)
     session = words(first, 400, seed=1)
     more = session + words(first, 70, seed=2)
