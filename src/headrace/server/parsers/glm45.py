@@ -25,6 +25,7 @@ class Glm45Parser(MarkedParser):
     """The marks say that a call comes, so a call of any name is told. Strings keep the white space at their ends."""
 
     value_end = VALUE_END
+    key_begin, key_name, key_ends = KEY, _KEY, (KEY_END, VALUE)
 
     def read(self) -> Reading[None]:
         marks = marks_of(BEGIN)
@@ -46,21 +47,6 @@ class Glm45Parser(MarkedParser):
         yield from reader.skip_space()
         called = (yield from reader.coming(KEY, END)) or ((spaced or reader.unread) and reader.cut(KEY, END))
         return name if called else ""
-
-    def key(self) -> Reading[str]:
-        reader = self.reader
-        reader.hold()
-        yield from reader.skip_space()
-        if not (yield from reader.literal(KEY)):
-            return ""
-        key = yield from reader.whole(_KEY, NAME_LIMIT)
-        if not key or not (yield from reader.literal(KEY_END)):
-            return ""
-        yield from reader.skip_space()
-        if not (yield from reader.literal(VALUE)):
-            return ""
-        reader.drop()
-        return key
 
     def end(self) -> Reading[bool]:
         reader = self.reader

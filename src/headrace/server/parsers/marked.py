@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from headrace.errors import InvalidRequest
+from headrace.server.parsers.json_calls import NAME_LIMIT
 from headrace.server.parsers.lark import (
     Grammar,
     arguments_schema,
@@ -30,15 +31,33 @@ class MarkedParser(Parser):
     """The tool's schema says which values become strings (told as they come) and which are JSON (told at their end;
     what is no JSON becomes a string).
 
-    value_end: the mark behind a value. breaks: whether a line break at each end of a value belongs to the marks.
+    key_begin, key_ends: the marks before and behind an argument's name, a key_name. value_end: that behind a value.
+    breaks: whether a line break at each end of a value belongs to the marks.
     """
 
+    key_begin: str
+    key_name: re.Pattern[str]
+    key_ends: tuple[str, ...]
     value_end: str
     breaks = False
 
     def key(self) -> Reading[str]:
         """Reads up to the next argument's value; its name. '' if none comes, and then what was read is held."""
-        raise NotImplementedError
+        reader = self.reader
+        reader.hold()
+        yield from reader.skip_space()
+        if not (yield from reader.literal(self.key_begin)):
+            return ""
+        key = yield from reader.whole(self.key_name, NAME_LIMIT)
+        if not key:
+            return ""
+        for number, mark in enumerate(self.key_ends):
+            if number:
+                yield from reader.skip_space()
+            if not (yield from reader.literal(mark)):
+                return ""
+        reader.drop()
+        return key
 
     def end(self) -> Reading[bool]:
         """Whether the call ends here, with its marks, which are left out; what the text's end cuts of them, too."""

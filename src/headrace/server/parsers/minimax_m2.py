@@ -24,6 +24,7 @@ class MiniMaxM2Parser(MarkedParser):
     ends."""
 
     value_end = PARAMETER_END
+    key_begin, key_name, key_ends = PARAMETER, _KEY, (NAMED,)
 
     def read(self) -> Reading[None]:
         marks = marks_of(BEGIN)
@@ -44,18 +45,6 @@ class MiniMaxM2Parser(MarkedParser):
             yield from reader.skip_space()
         if self.calls > begun and ((yield from reader.literal(END)) or reader.cut(INVOKE, END)):
             reader.drop()
-
-    def key(self) -> Reading[str]:
-        reader = self.reader
-        reader.hold()
-        yield from reader.skip_space()
-        if not (yield from reader.literal(PARAMETER)):
-            return ""
-        key = yield from reader.whole(_KEY, NAME_LIMIT)
-        if not key or not (yield from reader.literal(NAMED)):
-            return ""
-        reader.drop()
-        return key
 
     def end(self) -> Reading[bool]:
         """With its own mark, or that of all calls, which is not read here."""

@@ -21,6 +21,7 @@ class Qwen3CoderParser(MarkedParser):
     """The marks say that a call comes, so a call of any name is told. first, last: those around a call."""
 
     value_end, breaks = PARAMETER_END, True
+    key_begin, key_name, key_ends = PARAMETER, _KEY, (">",)
     first, last = BEGIN, END
 
     def read(self) -> Reading[None]:
@@ -37,18 +38,6 @@ class Qwen3CoderParser(MarkedParser):
         name = yield from self.reader.whole(_NAME, NAME_LIMIT)
         if name and (yield from self.reader.literal(">")):
             yield from self.call(name)
-
-    def key(self) -> Reading[str]:
-        reader = self.reader
-        reader.hold()
-        yield from reader.skip_space()
-        if not (yield from reader.literal(PARAMETER)):
-            return ""
-        key = yield from reader.whole(_KEY, NAME_LIMIT)
-        if not key or not (yield from reader.literal(">")):
-            return ""
-        reader.drop()
-        return key
 
     def end(self) -> Reading[bool]:
         """With both marks or one of them."""
