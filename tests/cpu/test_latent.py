@@ -13,11 +13,14 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.config import Quantization
 from headrace.kernels import ops
+from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.latent import of_each_head
 from headrace.models.slots import expected, is_of_heads
+from headrace.offload.chunk_codec import ChunkCodec
 from headrace.planner.machine import ModelShape
+from headrace.types import CHUNK
 from tests.support.checkpoints import FolderOf, build_model, edit_json, make_checkpoint
 
 KIND = "deepseek_v2_lora"
@@ -31,6 +34,13 @@ def test_a_token_takes_its_latent_twice(kind: str, folder_of: FolderOf) -> None:
     wide = config.latent.rotated + config.latent.rank
     assert config.attention.kv_bytes_per_token(2) == 2 * 2 * wide * config.layers
     assert config.attention.every_shape == ((1, wide),)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm_lite"])
+def test_tiers_keep_a_latent_once(kind: str, folder_of: FolderOf) -> None:
+    spec = read_config(folder_of(kind)).attention
+    codec = ChunkCodec(KVStorage(spec, 2, torch.bfloat16), spec, bytes(32), torch.bfloat16, "plain")
+    assert codec.section_bytes("k", "raw") == CHUNK * spec.head_dim * 2
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", KIND])
