@@ -109,6 +109,12 @@ class Packed:
         tail.blocks = self.blocks[whole_blocks(first) :]
         return tail
 
+    def by_columns(self) -> Packed:
+        """The same outputs, in the order in which they lie, each by itself: a view."""
+        plain = object.__new__(Packed)
+        plain.shape, plain.gated, plain.blocks = self.shape, False, self.blocks
+        return plain
+
     @property
     def nbytes(self) -> int:
         """Memory of the blocks."""
@@ -119,6 +125,12 @@ def in_turn(weight: Tensor) -> Tensor:
     """weight [2 I, K] with 64 rows of the first half, then 64 of the second, and so on. I is a multiple of 64."""
     halves: Tensor = weight.unflatten(0, (2, -1, COLUMNS))
     return halves.transpose(0, 1).flatten(0, 2)
+
+
+def by_halves(made: Tensor) -> Tensor:
+    """made [T, 2 I], columns as `in_turn` has rows of a weight -> the first half, then the second."""
+    halves: Tensor = made.unflatten(1, (-1, 2, COLUMNS))
+    return halves.transpose(1, 2).flatten(1)
 
 
 def whole_blocks(outputs: int) -> int:

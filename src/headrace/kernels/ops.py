@@ -115,13 +115,25 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: st
     return gated(linear(x, weight, bias), gate)
 
 
+def halves_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """What `gated_linear` puts together, (gate, up) [T, 2 I]: `gated` of it has the same bits, on a CPU."""
+    if not isinstance(weight, cpu.Packed | quantized.Quantized) or not weight.gated:
+        return linear(x, weight, bias)
+    turned = None if bias is None else cpu.in_turn(bias[:, None])[:, 0]
+    return cpu.by_halves(linear(x, weight.by_columns(), turned))
+
+
 def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, kind: str = "relu") -> Tensor:
     """f of x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N]. kind: relu, relu2, gelu or gelu_tanh."""
     if isinstance(weight, Tensor) and dispatch.on_gpu(x) and kind != "relu2":
         from headrace.kernels.triton import products
 
         return products.activated_linear(x, weight, bias, kind)
-    out = linear(x, weight, bias)
+    return activated(linear(x, weight, bias), kind)
+
+
+def activated(out: Tensor, kind: str) -> Tensor:
+    """f of out [T, N], as `activated_linear` has it."""
     if kind in ("relu", "relu2"):
         return relu(out) if kind == "relu" else relu2(out)
     return gelu(out, "tanh" if kind == "gelu_tanh" else "none")

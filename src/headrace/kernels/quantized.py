@@ -158,6 +158,13 @@ class Quantized:
         tail.scales = self.scales[blocks * (len(self.scales) // len(self.codes)) :]
         return tail
 
+    def by_columns(self) -> Quantized:
+        """See cpu.Packed."""
+        plain = object.__new__(Quantized)
+        plain.format, plain.shape, plain.gated = self.format, self.shape, False
+        plain.order, plain.codes, plain.scales = self.order, self.codes, self.scales
+        return plain
+
     @property
     def nbytes(self) -> int:
         """Memory of codes and scales."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -25,6 +25,8 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
+from headrace.models.adapter_files import AdapterFacts
+from headrace.models.adapters import Adapters, load_adapters
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.latent import LatentLayer, of_each_head
@@ -49,12 +51,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class TokenBatch:
     """Rows of one step: token_ids [T] and absolute positions [T], int64.
 
-    `rope_lengths` [T] = max(prompt length, position + 1), for models with rope_depends_on_length.
+    `rope_lengths` [T] = max(prompt length, position + 1), for models with rope_depends_on_length. `adapters`, int64
+    [T]: numbers of the rows' adapters, -1 for none; None where no row has one.
     """
 
     token_ids: Tensor
     positions: Tensor
     rope_lengths: Tensor | None = None
+    adapters: Tensor | None = None
 
 
 class Decoder:
@@ -73,7 +77,7 @@ class Decoder:
     with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`. `share`: what it
     computes; None where that is everything. `turns`: whose turn it is to keep a chunk's activations. `outside`: takes
     the experts as they are packed; they stay there. `leave`: takes each matrix as it is packed, and gives it back from
-    where it stays.
+    where it stays. `adapters`: may be set, to those that rows may have.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Decoder:
         if self.key_bias is not None:
             self.key_bias = self.key_bias.to(self.device)
         self.sinks = self._sinks()
+        self.adapters: Adapters | None = None
         self._ends = self._plain_ends()
 
     def _sinks(self) -> list[Tensor] | None:
@@ -216,7 +221,17 @@ class Decoder:
         recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
+        if batch.adapters is not None:
+            return self.leave(self._adapted(batch.adapters)(x, cos_sin, attend, rows, watch, recur))
         return self.leave(self.through(batch.token_ids, x, cos_sin, attend, rows, watch, recur))
+
+    def _adapted(self, numbers: Tensor) -> OneByOne:
+        """The layers in a step whose rows have the adapters of these numbers, [T]."""
+        if self.adapters is None:
+            raise ValueError("the step has rows with an adapter, and this decoder has none")
+        rows = self.adapters.at(numbers)
+        layers = [layer for layer in self.layers.layers if isinstance(layer, Layer)]
+        return OneByOne([layer.adapted_by(rows) for layer in layers])
 
     def through(
         self,
@@ -340,6 +355,7 @@ def load_decoder(
     outside: ExpertsPlace | None = None,
     facts: ModelConfig | None = None,
     leave: Leave | None = None,
+    adapters: Sequence[AdapterFacts] = (),
 ) -> Decoder:
     """Reads the model in `folder`; `auto` computes in the checkpoint's type, float16 as bfloat16.
 
@@ -348,6 +364,7 @@ def load_decoder(
     of bytes, as weights are read and then as matrices are packed. With `tensor` only this rank's share is read and
     kept. device: of the weights and of all that is computed; the CPU, if it is not given. outside: takes the experts
     one by one, so that memory never holds them all. facts: of the model, if they have been read. leave: see Decoder.
+    adapters: those that rows may have, by their numbers.
     Raises UnsupportedModel naming what Headrace does not implement, ValueError for a folder that is not sound or a
     model that the ranks cannot share.
     """
@@ -366,6 +383,8 @@ def load_decoder(
         one_by_one = set(multiplied(weights))  # moved as they are packed
         weights = {name: w if name in one_by_one else w.to(device) for name, w in weights.items()}
     decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside, leave)
+    if adapters:
+        decoder.adapters = load_adapters(adapters, config, compute, share)
     del weights, stored
     give_back()
     return decoder

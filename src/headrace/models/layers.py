@@ -19,6 +19,7 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.records import QKRotary
 from headrace.kernels.triton.weights import GpuWeight
+from headrace.models.adapted_rows import AdaptedRows
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import NORMED_BEHIND, ExpertsSpec, ModelConfig
@@ -49,6 +50,7 @@ class Layer:
         self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
         self.experts = config.experts_of(index)
         self.mixture = self._mixture(self.experts)
+        self.adapted: AdaptedRows | None = None
 
     def __call__(
         self,
@@ -78,6 +80,7 @@ class Layer:
             x, first = x[rows], first[rows]
             if not len(rows):
                 return x, None
+            self.adapted = None if self.adapted is None else self.adapted.of(rows)
         heads = self.whole("heads", heads.reshape(len(x), -1))
         attended = self._linear("out", heads if self.net is None else self.net.as_columns(heads))
         if self.config.block == "post":
@@ -94,6 +97,12 @@ class Layer:
         other = copy(self)
         other.matrices = matrices
         other.mixture = other._mixture(other.experts)
+        return other
+
+    def adapted_by(self, rows: AdaptedRows) -> Layer:
+        """The layer in a step some rows of which have an adapter. It is for that step alone."""
+        other = copy(self)
+        other.adapted = rows
         return other
 
     def _added(self, name: str, part: Tensor) -> Tensor:
@@ -188,9 +197,15 @@ class Layer:
 
     def _dense(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the MLP that every row meets."""
-        multiply = ops.gated_linear if self.config.gated else ops.activated_linear
-        inner = multiply(x, self.matrices["up.weight"], self.weights.get("up.bias"), self.config.activation)
-        return self._linear("down", self.whole("inner", inner))
+        return self._linear("down", self.whole("inner", self._inner("up", x)))
+
+    def _inner(self, name: str, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, this rank's share of I]: up and the activation."""
+        weight, bias, kind = self.matrices[name + ".weight"], self.weights.get(name + ".bias"), self.config.activation
+        if self.adapted is None or not self.adapted.changes(self.index, name):
+            return (ops.gated_linear if self.config.gated else ops.activated_linear)(x, weight, bias, kind)
+        made = self.adapted.added(self.index, name, x, ops.halves_linear(x, weight, bias))
+        return (ops.gated if self.config.gated else ops.activated)(made, kind)
 
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""
@@ -238,12 +253,12 @@ class Layer:
 
     def _met_by_all(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: what the shared expert makes of every row."""
-        inner = ops.gated_linear(x, self.matrices["shared.up.weight"], None, self.config.activation)
-        made = self._linear("shared.down", self.whole("shared_inner", inner))
+        made = self._linear("shared.down", self.whole("shared_inner", self._inner("shared.up", x)))
         return let_through(made, self._linear("shared_gate", x).expand_as(made)) if spec.shared_gate else made
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"))
+        made = ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"))
+        return made if self.adapted is None else self.adapted.added(self.index, name, x, made)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return norm(self.config, self.weights, name, x)

@@ -80,7 +80,7 @@ def load_weights(
         read, total = 0, sum(to_come.values())
         for name, slot in slots.items():
             if share is None or share.holds(name):
-                rows = _rows(config, family, name, share)
+                rows = rows_of(config, family, name, share)
                 kept_coded = stored is not None and name not in LOOKED_UP and not is_of_heads(name)
                 if stored is not None and kept_coded and any(map(checkpoint.is_coded, sources[name])):
                     stored[name] = _stored(checkpoint, slot, sources[name], rows)
@@ -108,7 +108,7 @@ def _sources(
     """Our tensor -> the checkpoint's tensors that make it, with the prefix that most of them have there."""
     forms = [each(config) for each in (family.names, family.other_names) if each is not None]
     candidates = [
-        {name: _source(names, name, prefix) for name in slots} for names in forms for prefix in family.prefixes
+        {name: source_of(names, name, prefix) for name in slots} for names in forms for prefix in family.prefixes
     ]
     found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
     if not config.head:
@@ -121,7 +121,8 @@ def _sources(
     return found  # tied but both stored: both are read, and a head that differs stays its own, as transformers has it
 
 
-def _source(names: Names, name: str, prefix: str) -> tuple[str, ...]:
+def source_of(names: Names, name: str, prefix: str) -> tuple[str, ...]:
+    """The checkpoint's tensors, with that prefix, that make ours."""
     if name == "head.weight":  # of a text part that has a head of its own it stands there
         return (f"{prefix.removesuffix('model.') if prefix.endswith('.model.') else ''}lm_head.weight",)
     if name == CLASSIFIER:
@@ -179,21 +180,22 @@ def _fuse(
     checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: torch.dtype, rows: Tensor | None
 ) -> Tensor:
     """The sources one after another, or of all their rows the ones numbered `rows`, in that order."""
-    return _fused(slot, (_numbers(checkpoint, source, dtype) for source in sources), dtype, rows)
+    return fused(slot, (_numbers(checkpoint, source, dtype) for source in sources), dtype, rows)
 
 
-def _fused(slot: Slot, parts: Iterable[Tensor], dtype: torch.dtype, rows: Tensor | None) -> Tensor:
-    fused = torch.empty(slot.shape(sum(slot.parts) if rows is None else len(rows)), dtype=dtype)
+def fused(slot: Slot, parts: Iterable[Tensor], dtype: torch.dtype, rows: Tensor | None) -> Tensor:
+    """The parts of a tensor one after another, or of all their rows the ones numbered `rows`, in that order."""
+    whole = torch.empty(slot.shape(sum(slot.parts) if rows is None else len(rows)), dtype=dtype)
     start = 0
     for part in parts:
         end = start + len(part)
         if rows is None:
-            fused[start:end].copy_(part)
+            whole[start:end].copy_(part)
         else:
             here = (rows >= start) & (rows < end)
-            fused[here] = part[rows[here] - start].to(dtype)
+            whole[here] = part[rows[here] - start].to(dtype)
         start = end
-    return fused
+    return whole
 
 
 def _numbers(checkpoint: Checkpoint, source: str, dtype: torch.dtype) -> Tensor:
@@ -223,7 +225,7 @@ def _numbers_later(
     def read() -> list[Tensor | Coded]:
         one = mapped[sources[0]]
         alone = len(sources) == 1 and rows is None and one.dtype == dtype
-        whole = one if alone else _fused(slot, [mapped[source] for source in sources], dtype, rows)
+        whole = one if alone else fused(slot, [mapped[source] for source in sources], dtype, rows)
         _check_finite(checkpoint.model, whole, sources)
         return [whole]
 
@@ -269,7 +271,7 @@ def _check_finite(folder: Path, tensor: Tensor, sources: tuple[str, ...]) -> Non
     )
 
 
-def _rows(config: ModelConfig, family: Family, name: str, share: Share | None) -> Tensor | None:
+def rows_of(config: ModelConfig, family: Family, name: str, share: Share | None) -> Tensor | None:
     """Rows of the checkpoint's tensors that make ours, where that is not all of them in their order."""
     kept = share.rows(name) if share else None
     mine = None if kept is None else torch.cat([torch.arange(part.start, part.stop) for part in kept])

@@ -1,0 +1,181 @@
+"""Adapters (LoRA) from their files into pairs of matrices, one for each of the decoder's matrices that they change.
+
+K, N: inputs and outputs of one of our matrices, which may be made of several modules of a checkpoint; r: rank of one
+module's change, R: of all of them together. Modules are found, and rows put in order, as those of the model's own
+weights are (models.weights), so that a tensor rank's share, too, is cut as theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headrace.kernels import ops
+from headrace.logs import shown
+from headrace.models.adapted_rows import AdaptedRows, Pair
+from headrace.models.adapter_files import AdapterFacts
+from headrace.models.families import FAMILIES
+from headrace.models.shards import Share
+from headrace.models.slots import Slot, expected
+from headrace.models.spec import ModelConfig
+from headrace.models.weights import fused, rows_of, source_of
+from headrace.types import UnsupportedModel
+
+MATRIX = re.compile(r"layers\.(\d+)\.(qkv|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$")
+"""Of ours, those that an adapter may change."""
+IN_ATTENTION = ("qkv", "out")
+TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")
+UNIT = 32
+"""R is a multiple of it: kernels read whole vectors."""
+
+Found = dict[str, tuple[Tensor, Tensor]]
+"""Module of a checkpoint -> (A [r, inputs], B [outputs, r])."""
+
+
+class Adapters:
+    """Those of an engine, by their number in its settings. facts: of each."""
+
+    def __init__(self, facts: Sequence[AdapterFacts], pairs: Mapping[str, Sequence[Pair | None]]) -> None:
+        self.facts, self.pairs = tuple(facts), pairs
+
+    def at(self, numbers: Tensor) -> AdaptedRows:
+        """For a step whose rows have these adapters, int64 [T]; -1: none."""
+        return AdaptedRows(self.pairs, numbers)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the pairs."""
+        return sum(pair.nbytes for each in self.pairs.values() for pair in each if pair is not None)
+
+
+def load_adapters(
+    facts: Sequence[AdapterFacts], config: ModelConfig, dtype: torch.dtype, share: Share | None = None
+) -> Adapters:
+    """Reads adapters of the model `config`, in `dtype`; of `share` only what it holds.
+
+    Raises ValueError for files that are not sound or do not fit the model, UnsupportedModel for what is not adapted.
+    """
+    if config.layer_inputs is not None or config.value_norm:
+        raise UnsupportedModel(f"adapters: {config.architecture} is not adapted yet; merge the adapter into the model")
+    slots = {name: slot for name, slot in expected(config).items() if _may_change(config, name)}
+    made: dict[str, list[tuple[Tensor, Tensor] | None]] = {}
+    for number, each in enumerate(facts):
+        try:
+            for name, pair in _read(each, config, slots, dtype, share).items():
+                made.setdefault(name, [None] * len(facts))[number] = pair
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"adapter {shown(repr(each.name))}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"adapter {shown(repr(each.name))}: {error}") from None
+    return Adapters(facts, {name.removesuffix(".weight"): _packed(pairs) for name, pairs in made.items()})
+
+
+def _may_change(config: ModelConfig, name: str) -> bool:
+    found = MATRIX.match(name)
+    return found is not None and not (int(found[1]) in config.recurrent_layers and found[2] in IN_ATTENTION)
+
+
+def _packed(pairs: Sequence[tuple[Tensor, Tensor] | None]) -> list[Pair | None]:
+    """All of one R: that of the largest."""
+    rank = max(len(pair[0]) for pair in pairs if pair is not None)
+    rank += -rank % UNIT
+    pad = torch.nn.functional.pad
+
+    def one(down: Tensor, up: Tensor) -> Pair:
+        missing = rank - len(down)
+        return Pair(ops.pack(pad(down, (0, 0, 0, missing))), ops.pack(pad(up, (0, missing))))
+
+    return [None if pair is None else one(*pair) for pair in pairs]
+
+
+def _read(
+    facts: AdapterFacts, config: ModelConfig, slots: Mapping[str, Slot], dtype: torch.dtype, share: Share | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(down, up) of each of our matrices that the adapter changes."""
+    modules = _modules(facts)
+    sources = _sources(config, slots, set(modules))
+    meant = {module for group in sources.values() for module in group}
+    other = sorted(set(modules) - meant)
+    if other:
+        told = f"{', '.join(map(shown, other[:3]))}{f' and {len(other) - 3} more' if len(other) > 3 else ''}"
+        raise UnsupportedModel(
+            f"changes {told}: projections of attention and of MLPs are adapted, and no other module of "
+            f"{config.architecture}; merge the adapter into its model"
+        )
+    family = FAMILIES[config.architecture]
+    made = {}
+    for name, group in sources.items():
+        if not modules.keys().isdisjoint(group):
+            rows = rows_of(config, family, name, share)
+            made[name] = _pair(facts, modules, group, slots[name], dtype, rows)
+    if not made:
+        raise ValueError(f"{facts.weights} changes nothing")
+    return made
+
+
+def _modules(facts: AdapterFacts) -> Found:
+    """What the file has of each module."""
+    found: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(facts.weights, framework="pt") as file:
+            for name in sorted(file.keys()):
+                named = TENSOR.match(name)
+                if named is None:
+                    raise UnsupportedModel(f"{shown(name)} is no matrix of LoRA; merge the adapter into its model")
+                found.setdefault(named[1], {})[named[2]] = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{facts.weights} is damaged or cut short ({shown(error)}); download it again") from None
+    for module, each in found.items():
+        if len(each) < 2:
+            raise ValueError(f"{facts.weights} lacks lora_A or lora_B of {shown(module)}; download it again")
+    return {module: (each["A"], each["B"]) for module, each in found.items()}
+
+
+def _sources(config: ModelConfig, slots: Iterable[str], present: set[str]) -> dict[str, tuple[str, ...]]:
+    """Our matrix -> the modules that make it, by the names that most modules of the adapter have."""
+    family = FAMILIES[config.architecture]
+    forms = [each(config) for each in (family.names, family.other_names) if each is not None]
+    candidates = [
+        {name: tuple(each.removesuffix(".weight") for each in source_of(names, name, prefix)) for name in slots}
+        for names in forms
+        for prefix in family.prefixes
+    ]
+    return max(candidates, key=lambda found: sum(module in present for group in found.values() for module in group))
+
+
+def _pair(
+    facts: AdapterFacts, modules: Found, group: Sequence[str], slot: Slot, dtype: torch.dtype, rows: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(down [R, K], up [N, R]) of one of our matrices: each module has columns of its own in `up`, which are zero in
+    the others' rows, so that one product adds what each adds."""
+    parts = slot.parts if len(group) > 1 else (sum(slot.parts),)
+    ranks = [len(modules[module][0]) if module in modules else 0 for module in group]
+    downs, ups, begin = [], [], 0
+    for module, outputs, rank in zip(group, parts, ranks, strict=True):
+        up = torch.zeros(outputs, sum(ranks))
+        if module in modules:
+            down, own = modules[module]
+            _check(facts, module, down, own, (outputs, slot.columns))
+            downs.append(down.to(dtype))
+            up[:, begin : begin + rank] = own.float() * facts.scale(module, rank)
+        ups.append(up)
+        begin += rank
+    made = fused(Slot(slot.parts, sum(ranks)), ups, dtype, rows)
+    for tensor in (*downs, made):
+        if not tensor.isfinite().all():
+            raise ValueError(f"{facts.weights} holds NaN or infinity in {', '.join(group)}; download it again")
+    return torch.cat(downs), made
+
+
+def _check(facts: AdapterFacts, module: str, down: Tensor, up: Tensor, shape: tuple[int, int | None]) -> None:
+    outputs, inputs = shape
+    wanted = ([len(down), inputs], [outputs, len(down)])
+    if not len(down) or not down.is_floating_point() or [list(down.shape), list(up.shape)] != list(wanted):
+        raise ValueError(
+            f"{facts.weights}: {shown(module)} has {list(down.shape)} and {list(up.shape)}, of a matrix "
+            f"[{outputs}, {inputs}] of this model; the adapter is of another one"
+        )

@@ -1,0 +1,69 @@
+"""Random adapters in the form that PEFT writes, and models of transformers with an adapter multiplied into them."""
+
+from __future__ import annotations
+
+import json
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+ADAPTED = re.compile(
+    r"\.(self_attn|attention|self_attention|mlp|shared_experts?|shared_mlp|decoder\.layers\.\d+)\.\w+$"
+)
+"""Modules beside experts and routers."""
+UNTOUCHED = ("kv_b_proj", "gate", "router", "shared_expert_gate")
+
+
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Projections of attention and of MLPs, by their names."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {
+        name: module
+        for name, module in found.items()
+        if ADAPTED.search(name) and name.rsplit(".", 1)[1] not in UNTOUCHED and "visual" not in name
+        if "vision" not in name and "projector" not in name
+    }
+
+
+def write_adapter(
+    folder: Path, model: PreTrainedModel, targets: str = r".*", rank: int = 4, seed: int = 0, **config: Any
+) -> Path:
+    """An adapter of the modules whose names match `targets` as a whole; their ranks differ. Returns its folder."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for place, (name, module) in enumerate(linear_modules(model).items()):
+        if re.fullmatch(targets, name):
+            own = rank + place % 3
+            a = torch.randn(own, module.in_features, generator=generator) / module.in_features**0.5
+            b = torch.randn(module.out_features, own, generator=generator) / own**0.5 / 2
+            tensors |= {
+                f"base_model.model.{name}.lora_{part}.weight": each.bfloat16().float()
+                for part, each in (("A", a), ("B", b))
+            }
+    assert tensors, "nothing is adapted"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = dict(peft_type="LORA", r=rank, lora_alpha=2 * rank, bias="none", task_type="CAUSAL_LM") | config
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with the adapter multiplied into its weights: W + B A alpha / r."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    merged = deepcopy(model)
+    modules = dict(merged.named_modules())
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b, rank = tensors[name.replace("lora_A", "lora_B")], len(a)
+            scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+            module = modules[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")]
+            module.weight.data += (b.double() @ a.double() * scale).to(module.weight.dtype)
+    return merged
