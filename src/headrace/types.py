@@ -344,6 +344,7 @@ class Request:
     `tenant`: whose its chunks are; `kv_share`: of the pool, that the tenant's chunks keep against all others;
     `kv_limit`: of the pool, that they take at most (docs/cache.md); `tier_quota`: of each tier, that they keep, in
     place of kv_tenant_quota (docs/offload.md).
+    `adapter`: by name, of whom the tokens from the position `adapter_start` on are computed; "": of the model alone.
     """
 
     request_id: str
@@ -359,6 +360,8 @@ class Request:
     kv_share: float = 0.0
     kv_limit: float = 1.0
     tier_quota: float | None = None
+    adapter: str = ""
+    adapter_start: int = 0
 
     def __repr__(self) -> str:
         """Without the tokens, and without the salt, which is as good as a tenant's name."""

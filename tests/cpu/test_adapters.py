@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.models.adapter_files import AdapterFacts, read_adapter
 from headrace.models.decoder import Decoder, TokenBatch, load_decoder
-from tests.support.adapters import linear_modules, with_adapter, write_adapter
+from tests.support.adapters import with_adapter, write_adapter
 from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import BatchAttend, batch_of, join, naive
@@ -18,8 +18,8 @@ from tests.support.naive_attention import BatchAttend, batch_of, join, naive
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 KINDS = (
-    "llama_bias", "qwen3", "phi3", "glm4", "opt", "opt350", "falcon7", "falcon40", "gemma3", "granite", "cohere2", "olmo2",
-    "mistral3", "qwen3_vl", "granite_moe_shared", "glm4_moe", "deepseek_v2_lora", "gpt_oss",
+    "llama_bias", "qwen3", "phi3", "glm4", "opt", "opt350", "falcon7", "falcon40", "gemma3", "granite", "cohere2",
+    "olmo2", "mistral3", "qwen3_vl", "granite_moe_shared", "glm4_moe", "deepseek_v2_lora", "gpt_oss",
 )  # fmt: skip
 """One of each way in which modules are named, fused, put in order and added up."""
 ATTENTION = r".*(q_proj|v_proj|qkv_proj|query_key_value|o_proj)"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headrace.config.adapters import AdapterSettings
 from headrace.config.cache import CacheSettings
 from headrace.config.model import ModelSettings
 from headrace.config.offload import OffloadSettings
@@ -84,6 +85,8 @@ FEATURES: tuple[Feature, ...] = (
             "speculative"),
     Feature("draft", "a draft model", lambda given: given.of(SpeculationSettings).model is not None,
             {"speculative": "tiny"}, "speculative"),
+    Feature("adapters", "adapters", lambda given: given.of(AdapterSettings).modules is not None,
+            {"lora_modules": "name=DIR"}, "lora_modules"),
     Feature("private", "prefix caching off", lambda given: not given.of(CacheSettings).prefix_caching,
             {"enable_prefix_caching": False}, "--no-enable-prefix-caching"),
     Feature("gpu", "a GPU", lambda given: given.of(ModelSettings).on_gpu, {"attention_backend": "triton"},
@@ -117,6 +120,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *(Exclusion("draft", way, "a draft model's KV lies in the pool, beside the model's") for way in STREAMED),
     *(Exclusion("draft", other, "a draft model runs on one rank, which has all of the pool")
       for other in ("context", "tensor")),
+    *(Exclusion("adapters", way, "keys and values are projected from activations by the model's own weights alone")
+      for way in ("activations", "x")),
+    *(Exclusion("adapters", way, "streamed decoding computes the layers of the model alone")
+      for way in STREAMED if way != "x"),
+    Exclusion("adapters", "gpu", "what adapters add is multiplied on a CPU alone"),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from headrace.config.adapters import AdapterSettings
 from headrace.config.cache import CacheSettings
 from headrace.config.experts import ExpertSettings
 from headrace.config.model import ModelSettings
@@ -33,6 +34,7 @@ class EngineConfig:
     """
 
     model: ModelSettings
+    adapters: AdapterSettings
     cache: CacheSettings
     scheduler: SchedulerSettings
     speculation: SpeculationSettings
@@ -55,13 +57,15 @@ class EngineConfig:
             values["kv_offload_path"] = None
         made = Records(values)
         found = dict(
-            model=made.of(ModelSettings), cache=made.of(CacheSettings), scheduler=made.of(SchedulerSettings),
+            model=made.of(ModelSettings), adapters=made.of(AdapterSettings), cache=made.of(CacheSettings),
+            scheduler=made.of(SchedulerSettings),
             speculation=made.of(SpeculationSettings), outside=made.outside(), experts=made.of(ExpertSettings),
             expert_folder=made.expert_folder, ranks=made.of(RankSettings),
             sessions=made.of(SessionSettings), server=made.of(ServerSettings), flat=values,
         )  # fmt: skip
         for item in fields(self):
             object.__setattr__(self, item.name, found[item.name])
+        self.served.refuse_twice()
 
     def __repr__(self) -> str:
         """The settings that are not as by default, by their flat names; secrets as '***'."""
@@ -73,8 +77,8 @@ class EngineConfig:
 
     @property
     def served(self) -> ServedNames:
-        """By which names clients may call the model."""
-        return ServedNames.of(self.server.model_name, self.model.folder)
+        """By which names clients may call the model and its adapters."""
+        return ServedNames.of(self.server.model_name, self.model.folder, self.adapters.names)
 
     @property
     def tiers(self) -> KVTiers | None:

@@ -1,4 +1,4 @@
-"""By which names clients may call the model."""
+"""By which names clients may call the model and its adapters."""
 
 from __future__ import annotations
 
@@ -9,21 +9,34 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ServedNames:
-    """`listed` names, of which the first stands in logs and metrics, and `patterns`, in which * is any text."""
+    """`listed` names of the model, of which the first stands in logs and metrics, and `patterns`, in which * is any
+    text; those of `adapters` go before these."""
 
     listed: tuple[str, ...]
     patterns: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, given: str | None, folder: str) -> ServedNames:
+    def of(cls, given: str | None, folder: str, adapters: tuple[str, ...] = ()) -> ServedNames:
         """given: the setting; without it the model is called as it was given."""
         if given is None:
-            return cls((folder,))
+            return cls((folder,), (), adapters)
         names = split(given)
         return cls(
             tuple(dict.fromkeys(name for name in names if "*" not in name)),
             tuple(name for name in names if "*" in name),
+            adapters,
         )
+
+    def refuse_twice(self) -> None:
+        """Raises ValueError for an adapter that is called as the model is."""
+        twice = next((name for name in self.adapters if name in self.listed), None)
+        if twice is not None:
+            raise ValueError(f"lora_modules: {twice!r} is the model's own name; call the adapter something else")
+
+    def adapter(self, name: str | None) -> str:
+        """The adapter of that name; "": the model itself is meant."""
+        return name if name is not None and name in self.adapters else ""
 
     @property
     def main(self) -> str:
@@ -32,11 +45,13 @@ class ServedNames:
     @property
     def told(self) -> str:
         """All of them, for messages."""
-        return ", ".join(map(repr, (*self.listed, *self.patterns)))
+        return ", ".join(map(repr, (*self.listed, *self.patterns, *self.adapters)))
 
     def __contains__(self, name: object) -> bool:
-        return name in self.listed or (
-            isinstance(name, str) and any(matches(name, pattern.split("*")) for pattern in self.patterns)
+        return (
+            name in self.listed
+            or name in self.adapters
+            or (isinstance(name, str) and any(matches(name, pattern.split("*")) for pattern in self.patterns))
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from headrace.config.adapters import AdapterSettings
 from headrace.config.cache import CacheSettings
 from headrace.config.combinations import excluded
 from headrace.config.experts import ExpertSettings
@@ -26,8 +27,8 @@ from headrace.config.tiers import (
 )
 
 RECORDS: tuple[type[SettingsRecord], ...] = (
-    ModelSettings, CacheSettings, SchedulerSettings, SpeculationSettings, *TIERS, OffloadSettings, LinkSettings,
-    StreamSettings, ExpertSettings, RankSettings, SessionSettings, ServerSettings,
+    ModelSettings, AdapterSettings, CacheSettings, SchedulerSettings, SpeculationSettings, *TIERS, OffloadSettings,
+    LinkSettings, StreamSettings, ExpertSettings, RankSettings, SessionSettings, ServerSettings,
 )  # fmt: skip
 SETTINGS: Mapping[str, Setting] = {item.name: item for record in RECORDS for item in settings_of(record)}
 """Every setting by its flat name: a keyword of EngineConfig, a flag, and a variable of the environment."""

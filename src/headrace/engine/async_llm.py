@@ -250,11 +250,13 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        adapter: str = "",
         **own: Unpack[TenantKeywords],
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a text or to token ids, a Delta for each step of each of the n sequences; with embed,
         one Delta that has the embedding of the text, and no answer. `queued` is called once the request waits for its
-        turn. own: tenant, weight, priority, kv_share, kv_limit, tier_quota, as LLM.generate has them.
+        turn. adapter: the name of one of lora_modules. own: tenant, weight, priority, kv_share, kv_limit, tier_quota,
+        as LLM.generate has them.
 
         Raises InvalidRequest, Overloaded or EngineDead at the first item. Leaving the iterator early (break with
         aclose, or cancellation) aborts the request and frees its chunks.
@@ -264,9 +266,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         params = self.check(tokens, SamplingParams() if params is None else params, embed)
         await self.check_shape(params)
         name = request_id or uuid.uuid4().hex
-        stream = self._enqueue(
-            Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed, **own)
-        )
+        request = Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed, **own)
+        request.adapter, request.adapter_start = adapter, self.capacity.adapter_start(adapter, tokens)
+        stream = self._enqueue(request)
         unfinished = set(range(params.n))
         try:
             if queued is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from headrace.engine.adapters import Applied, ServedAdapter, started
 from headrace.engine.folders import SHIPPED, model_folder
 from headrace.types import CHUNK, MAX_REPORTED, InvalidRequest, Pooling, SamplingParams
 
@@ -25,6 +26,7 @@ class Capacity:
     `kv_alike`: keys and values are the same numbers, and tiers keep them once.
     `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
     `fingerprint`: engines of which it is the same give the same bits (offload.identity.fingerprint).
+    `adapters`: those that requests may ask for, by their numbers.
     `ranks`: the group of several ranks, its profile, and how strategies are chosen; empty for one rank.
     """
 
@@ -55,6 +57,7 @@ class Capacity:
     pooling: Pooling = Pooling()
     writes: bool = True
     fingerprint: str = ""
+    adapters: tuple[ServedAdapter, ...] = ()
 
     @property
     def told(self) -> str:
@@ -89,6 +92,19 @@ class Capacity:
                 "max_tokens", CONTEXT_LENGTH_EXCEEDED,
             )  # fmt: skip
         return params
+
+    def adapter_start(self, name: str, tokens: Sequence[int]) -> int:
+        """From which token on a prompt has the adapter of that name; 0 without one. Raises InvalidRequest."""
+        return started(self.adapters, name, tokens)
+
+    def applied(self, name: str, start: int) -> Applied | None:
+        """The adapter of that name, from that position on; None for none."""
+        return Applied([each.name for each in self.adapters].index(name), start) if name else None
+
+    def adapter_mark(self, name: str, start: int) -> tuple[bytes, int] | None:
+        """What stands for it in the names of chunks (ServedAdapter.mark)."""
+        applied = self.applied(name, start)
+        return None if applied is None else self.adapters[applied.number].mark(applied.start)
 
     def _check_embedded(self, token_ids: list[int]) -> None:
         if self.pooling.obstacle:

@@ -95,7 +95,8 @@ class EngineCore:
 
     def _new_sequence(self, active: Active, index: int, want_logits: bool) -> SequenceState:
         request = active.request
-        sequence = SequenceState(request, index, self._order)
+        applied = self.loaded.capacity.applied(request.adapter, request.adapter_start)
+        sequence = SequenceState(request, index, self._order, adapter=applied)
         if want_logits:
             sequence.reports_from = 0
         if isinstance(active.report, Pooled):
@@ -120,6 +121,7 @@ class EngineCore:
             reusable=sequence.reusable,
             account=self.shares.account(request),
             tenant=request.tenant,
+            mark=self.loaded.capacity.adapter_mark(request.adapter, request.adapter_start),
         )
 
     def abort(self, request_id: str) -> bool:

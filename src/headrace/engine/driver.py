@@ -239,6 +239,9 @@ class Driver(Executor):
         if self.holders is not None:
             states = self.holders.route(table.track.segments, part.start, bounds, ranks)
             made = msgspec.structs.replace(made, states=states)
+        if part.sequence.adapter is not None:
+            number, start = part.sequence.adapter
+            made = msgspec.structs.replace(made, adapter=number, adapter_start=start)
         return strategy, made
 
     def _decode(self, part: Slice, table: ChunkTable) -> tuple[str, list[int], list[int]]:
@@ -291,7 +294,8 @@ def apart(part: StepPart) -> list[StepPart]:
         wanted = max(0, min(end - begin, end - (part.end - part.wanted)))
         tokens, slots = part.tokens[begin - part.start : end - part.start], part.slots[: chunks_for(end)]
         states = [run for run in part.states if begin < run.end <= end]
-        made.append(StepPart(tokens, begin, slots, [begin, end], [rank], wanted, part.prompt_len, states))
+        own = (part.adapter, part.adapter_start)
+        made.append(StepPart(tokens, begin, slots, [begin, end], [rank], wanted, part.prompt_len, states, *own))
     return made
 
 

@@ -78,18 +78,30 @@ def _folder_without_config(folder: Path) -> str:
     if models:
         return f"the folder holds several GGUF files; give one of them: {', '.join(str(path) for path in models[:5])}"
     if (folder / "adapter_config.json").is_file():
-        return "the folder holds an adapter (LoRA), not a model; merge it into its model, and give that folder"
+        return "the folder holds an adapter (LoRA), not a model; give its model, and --lora-modules NAME=FOLDER"
     return f"the folder has no config.json; what is needed is {FORM}"
 
 
+def hub_folder(name: str, file: str) -> Path | None:
+    """What has been downloaded under a name of the hub, and holds such a file; None where nothing has."""
+    if not HUB_NAME.fullmatch(name):
+        return None
+    return next((path for path in _revisions(name) if (path / file).is_file()), None)
+
+
 def _of_the_hub(name: str) -> Path | None:
-    """What has been downloaded under a name of the hub: its main revision, else the one that came last."""
+    """The model that has been downloaded under a name of the hub."""
+    return next((found for path in _revisions(name) if (found := _model_at(path)) is not None), None)
+
+
+def _revisions(name: str) -> list[Path]:
+    """What has been downloaded under a name of the hub: its main revision first, then the one that came last."""
     stored = hub_cache() / f"models--{name.replace('/', '--')}"
     main = stored / "refs" / "main"
     snapshots = sorted(stored.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
     if main.is_file():
         snapshots.insert(0, stored / "snapshots" / read_given(main, MAX_REVISION).decode(errors="replace").strip())
-    return next((found for path in snapshots if (found := _model_at(path)) is not None), None)
+    return snapshots
 
 
 def hub_cache() -> Path:

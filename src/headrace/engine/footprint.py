@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from headrace import host
 from headrace.config import EngineConfig, KVDType
+from headrace.engine.adapters import adapter_bytes
 from headrace.engine.draft_facts import DraftFacts
 from headrace.host import GIB
 from headrace.models.shards import shard
@@ -41,7 +42,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
     """
     if config.tiers is None or config.tiers.activations == "off":
         return False
-    if model.recurrent is not None:
+    if model.recurrent is not None or config.adapters.modules is not None:
         return False
     if config.ranks.count > 1:
         return config.tiers.activations == "on"
@@ -81,7 +82,7 @@ class Footprint:
         free = host.memory_available() if free is None else free
         here = ranks_here(config)
         draft = DraftFacts.of(config)
-        beside = PROCESS_BYTES + (0 if draft is None else draft.weight_bytes)
+        beside = PROCESS_BYTES + (0 if draft is None else draft.weight_bytes) + adapter_bytes(config)
         weights, loading = ((each + beside) * here for each in (kept, loading))
         taken = cls(config, model, free, weights, loading, rest, outside, draft)
         return replace(taken, weights=taken.weights + taken.kept_experts() * here)

@@ -117,6 +117,7 @@ class LLM(metaclass=PublicNames):
         kv_share: float = 0.0,
         kv_limit: float = 1.0,
         tier_quota: float | None = None,
+        adapter: str = "",
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers a prompt (a text, or its token ids) or several (a list of such), in order, all computed together.
@@ -126,6 +127,7 @@ class LLM(metaclass=PublicNames):
         ones are computed first; a list has one for each prompt (docs/fairness.md).
         kv_share, kv_limit: of the pool, that the tenant's chunks keep, and take at most (docs/cache.md); tier_quota: of
         each tier, that they keep; None: kv_tenant_quota (docs/offload.md).
+        adapter: the name of one of lora_modules, which answers in the model's place (docs/adapters.md).
         progress: tell on stderr how far it is (prompts, tokens per second, cached share) and what it came to; default:
         for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
@@ -141,7 +143,7 @@ class LLM(metaclass=PublicNames):
         if len(priorities) != len(texts):
             raise InvalidRequest(f"{len(texts)} prompts but {len(priorities)} numbers in priority", "priority")
         own: dict[str, Any] = dict(tenant=tenant, weight=weight)
-        own |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota)
+        own |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota, adapter=adapter)
         requests = [
             self._request(prompt, p, cache_salt, public_prefix_tokens, priority=place, **own)
             for prompt, p, place in zip(texts, params, priorities, strict=True)
@@ -164,6 +166,7 @@ class LLM(metaclass=PublicNames):
         kv_share: float = 0.0,
         kv_limit: float = 1.0,
         tier_quota: float | None = None,
+        adapter: str = "",
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -177,7 +180,7 @@ class LLM(metaclass=PublicNames):
         prompts = [self.tokenizer.apply_chat(list(c), **template) for c in conversations(messages)]
         sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
         sharing |= dict(tenant=tenant, weight=weight, priority=priority)
-        sharing |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota)
+        sharing |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota, adapter=adapter)
         return self.generate(prompts, sampling_params, **sharing, progress=progress)
 
     def score(
@@ -299,6 +302,7 @@ class LLM(metaclass=PublicNames):
         self, tokens: list[int], params: SamplingParams, salt: str | None, public: int, embed: bool = False, **own: Any
     ) -> Request:
         """own: further fields of a Request."""
+        own["adapter_start"] = self.capacity.adapter_start(own.get("adapter", ""), tokens)
         with self._in_turn():
             self._count += 1
             name = f"offline-{self._count}"

@@ -14,6 +14,7 @@ import torch
 from headrace.config import EngineConfig, Quantization
 from headrace.device import current
 from headrace.engine import gpu_memory, ranked_pools, ranks, tiers, torchrun
+from headrace.engine.adapters import read_adapters, served
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.draft_facts import draft_kv_bytes
@@ -31,6 +32,7 @@ from headrace.kernels import dispatch
 from headrace.kernels.backend import backend_of, verify
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import LAYOUT, KVStorage, StateStorage
+from headrace.models.adapter_files import AdapterFacts
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
 from headrace.models.files import config_content, weight_files
@@ -119,6 +121,7 @@ class Sized:
     hidden: int | None
     streamed: StreamSizes | None = None
     states: int | None = None
+    adapters: tuple[AdapterFacts, ...] = ()
 
     @property
     def pool_bytes(self) -> int:
@@ -140,7 +143,7 @@ class Sized:
         return load_decoder(
             model_folder(config.model.folder), config.model.dtype, measured(tell, WEIGHTS),
             config.model.quantization, device=ranks.device_of(config), packed=measured(tell, "packing"),
-            outside=ranks.expert_file(config, self.model), leave=streaming.leaving(config),
+            outside=ranks.expert_file(config, self.model), leave=streaming.leaving(config), adapters=self.adapters,
         )  # fmt: skip
 
 
@@ -269,10 +272,12 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     tell(LoadPhase("tokenizer"))
     tokenizer = Tokenizer.load(folder)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer), experts=_experts(config, model))
+    facts = read_adapters(config)
+    capacity = replace(capacity, adapters=served(facts))
     states = None if model.recurrent is None else gpu_memory.footprint(config, model).states()
     if states is not None:
         capacity = replace(capacity, max_sequences=min(capacity.max_sequences, states))
-    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed, states)
+    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed, states, facts)
 
 
 def _capacity(

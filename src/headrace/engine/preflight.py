@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headrace.config import EngineConfig
 from headrace.config.environment import warn_of_unknown
+from headrace.engine.adapters import read_adapters
 from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.folders import model_folder
 from headrace.engine.footprint import Footprint, gib, ranks_here
@@ -57,6 +58,7 @@ def check(config: EngineConfig) -> None:
     for path in (*weight_files(folder), *(() if draft is None else weight_files(draft.folder))):
         check_whole(path)
     check_fit(config, model)
+    read_adapters(config)
     _check_devices(config)
     _check_ranks(config, model)
     Footprint.of(config, model).check()

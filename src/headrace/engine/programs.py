@@ -19,10 +19,12 @@ from torch import Tensor
 from headrace.attention.execute import KeepActivations, StepAttention
 from headrace.attention.plan import Int64, Plan, PlannedStep
 from headrace.attention.recurrence import StepRecurrence, prepared_recurrence
+from headrace.engine.adapters import NO_ADAPTER
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest, ModelStep
 from headrace.kernels.step_copies import Reading
 from headrace.kv.storage import KVStorage, StateStorage
+from headrace.models.adapted_rows import row_numbers
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel.coming import NOTHING, Coming, WaitingAttend
@@ -158,7 +160,8 @@ def batch_of(config: ModelConfig, slices: Seq[Slice], positions: Int64) -> Token
     lengths = None
     if config.rope_depends_on_length:
         lengths = torch.from_numpy(np.maximum(prompts_of(slices), positions + 1))
-    return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths)
+    numbers = row_numbers([(part.start, part.end, *(part.sequence.adapter or NO_ADAPTER)) for part in slices])
+    return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths, numbers)
 
 
 def prompts_of(slices: Seq[Slice]) -> Int64:

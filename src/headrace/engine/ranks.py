@@ -19,6 +19,7 @@ from headrace import cores
 from headrace.config import EngineConfig
 from headrace.device import current
 from headrace.engine import preflight, ranked_pools, tiers, torchrun
+from headrace.engine.adapters import read_adapters
 from headrace.engine.capacity import Capacity, model_folder
 from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
@@ -140,7 +141,7 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
     return load_decoder(
         folder, config.model.dtype, measured(tell, WEIGHTS), config.model.quantization, tensor,
         device=device_of(config), packed=measured(tell, "packing"), outside=expert_file(config, facts), facts=facts,
-        leave=streaming.leaving(config),
+        leave=streaming.leaving(config), adapters=read_adapters(config),
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace.engine.adapters import Applied
 from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.restore.ranked_plan import PlannedPrefill
 from headrace.types import Request
@@ -22,7 +23,7 @@ class SequenceState:
     went with a wrong draft. draft: tokens that may follow the newest one, computed with it in the coming step and no
     longer. planned: strategies that belong to a restore under way. yields: how often it was preempted for another
     tenant's sake (engine.fairness). ended: nothing is computed for it any more; its table is closed when the step that
-    is under way has ended (engine.overlap).
+    is under way has ended (engine.overlap). adapter: which one its rows have, and from where on.
 
     |<------ prompt_len ------>|<-- answer -->|
     |<--- table.length: in the cache --->|<-1->|   while decoding, all but the newest token is cached
@@ -47,6 +48,7 @@ class SequenceState:
     draft: list[int] = field(default_factory=list)
     planned: PlannedPrefill | None = None
     ended: bool = False
+    adapter: Applied | None = None
 
     def __post_init__(self) -> None:
         prompt, params = self.request.prompt_token_ids, self.request.params

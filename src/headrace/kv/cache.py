@@ -88,6 +88,7 @@ class KVCache:
         reusable: int | None = None,
         account: Account | None = None,
         tenant: str = "",
+        mark: tuple[bytes, int] | None = None,
     ) -> ChunkTable:
         """An empty table for `tokens`.
 
@@ -95,10 +96,11 @@ class KVCache:
         namespace: further identity of the keys (length-dependent rotary scaling). shares=False keeps it all private.
         reusable: tokens that may be taken from the tree (None: all); what is computed is shared all the same.
         account: whose the chunks are that are not public. tenant: for whom tiers count these; "": each salt by itself.
+        mark: what else the keys depend on, 16 bytes, and the chunk from which on they do.
         """
         root = hashlib.blake2b(namespace.encode(), digest_size=32, key=hashlib.sha256(self.identity).digest()).digest()
         salt_chunk = public_tokens // CHUNK if salt is not None else -1
-        table = ChunkTable(tokens, root, tenant_mark(salt), salt_chunk, shares, self.pool.per_rank)
+        table = ChunkTable(tokens, root, tenant_mark(salt), salt_chunk, shares, self.pool.per_rank, mark)
         table.reusable, table.account, table.pays = reusable, account, mark_of(tenant) if tenant else b""
         if self._latest is not None:
             table.borrow(self._latest)

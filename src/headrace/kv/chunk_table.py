@@ -24,18 +24,19 @@ class ChunkTable:
     reusable: tokens from the beginning that may be taken from elsewhere; None: all.
     place: may be set by whoever prepares a step: the owner of each block that begins, named by its first chunk.
     account: of the tenant, where it has one: its chunks but for public ones are charged to it. pays: what stands for
-    the tenant in the tiers, where it has a name.
+    the tenant in the tiers, where it has a name. mark: see KVCache.open.
     changes: how often its chunks have changed. track: its recurrent state; used by kv.states alone.
     """
 
     __slots__ = (
-        "_digests", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "account", "changes", "coming", "joins",
-        "length", "nodes", "pays", "place", "reusable", "shares", "tokens", "track",
+        "_digests", "_mark", "_per_rank", "_root", "_salt", "_salt_chunk", "_slots", "account", "changes", "coming",
+        "joins", "length", "nodes", "pays", "place", "reusable", "shares", "tokens", "track",
     )  # fmt: skip
 
     def __init__(
-        self, tokens: list[int], root: bytes, salt: bytes, salt_chunk: int, shares: bool, per_rank: int
-    ) -> None:
+        self, tokens: list[int], root: bytes, salt: bytes, salt_chunk: int, shares: bool, per_rank: int,
+        mark: tuple[bytes, int] | None = None,
+    ) -> None:  # fmt: skip
         self.tokens = tokens
         self.length = 0
         self.coming = 0
@@ -52,6 +53,7 @@ class ChunkTable:
         self._root = root
         self._salt = salt
         self._salt_chunk = salt_chunk
+        self._mark = mark
         self._digests: list[bytes] = []
         self._slots: NDArray[np.int32] = np.empty(16, dtype=np.int32)
 
@@ -85,14 +87,20 @@ class ChunkTable:
         parent = self._digests[-1] if first else self._root
         for chunk in range(first, chunks):
             salt = self._salt if chunk == self._salt_chunk else b""
+            mark = self._mark[0] if self._mark is not None and chunk == self._mark[1] else b""
             start = (chunk - first) * CHUNK
-            parent = chain(parent, known[start : start + CHUNK], salt)
+            parent = chain(parent, known[start : start + CHUNK], salt + mark)
             self._digests.append(parent)
+
+    @property
+    def _made_by(self) -> tuple[bytes, bytes, int, tuple[bytes, int] | None]:
+        """What names depend on beside the tokens."""
+        return self._root, self._salt, self._salt_chunk, self._mark
 
     def borrow(self, other: ChunkTable) -> None:
         """Takes the names of the chunks with which both begin from the other table: tokens are compared in a third of
         the time in which they are hashed."""
-        if (self._root, self._salt, self._salt_chunk) != (other._root, other._salt, other._salt_chunk):
+        if self._made_by != other._made_by:
             return
         tokens, theirs = self.tokens, other.tokens
         for chunk in range(len(self._digests), min(len(other._digests), len(tokens) // CHUNK)):

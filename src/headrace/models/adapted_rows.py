@@ -85,6 +85,15 @@ class AdaptedRows:
         return self._groups[has]
 
 
+def row_numbers(runs: Sequence[tuple[int, int, int, int]]) -> Tensor | None:
+    """Of rows that come in runs (begin, end, number, start): positions begin .. end - 1 of a sequence that has the
+    adapter of that number from the position `start` on. int64 [T], -1 for none; None where no row has one."""
+    if all(number < 0 for _, _, number, _ in runs):
+        return None
+    parts = [torch.where(torch.arange(begin, end) < start, -1, number) for begin, end, number, start in runs]
+    return torch.cat(parts)
+
+
 def _grouped(numbers: Tensor, has: tuple[bool, ...]) -> _Group:
     rows = torch.tensor([*has, False])[numbers].nonzero().flatten()  # -1, no adapter, is the last one
     order = rows[numbers[rows].argsort(stable=True)]

@@ -39,7 +39,8 @@ class StepPart(msgspec.Struct, frozen=True):
     bounds: absolute positions that cut the new tokens into shards, from start to the end; ranks: who computes each
     shard, one fewer. A rank may have several shards or none, and a shard may be empty.
     wanted: of so many last tokens the hidden state is asked for. prompt_len: see TokenBatch.rope_lengths. states: of a
-    model with recurrent layers, what covers the new tokens.
+    model with recurrent layers, what covers the new tokens. adapter: the number of what tokens from the position
+    adapter_start on have; -1: none.
     """
 
     tokens: list[int]
@@ -50,6 +51,8 @@ class StepPart(msgspec.Struct, frozen=True):
     wanted: int = 1
     prompt_len: int = 0
     states: list[StateRun] = []
+    adapter: int = -1
+    adapter_start: int = 0
 
     @property
     def end(self) -> int:

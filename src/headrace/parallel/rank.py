@@ -13,6 +13,7 @@ from headrace.device import Device, current
 from headrace.kernels.backend import Attend, backend_of
 from headrace.kernels.block import Watch
 from headrace.kv.storage import KVStorage, StateStorage
+from headrace.models.adapted_rows import row_numbers
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import group_layout
 from headrace.parallel.coming import Coming, NothingComes, SideStream
@@ -205,7 +206,9 @@ class Rank:
         if self.decoder.config.rope_depends_on_length:
             prompts = np.repeat([group.parts[run.part].prompt_len for run in runs], [run.rows for run in runs])
             lengths = torch.from_numpy(np.maximum(prompts, positions + 1))
-        return TokenBatch(torch.tensor(tokens), torch.from_numpy(positions), lengths)
+        parts = [group.parts[run.part] for run in runs]
+        own = [(run.start, run.end, p.adapter, p.adapter_start) for run, p in zip(runs, parts, strict=True)]
+        return TokenBatch(torch.tensor(tokens), torch.from_numpy(positions), lengths, row_numbers(own))
 
 
 def _wanted_rows(group: StepGroup, runs: list[group_layout.RowRange]) -> list[int]:
