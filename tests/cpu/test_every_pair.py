@@ -7,7 +7,7 @@ process: what links them is tested in tests/processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -18,14 +18,16 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.strategies import FALLBACK
 from headrace.types import CHUNK
-from tests.support.checkpoints import FolderOf
+from tests.support.adapters import write_adapter
+from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.drafting import answered, drafts_from, free_model
 from tests.support.feature_pairs import OUTLIVING, PROJECTED, STORED, TIERS, cases, id_of
+from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import counters, flush, forced, look_at_once, projecting, watched
 from tests.support.pairwise import Case, every_value
 from tests.support.redis_servers import fake_server
 from tests.support.thread_group import ranks_as_threads
-from tests.support.traces import Trace, run, same, words
+from tests.support.traces import Trace, random_tokens, run, same, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,6 +40,10 @@ ROOM, TIGHT, TIGHT_RANKS = 40, 13, 7
 SIZE = 0.02
 """GiB of a tier."""
 Truth = Callable[[Case], list[Trace]]
+AdaptersOf = Callable[[Case], dict[str, str]]
+"""The setting that names the adapters of a case's model, if it is to have some."""
+INVOKING = 4
+"""Number of the prompt whose adapter begins inside it."""
 
 
 def prompts_of(llm: LLM) -> list[list[int]]:
@@ -50,16 +56,38 @@ def params_of(prompts: list[list[int]]) -> list[SamplingParams]:
     return [LONG if len(prompt) == SHORT else BRIEF for prompt in prompts]
 
 
-@pytest.fixture(scope="module")
-def truth_of(folder_of: FolderOf) -> Truth:
-    @lru_cache(None)
-    def truth(attention: str, kv: str, weights: str) -> list[Trace]:
-        llm = LLM(folder_of(KINDS[attention]), dtype="bfloat16", kv_cache_tokens=64 * CHUNK, kv_cache_dtype=kv,
-                  quantization=weights, enable_prefix_caching=False)  # fmt: skip
-        prompts = prompts_of(llm)
-        return run(llm, prompts, params_of(prompts))
+def adapters_for(case: Case, numbers: Sequence[int]) -> list[str]:
+    """Those of the prompts of these numbers: of the first two one that changes all, then others, and none."""
+    if case["adapters"] == "no":
+        return [""] * len(numbers)
+    return ["all" if number < 2 else "late" if number == INVOKING else ("", "some")[number % 2] for number in numbers]
 
-    return lambda case: truth(case["attention"], case["kv"], case["weights"])
+
+@pytest.fixture(scope="module")
+def adapters_of(folder_of: FolderOf, theirs_of: TheirsOf, tmp_path_factory: pytest.TempPathFactory) -> AdaptersOf:
+    @lru_cache(None)
+    def modules(attention: str) -> str:
+        kind, folder = KINDS[attention], tmp_path_factory.mktemp("adapters")
+        invocation = random_tokens(VOCAB, SHORT, seed=INVOKING + 1)[70:72]
+        write_adapter(folder / "all", theirs_of(kind), seed=1, size=0.1)
+        write_adapter(folder / "some", theirs_of(kind), r".*(q_proj|query_key_value)", rank=9, seed=2)
+        write_adapter(folder / "late", theirs_of(kind), seed=3, alora_invocation_tokens=invocation)
+        return ",".join(f"{name}={folder / name}" for name in ("all", "some", "late"))
+
+    return lambda case: {"lora_modules": modules(case["attention"])} if case["adapters"] == "yes" else {}
+
+
+@pytest.fixture(scope="module")
+def truth_of(folder_of: FolderOf, adapters_of: AdaptersOf) -> Truth:
+    @lru_cache(None)
+    def truth(attention: str, kv: str, weights: str, adapters: str) -> list[Trace]:
+        case = {"attention": attention, "adapters": adapters}
+        llm = LLM(folder_of(KINDS[attention]), dtype="bfloat16", kv_cache_tokens=64 * CHUNK, kv_cache_dtype=kv,
+                  quantization=weights, enable_prefix_caching=False, **adapters_of(case))  # fmt: skip
+        prompts = prompts_of(llm)
+        return run(llm, prompts, params_of(prompts), adapters_for(case, range(len(prompts))))
+
+    return lambda case: truth(case["attention"], case["kv"], case["weights"], case["adapters"])
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +102,7 @@ def remote_url() -> Iterator[str]:
         yield f"redis://{host}:{port}/0"
 
 
-def settings(case: Case, folder: Path, directory: Path, remote_url: str) -> dict[str, Any]:
+def settings(case: Case, folder: Path, directory: Path, remote_url: str, adapters: Mapping[str, str]) -> dict[str, Any]:
     """Those of the engine that a case asks for."""
     ranks, tight, tiers = int(case["ranks"]), case["preempted"] == "yes", TIERS[case["tier"]]
     chunks = ROOM if not tight else TIGHT if ranks == 1 else TIGHT_RANKS
@@ -90,6 +118,7 @@ def settings(case: Case, folder: Path, directory: Path, remote_url: str) -> dict
         **({"kv_offload_path": str(directory), "kv_offload_disk_size": SIZE} if "disk" in tiers else {}),
         **({"kv_remote_url": remote_url, "kv_offload_timeout_s": 20.0} if "remote" in tiers else {}),
         **({"kv_offload_activations": "on" if case["source"] in PROJECTED else "off"} if tiers else {}),
+        **adapters,
     }  # fmt: skip
     if case["schedule"] == "off":
         return {**given, "kv_cache_tokens": chunks * CHUNK}
@@ -103,7 +132,8 @@ def stored(llm: LLM, case: Case) -> None:
     """Stores what the case says of the main prompt, and leaves nothing of it in the pool."""
     main = prompts_of(llm)[0]
     with by_one_rank(llm) if case["source"] == "projected" else nullcontext():
-        watched(llm, [main if case["source"] in ("stored", "projected") else main[: 3 * CHUNK + 5]], BRIEF)
+        part = main if case["source"] in ("stored", "projected") else main[: 3 * CHUNK + 5]
+        watched(llm, [part], BRIEF, adapters_for(case, [0]))
     flush(llm)
     for storage in storages(llm):
         for pool in storage.pools:
@@ -142,7 +172,7 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
     elif case["source"] in PROJECTED:
         project_some(llm)
     if "cached" in case["source"]:
-        watched(llm, [prompts_of(llm)[0][: CHUNK + 5]], BRIEF)
+        watched(llm, [prompts_of(llm)[0][: CHUNK + 5]], BRIEF, adapters_for(case, [0]))
     return llm
 
 
@@ -206,21 +236,24 @@ def marked() -> list[Any]:
 
 @pytest.mark.parametrize("case", marked())
 def test_the_bits_of_one_rank(
-    case: Case, folder_of: FolderOf, truth_of: Truth, remote_url: str, tmp_path: Path
+    case: Case, folder_of: FolderOf, truth_of: Truth, adapters_of: AdaptersOf, remote_url: str, tmp_path: Path
 ) -> None:
     truth = truth_of(case)
     folder = folder_of(KINDS[case["attention"]])
-    llm = opened(case, folder, settings(case, folder, tmp_path, remote_url))
+    llm = opened(case, folder, settings(case, folder, tmp_path, remote_url, adapters_of(case)))
     before = 0 if llm.engine.offload is None else counters(llm).loaded_tokens
     # Those beside the main prompt fill the pool of a case that is to preempt.
     asked = [0, *range(2, 1 + llm.capacity.kv_cache_tokens // CHUNK // 2)] if case["preempted"] == "yes" else [0, 1]
+    if case["adapters"] == "yes" and INVOKING not in asked:
+        asked += [INVOKING - 1, INVOKING]
     prompts = [prompts_of(llm)[number] for number in asked]
     if case["drafts"] == "yes":
         drafts_from(llm, [answered(prompts_of(llm)[number], truth[number]) for number in asked])
     if case["drafts"] == "model":
         free_model(llm)
     try:
-        same(watched(llm, prompts, params_of(prompts)), [truth[number] for number in asked])
+        adapters = adapters_for(case, asked)
+        same(watched(llm, prompts, params_of(prompts), adapters), [truth[number] for number in asked])
         check_happened(llm, case, before)
     finally:
         llm.close()

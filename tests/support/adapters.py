@@ -32,16 +32,18 @@ def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def write_adapter(
-    folder: Path, model: PreTrainedModel, targets: str = r".*", rank: int = 4, seed: int = 0, **config: Any
-) -> Path:
-    """An adapter of the modules whose names match `targets` as a whole; their ranks differ. Returns its folder."""
+    folder: Path, model: PreTrainedModel, targets: str = r".*", rank: int = 4, seed: int = 0, size: float = 0.5,
+    **config: Any,
+) -> Path:  # fmt: skip
+    """An adapter of the modules whose names match `targets` as a whole; their ranks differ. size: about how large what
+    it adds is beside its input. Returns its folder."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for place, (name, module) in enumerate(linear_modules(model).items()):
         if re.fullmatch(targets, name):
             own = rank + place % 3
             a = torch.randn(own, module.in_features, generator=generator) / module.in_features**0.5
-            b = torch.randn(module.out_features, own, generator=generator) / own**0.5 / 2
+            b = torch.randn(module.out_features, own, generator=generator) / own**0.5 * size / 2
             tensors |= {
                 f"base_model.model.{name}.lora_{part}.weight": each.bfloat16().float()
                 for part, each in (("A", a), ("B", b))

@@ -212,6 +212,7 @@ class FakeEngine:
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        adapter: str = "",
         **own: Unpack[TenantKeywords],
     ) -> AsyncIterator[Delta]:
         if not self.alive:

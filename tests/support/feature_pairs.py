@@ -28,11 +28,13 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "preempted": ("no", "yes"),
     "prefixes": ("shared", "private"),
     "drafts": ("no", "yes", "model"),
+    "adapters": ("no", "yes"),
 }
 """source: of the main prompt. Its first chunk is in the pool (cached), all of it or its first half in a tier (stored,
 half), both (half+cached), or it is stored with activations, from which a part is projected; streamed-x: as it is
 streamed. stored_by: context ranks of the engine that stored it. prefixes: private is prefix caching switched off.
-drafts: speculation, part of it wrong; model: by the model itself, as a draft model."""
+drafts: speculation, part of it wrong; model: by the model itself, as a draft model. adapters: prompts have several, one
+of which begins inside its prompt, and some none."""
 
 STORED = ("stored", "half", "half+cached", "projected")
 PROJECTED = ("projected", "streamed-x")
@@ -78,6 +80,7 @@ def features(case: Case) -> set[str]:
         "quantised": case.get("weights", "none") != "none",
         "speculation": case.get("drafts", "no") != "no",
         "draft": case.get("drafts") == "model",
+        "adapters": case.get("adapters") == "yes",
         "private": case.get("prefixes") == "private",
         **dict.fromkeys(TIERS[case.get("tier", "none")], schedule == "off"),
     }
@@ -99,10 +102,10 @@ def id_of(case: Case) -> str:
     """All values but those that stand for nothing."""
     plain: dict[str, Any] = {"tensor": "1", "tier": "none", "stored_by": "same", "kv": "auto", "weights": "none",
                              "schedule": "off", "outside": "none", "preempted": "no", "prefixes": "shared",
-                             "drafts": "no"}  # fmt: skip
+                             "drafts": "no", "adapters": "no"}  # fmt: skip
     words = {"ranks": "ranks", "tensor": "tensor", "kv": "kv-", "weights": "w-", "stored_by": "by-",
              "drafts": "drafts-"}  # fmt: skip
-    told = {"outside": "weights-outside", "preempted": "preempted"}
+    told = {"outside": "weights-outside", "preempted": "preempted", "adapters": "adapters"}
     return "-".join(
         told.get(name, f"{words.get(name, '')}{value}") for name, value in case.items() if value != plain.get(name)
     )

@@ -97,7 +97,12 @@ def answer(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) 
     return traces
 
 
-def watched(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] = PARAMS) -> list[Trace]:
+def watched(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams] = PARAMS,
+    adapters: str | list[str] = "",
+) -> list[Trace]:
     """traces.run, which wants no chunk held at its end."""
     traces: list[Trace] = []
     closed: Callable[[], None] = llm.engine.scheduler.check
@@ -110,7 +115,7 @@ def watched(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sa
 
     llm.engine.scheduler.check = check  # type: ignore[method-assign]
     try:
-        traces = run(llm, prompts, params)
+        traces = run(llm, prompts, params, adapters)
     finally:
         llm.engine.scheduler.check = closed  # type: ignore[method-assign]
     return traces

@@ -20,8 +20,12 @@ def engine(**settings: Any) -> LLM:
 
 
 def words(llm: LLM, count: int, seed: int) -> list[int]:
+    return random_tokens(llm.capacity.vocab_size, count, seed)
+
+
+def random_tokens(vocabulary: int, count: int, seed: int) -> list[int]:
     g = torch.Generator().manual_seed(seed)
-    return torch.randint(10, llm.capacity.vocab_size, (count,), generator=g).tolist()
+    return torch.randint(10, vocabulary, (count,), generator=g).tolist()
 
 
 def prompts_of(llm: LLM) -> list[list[int]]:
@@ -36,7 +40,12 @@ def prompts_of(llm: LLM) -> list[list[int]]:
     )
 
 
-def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] = GREEDY) -> list[Trace]:
+def run(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams] = GREEDY,
+    adapters: str | list[str] = "",
+) -> list[Trace]:
     """Answers the prompts together; the logits from which each token of each answer was chosen."""
     traces: list[Trace] = [{} for _ in prompts]
     first = llm._count + 1
@@ -49,7 +58,7 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
         trace[end] = logits[-1].clone()
 
     with llm._observed(keep):
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, adapter=adapters)
     for prompt, trace, output in zip(prompts, traces, outputs, strict=True):
         assert sorted(trace) == list(range(len(prompt) - 1, len(prompt) - 1 + len(output.token_ids)))
     llm.engine.scheduler.check()

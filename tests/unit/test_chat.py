@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,9 @@ class Keyboard(io.StringIO):
 @pytest.fixture
 def chat() -> Iterator[Chat]:
     with asyncio.Runner() as runner:
-        yield Chat(runner, EchoingModel(), SamplingParams(), Conversation("tiny", "Be brief."), quiet=True)
+        model = EchoingModel()
+        ask = partial(model.generate, params=SamplingParams())
+        yield Chat(runner, model, ask, Conversation("tiny", "Be brief."), quiet=True)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ async def answered(lines: list[ProgressLine], written: StringIO, quiet: bool = F
     llm, seen = ReadingEngine(), ["", ""]
 
     async def read() -> None:
-        async for delta in streamed(llm, "prompt", SamplingParams(), quiet):
+        async for delta in streamed(llm, llm.generate("prompt", SamplingParams()), quiet):
             if delta.text == "an":
                 seen[1] = written.getvalue()
 
@@ -112,7 +112,7 @@ def test_an_answer_that_is_not_seen_is_told_of_until_its_end(
     async def read() -> None:
         llm = ReadingEngine()
         llm.read()
-        async for delta in streamed(llm, "prompt", SamplingParams(), False, unseen=True):
+        async for delta in streamed(llm, llm.generate("prompt", SamplingParams()), False, unseen=True):
             lines[0].tick()
             assert delta.token_ids
 
@@ -148,7 +148,7 @@ def test_a_client_that_leaves_ends_line_and_request(lines: list[ProgressLine], m
 
     async def leave() -> ReadingEngine:
         llm = ReadingEngine()
-        task = asyncio.ensure_future(anext(streamed(llm, "prompt", SamplingParams(), False)))
+        task = asyncio.ensure_future(anext(streamed(llm, llm.generate("prompt", SamplingParams()), False)))
         await llm.begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from headrace.config import EngineConfig
 from headrace.console import ProgressLine, loading
 from headrace.progress import duration, reading, share_read
-from headrace.types import Delta, Metrics, SamplingParams
+from headrace.types import Delta, Metrics
 
 
 @asynccontextmanager
@@ -71,14 +71,22 @@ class OneAnswer:
         return share_read(self.llm.prefills)
 
 
+def check_adapter(config: EngineConfig, adapter: str) -> None:
+    """Raises ValueError for an adapter that the settings do not name."""
+    names = config.adapters.names
+    if adapter and adapter not in names:
+        known = f"one of {', '.join(names)}" if names else f"an adapter of --lora-modules, as {adapter}=FOLDER"
+        raise ValueError(f"--adapter {adapter}: there is none of this name; give {known}")
+
+
 async def streamed(
-    llm: Any, prompt: str | list[int], params: SamplingParams, quiet: bool, *, unseen: bool = False
+    llm: Any, answering: AsyncGenerator[Delta, None], quiet: bool, *, unseen: bool = False
 ) -> AsyncIterator[Delta]:
-    """The deltas of llm.generate. A line on stderr tells how far the prompt is read, until the first delta; if the
-    answer is not seen as it comes, also how much of it is written, until the last."""
+    """The deltas of llm.generate, `answering`. A line on stderr tells how far the prompt is read, until the first
+    delta; if the answer is not seen as it comes, also how much of it is written, until the last."""
     answer = OneAnswer(llm)
     with nullcontext() if quiet else ProgressLine(answer.text, answer.share, after_s=READING_S) as line:
-        async with aclosing(llm.generate(prompt, params)) as deltas:
+        async with aclosing(answering) as deltas:
             async for delta in deltas:
                 answer.note(delta)
                 if line is not None and not unseen:

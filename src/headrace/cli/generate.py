@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.cli.engine import CollectedAnswer, engine, figures, streamed
+from headrace.cli.engine import CollectedAnswer, check_adapter, engine, figures, streamed
 from headrace.cli.hints import check_file
 from headrace.config import EngineConfig
 from headrace.console import ProgressLine, changes_in_place, err
 from headrace.progress import Answering
-from headrace.types import SamplingParams
+from headrace.types import Delta, SamplingParams
+
+Ask = Callable[[str], AsyncGenerator[Delta, None]]
+"""A prompt to the deltas of its answer."""
 
 LONGEST = 2**28
 """Characters of a text that is read: a device, or a pipe from one, may never end."""
@@ -54,24 +59,30 @@ def _whole(file: TextIO, name: str) -> str:
     return text
 
 
-def run(config: EngineConfig, params: SamplingParams, prompts: list[str], *, json_lines: bool, quiet: bool) -> None:
-    asyncio.run(_run(config, params, prompts, json_lines, quiet))
+def run(
+    config: EngineConfig, params: SamplingParams, prompts: list[str], *, json_lines: bool, quiet: bool, adapter: str
+) -> None:
+    check_adapter(config, adapter)
+    asyncio.run(_run(config, params, prompts, json_lines, quiet, adapter))
 
 
-async def _run(config: EngineConfig, params: SamplingParams, prompts: list[str], json_lines: bool, quiet: bool) -> None:
+async def _run(
+    config: EngineConfig, params: SamplingParams, prompts: list[str], json_lines: bool, quiet: bool, adapter: str
+) -> None:
     async with engine(config, quiet) as llm:
+        ask = partial(llm.generate, params=params, adapter=adapter)
         if len(prompts) == 1:
-            await _only(llm, prompts[0], params, json_lines, quiet)
+            await _only(llm, ask, prompts[0], json_lines, quiet)
         else:
-            await _several(llm, prompts, params, json_lines, quiet)
+            await _several(llm, ask, prompts, json_lines, quiet)
 
 
-async def _only(llm: Any, prompt: str, params: SamplingParams, json_lines: bool, quiet: bool) -> None:
+async def _only(llm: Any, ask: Ask, prompt: str, json_lines: bool, quiet: bool) -> None:
     """An answer that is written as it comes, unless it is to be JSON."""
     answer = CollectedAnswer()
     # What goes into a file while a person watches stderr is not seen either; two pipes may be one.
     unseen = json_lines or (not sys.stdout.isatty() and changes_in_place())
-    async for delta in streamed(llm, prompt, params, quiet, unseen=unseen):
+    async for delta in streamed(llm, ask(prompt), quiet, unseen=unseen):
         answer.add(delta)
         if not json_lines:
             sys.stdout.write(delta.text)
@@ -79,10 +90,10 @@ async def _only(llm: Any, prompt: str, params: SamplingParams, json_lines: bool,
     _show(prompt, answer, json_lines, not json_lines, quiet)
 
 
-async def _several(llm: Any, prompts: list[str], params: SamplingParams, json_lines: bool, quiet: bool) -> None:
+async def _several(llm: Any, ask: Ask, prompts: list[str], json_lines: bool, quiet: bool) -> None:
     """Answers in the order of the prompts, each as soon as it and those before it are there; then a summary."""
     answering = Answering(len(prompts))
-    tasks = [asyncio.ensure_future(_answer(llm, prompt, params, answering)) for prompt in prompts]
+    tasks = [asyncio.ensure_future(_answer(ask(prompt), answering)) for prompt in prompts]
     line = ProgressLine(lambda: answering.text(llm.prefills, llm.prefill_rate), answering.share)
     with nullcontext() if quiet else line:
         for prompt, task in zip(prompts, tasks, strict=True):
@@ -93,9 +104,9 @@ async def _several(llm: Any, prompts: list[str], params: SamplingParams, json_li
         err.print(answering.summary(), style="dim")
 
 
-async def _answer(llm: Any, prompt: str, params: SamplingParams, answering: Answering) -> CollectedAnswer:
+async def _answer(deltas: AsyncIterator[Delta], answering: Answering) -> CollectedAnswer:
     answer = CollectedAnswer()
-    async for delta in llm.generate(prompt, params):
+    async for delta in deltas:
         answer.add(delta)
         answering.note(delta)
     return answer

@@ -95,6 +95,9 @@ def generate(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
     ] = False,
+    adapter: Annotated[
+        str, typer.Option(metavar="NAME", help="Which of --lora-modules answers.", rich_help_panel=OWN_PANEL)
+    ] = "",
     json_schema: Annotated[
         str | None,
         typer.Option(metavar="FILE|TEXT", help="JSON Schema that the answer must fit.", rich_help_panel=SHAPE_PANEL),
@@ -117,7 +120,8 @@ def generate(
 
     if context.get_parameter_source("model").name != "COMMANDLINE":  # type: ignore[union-attr]
         check_prompts(prompts or [])
-    run(config, params, read_prompts(prompts or [], file), json_lines=json_lines, quiet=quiet)
+    texts = read_prompts(prompts or [], file)
+    run(config, params, texts, json_lines=json_lines, quiet=quiet, adapter=adapter)
 
 
 def batch(
@@ -161,6 +165,9 @@ def chat(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress and no figures on stderr.", rich_help_panel=OWN_PANEL)
     ] = False,
+    adapter: Annotated[
+        str, typer.Option(metavar="NAME", help="Which of --lora-modules answers.", rich_help_panel=OWN_PANEL)
+    ] = "",
 ) -> None:
     """Talk with a model. Lines on a piped standard input are the user's turns.
 
@@ -168,7 +175,7 @@ def chat(
     """
     from headrace.cli.chat import run
 
-    run(config, params, system, system_file, quiet=quiet)
+    run(config, params, system, system_file, quiet=quiet, adapter=adapter)
 
 
 def doctor(

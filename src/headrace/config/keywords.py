@@ -28,6 +28,10 @@ class SettingKeywords(TypedDict, total=False):
     threads: int | None
     """CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota)."""
 
+    lora_modules: str | None
+    """Adapters (LoRA) that requests may name as their model: name=folder, several with commas between them
+    (docs/adapters.md)."""
+
     kv_cache_tokens: str | int | None
     """KV in fast memory on each rank, in tokens, as 16384 or 128k (k is 1,024). Default: a quarter of what is free; on
     a GPU what the weights and a largest step leave."""

@@ -36,7 +36,7 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
     after: the id of the request that computes them, which must have been sent before: the answer comes when it has
     ended. Such a request has `kv.pins.prompt_to_pin(tokens)` for its prompt and the same salt; empty: they are
     computed. Refused if they are not, or with no room for them. soft: it ends as soon as a request needs the room.
-    Answer: a Pin as `kv.pins.Pins.told` has it.
+    adapter, adapter_start: as of a Request. Answer: a Pin as `kv.pins.Pins.told` has it.
     """
 
     id: str
@@ -46,6 +46,8 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
     salt: str | None = None
     public_prefix_tokens: int = 0
     after: str = ""
+    adapter: str = ""
+    adapter_start: int = 0
     soft: bool = False
 
 

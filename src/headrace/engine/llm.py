@@ -27,7 +27,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
 from headrace.engine.ending import Ending, collect_ended
 from headrace.engine.loader import Loaded, load
-from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, listed, token_ids
+from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, for_each, listed, token_ids
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
@@ -117,7 +117,7 @@ class LLM(metaclass=PublicNames):
         kv_share: float = 0.0,
         kv_limit: float = 1.0,
         tier_quota: float | None = None,
-        adapter: str = "",
+        adapter: str | Sequence[str] = "",
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers a prompt (a text, or its token ids) or several (a list of such), in order, all computed together.
@@ -127,7 +127,8 @@ class LLM(metaclass=PublicNames):
         ones are computed first; a list has one for each prompt (docs/fairness.md).
         kv_share, kv_limit: of the pool, that the tenant's chunks keep, and take at most (docs/cache.md); tier_quota: of
         each tier, that they keep; None: kv_tenant_quota (docs/offload.md).
-        adapter: the name of one of lora_modules, which answers in the model's place (docs/adapters.md).
+        adapter: the name of one of lora_modules, which answers in the model's place; a list has one for each prompt,
+        "" for the model (docs/adapters.md).
         progress: tell on stderr how far it is (prompts, tokens per second, cached share) and what it came to; default:
         for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
@@ -139,14 +140,15 @@ class LLM(metaclass=PublicNames):
             raise InvalidRequest(told, "sampling_params")
         if len(params) != len(texts):
             raise InvalidRequest(f"{len(texts)} prompts but {len(params)} sampling_params", "sampling_params")
-        priorities: list[int] = list(priority) if isinstance(priority, list | tuple) else [priority] * len(texts)  # type: ignore[list-item]
-        if len(priorities) != len(texts):
-            raise InvalidRequest(f"{len(texts)} prompts but {len(priorities)} numbers in priority", "priority")
+        priorities: list[int] = for_each(priority, texts, "priority")
+        adapters: list[str] = (
+            [adapter] * len(texts) if isinstance(adapter, str) else for_each(adapter, texts, "adapter")
+        )
         own: dict[str, Any] = dict(tenant=tenant, weight=weight)
-        own |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota, adapter=adapter)
+        own |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota)
         requests = [
-            self._request(prompt, p, cache_salt, public_prefix_tokens, priority=place, **own)
-            for prompt, p, place in zip(texts, params, priorities, strict=True)
+            self._request(prompt, p, cache_salt, public_prefix_tokens, priority=place, adapter=named, **own)
+            for prompt, p, place, named in zip(texts, params, priorities, adapters, strict=True)
         ]
         outputs = self._run(requests, sys.stderr.isatty() and len(requests) > 1 if progress is None else progress)
         for output, prompt in zip(outputs, texts, strict=True):
@@ -166,7 +168,7 @@ class LLM(metaclass=PublicNames):
         kv_share: float = 0.0,
         kv_limit: float = 1.0,
         tier_quota: float | None = None,
-        adapter: str = "",
+        adapter: str | Sequence[str] = "",
         progress: bool | None = None,
         **template: Any,
     ) -> list[RequestOutput]:

@@ -47,6 +47,7 @@ def _open(core: EngineCore, call: PinPrefix) -> ChunkTable:
         salt=call.salt,
         public_tokens=call.public_prefix_tokens,
         namespace=core.loaded.decoder.config.rope_namespace(len(prompt)),
+        mark=core.loaded.capacity.adapter_mark(call.adapter, call.adapter_start),
     )
 
 

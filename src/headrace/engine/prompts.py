@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.types import InvalidRequest
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: {"role": "user", "content": "..."} and so on."""
@@ -33,6 +34,15 @@ def token_ids(given: Any, param: str) -> list[int]:
         if kind is not int:
             raise InvalidRequest(f"{param}: token ids must be integers, got {kind.__name__}", param)
     return found
+
+
+def for_each(given: T | Sequence[T], prompts: Sequence[Any], param: str) -> list[T]:
+    """One value for all prompts, or a list with one for each. Raises InvalidRequest for a list of another length."""
+    if not isinstance(given, list | tuple):
+        return [given] * len(prompts)  # type: ignore[list-item]
+    if len(given) != len(prompts):
+        raise InvalidRequest(f"{len(prompts)} prompts but {len(given)} in the list {param}", param)
+    return list(given)
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:

@@ -29,8 +29,15 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
+    "use_bdlora": (False, None),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
 }
 """Fields of adapter_config.json that change more than what is computed here, and the values that do not."""
+OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""What init_lora_weights begins with where training began by changing the model's own weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,10 @@ def _check(config: Mapping[str, Any]) -> None:
         value = config.get(field)
         if not any(value == each and type(value) is type(each) for each in harmless):
             raise UnsupportedModel(f"{field} {shown(repr(value))} is not supported; merge it into its model")
+    begun = config.get("init_lora_weights")
+    if isinstance(begun, str) and begun.startswith(OTHER_WEIGHTS):
+        told = "the adapter belongs to weights that its training changed; have PEFT convert it as it saves it"
+        raise UnsupportedModel(f"init_lora_weights {shown(repr(begun))}: {told}")
 
 
 def _number(value: Any, field: str) -> float:

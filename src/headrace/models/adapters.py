@@ -99,14 +99,14 @@ def _read(
     modules = _modules(facts)
     sources = _sources(config, slots, set(modules))
     meant = {module for group in sources.values() for module in group}
-    other = sorted(set(modules) - meant)
+    family = FAMILIES[config.architecture]
+    other = sorted(module for module in set(modules) - meant if not module.startswith(family.unread))
     if other:
         told = f"{', '.join(map(shown, other[:3]))}{f' and {len(other) - 3} more' if len(other) > 3 else ''}"
         raise UnsupportedModel(
             f"changes {told}: projections of attention and of MLPs are adapted, and no other module of "
             f"{config.architecture}; merge the adapter into its model"
         )
-    family = FAMILIES[config.architecture]
     made = {}
     for name, group in sources.items():
         if not modules.keys().isdisjoint(group):

@@ -43,6 +43,15 @@ def check_model(state: ServerState, name: str) -> None:
         raise ApiError(404, told, "model", "model_not_found")
 
 
+def adapt(state: ServerState, job: Job, name: str | None) -> None:
+    """The job is the adapter's of that name, if one is called so. Raises ApiError for a prompt that does not invoke
+    it."""
+    job.adapter = state.names.adapter(name)
+    for prompt in job.prompts if job.adapter else ():
+        with naming({"adapter": "model"}):
+            state.engine.capacity.adapter_start(job.adapter, prompt.ids)
+
+
 class Api(Protocol[B]):
     """What a route has of its own: its bodies, what the engine is to do about them, and its replies."""
 
@@ -64,6 +73,7 @@ async def answer(state: ServerState, request: Request, api: Api[B]) -> Response:
             check_model(state, body.model)
         job = await unless_gone(request.receive, api.job(state, body, arrival_s))
         job.priority = body.priority or 0
+        adapt(state, job, body.model)
         with naming(job.names):
             admit(job, request.scope[TENANT], state.public, state.engine.capacity.max_model_len)
         job.nearest = await _nearest(state, job)

@@ -121,6 +121,7 @@ class ServedEngine(Protocol):
         public_prefix_tokens: int = 0,
         queued: Callable[[], None] | None = None,
         embed: bool = False,
+        adapter: str = "",
         **own: Unpack[TenantKeywords],
     ) -> AsyncIterator[Delta]: ...
 

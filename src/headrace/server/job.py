@@ -103,6 +103,7 @@ class Job:
     of fields, None for the prompt -> the client's.
     priority: within the tenant, lower ones are computed first.
     seen: what is remembered of its prompt, if anything is; nearest: what it met (server.reuse).
+    adapter: who answers in the model's place, by name.
     pinned: what has become of its pins, once that is known (server.prompt_pins).
     at_once: prompts that the engine has at a time, in their order; None: all. Once it has had so many, the others wait
     where they find the queue full.
@@ -133,6 +134,7 @@ class Job:
     nearest: Nearest | None = None
     priority: int = 0
     pinned: Pinned | None = None
+    adapter: str = ""
     _queued: int = 0
     _cached: dict[int, int] = field(default_factory=dict)
     _held: dict[int, list[Delta]] = field(default_factory=dict)
@@ -177,7 +179,8 @@ class Job:
     @property
     def caller(self) -> Hashable:
         """Whose requests it is compared with."""
-        return self.tenant.name or (None, self.cache_salt)
+        own = self.tenant.name or (None, self.cache_salt)
+        return (own, self.adapter) if self.adapter else own
 
     @property
     def reuse(self) -> Reuse | None:
@@ -283,6 +286,7 @@ class Job:
             public_prefix_tokens=max(self.public_prefix_tokens, prompt.public_tokens),
             queued=self._note_queued,
             embed=prompt.embed,
+            adapter=self.adapter,
             tenant=self.tenant.name,
             weight=self.tenant.rules.weight,
             priority=self.priority,

@@ -1,4 +1,4 @@
-"""GET /v1/models: the names of the served model, in OpenAI's shape, or in Anthropic's for its clients."""
+"""GET /v1/models: names of the model and of its adapters, in OpenAI's shape, or in Anthropic's for its clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.server.state import ServerState
 
 def list_models(state: ServerState, request: Request) -> Response:
     """All names, on one page."""
-    names = state.names.listed
+    names = (*state.names.listed, *state.names.adapters)
     if not has_version(request.scope["headers"]):
         return JsonReply({"object": "list", "data": [_openai(state, name) for name in names]})
     data = [_anthropic(state, name) for name in names]
@@ -29,12 +29,15 @@ def tell_model(state: ServerState, request: Request, name: str) -> Response:
 
 
 def _openai(state: ServerState, name: str) -> dict[str, Any]:
+    """An adapter has its model as `parent`, as in vLLM's lists."""
+    folder = dict(state.config.adapters.each).get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "headrace",
-        "root": state.config.model.folder,
+        "root": folder or state.config.model.folder,
+        "parent": None if folder is None else state.model,
         "max_model_len": state.engine.capacity.max_model_len,
     }
 

@@ -103,7 +103,8 @@ class Prefixes:
             tokens = await _tokens(state, body)
             ids = prompt_to_pin(tokens)
             params = state.engine.check(ids, SamplingParams(max_tokens=1))
-        asked = AskedPin(len(ids) - 1, body.ttl_s, body.id or made_id(NAMED, ids[:-1], body.cache_salt))
+        own = made_id(NAMED, ids[:-1], body.cache_salt, state.names.adapter(body.model))
+        asked = AskedPin(len(ids) - 1, body.ttl_s, body.id or own)
         prompt = Prompt(ids, params, pins=[asked])
         salt, public = body.cache_salt, body.public_prefix_tokens or 0
         return Job(f"prefix-{uuid4().hex}", [prompt], arrival_s, salt, public, names=names)

@@ -39,10 +39,12 @@ def owner_of(tenant: Tenant, salt: str | None) -> str:
     return tenant.name or ("" if salt is None else f"salt:{salt}")
 
 
-def made_id(begins: str, tokens: Sequence[int], salt: str | None) -> str:
+def made_id(begins: str, tokens: Sequence[int], salt: str | None, adapter: str = "") -> str:
     """The same for the same prefix."""
     name = hashlib.blake2b(array("I", tokens).tobytes(), digest_size=12, person=b"prefix")
     name.update((salt or "").encode("utf-8", "surrogatepass"))
+    if adapter:
+        name.update(b"\0adapter " + adapter.encode("utf-8", "surrogatepass"))
     return begins + name.hexdigest()
 
 
@@ -73,8 +75,9 @@ class PromptPins:
     async def _pin(self, engine: ServedEngine, job: Job, asked: AskedPin) -> dict[str, Any]:
         owner, tokens = owner_of(job.tenant, job.cache_salt), list(job.prompts[0].ids[: asked.tokens])
         whole = tokens[: len(tokens) // CHUNK * CHUNK]
+        start = engine.capacity.adapter_start(job.adapter, job.prompts[0].ids) if job.adapter else 0
         call = PinPrefix(
-            asked.id or made_id(SOFT, whole, job.cache_salt),
+            asked.id or made_id(SOFT, whole, job.cache_salt, job.adapter),
             tokens,
             asked.ttl_s,
             tenant=owner,
@@ -82,6 +85,8 @@ class PromptPins:
             public_prefix_tokens=max(job.public_prefix_tokens, job.prompts[0].public_tokens),
             after=job.prompt_id(0),
             soft=not asked.id,
+            adapter=job.adapter,
+            adapter_start=start,
         )
         own = self._soft_of(owner)
         if not asked.id and call.id not in own and len(own) >= self.most:

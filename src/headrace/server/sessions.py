@@ -100,7 +100,7 @@ async def _save(state: ServerState, request: Request) -> Response:
     async with admitted(state, request) as raw:
         body = await read_body(SaveSessionBody, raw)
         if body.model is not None:
-            check_model(state, body.model)
+            _check_model(state, body.model)
         state.config.sessions.must_save(state.config.cache.prefix_caching)
         body.check()
         source = next(name for name in SOURCES if getattr(body, name) is not None)
@@ -129,7 +129,7 @@ async def _load(state: ServerState, request: Request, name: str) -> Response:
     async with admitted(state, request) as raw:
         body = await read_body(LoadSessionBody, raw or b"{}")
         if body.model is not None:
-            check_model(state, body.model)
+            _check_model(state, body.model)
         body.check()
         check_public(body.public_prefix_tokens or 0, tenant)
     tokens = (await _ask(state, ReadSession(name, tenant.name)))["tokens"]
@@ -138,6 +138,14 @@ async def _load(state: ServerState, request: Request, name: str) -> Response:
         public = max(public, state.public.tokens(tokens))
     told = await unless_gone(request.receive, _ask(state, LoadSession(name, tenant.name, salt, public)))
     return JsonReply({"object": "session", "name": name, **told})
+
+
+def _check_model(state: ServerState, name: str) -> None:
+    """Raises ApiError for a model that is not served, and for an adapter."""
+    check_model(state, name)
+    if state.names.adapter(name):
+        told = f"sessions are saved of the model itself, not of its adapter {name[:100]!r}; leave model out"
+        raise invalid(told, "model")
 
 
 async def _ask(state: ServerState, call: SessionCall) -> Any:
