@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Unpack
 
 from headrace.config import EngineConfig
+from headrace.engine.adapters import ServedAdapter, started
 from headrace.engine.calls import Answer, EngineCall, PinPrefix
 from headrace.engine.tenant_keywords import TenantKeywords
 from headrace.progress import LoadPhase, OnPhase, Prefill
@@ -77,6 +78,10 @@ class FakeTokenizer:
         return self.encode(text)
 
 
+INVOCATIONS = {"late": tuple(b"Now:")}
+"""Tokens at which adapters of these names begin."""
+
+
 @dataclass(frozen=True)
 class FakeCapacity:
     kv_cache_tokens: int = 64_000
@@ -99,6 +104,10 @@ class FakeCapacity:
     alike_tokens: int = 0
     embedding_size: int = 4
     pooling: Pooling = Pooling()
+    adapters: tuple[ServedAdapter, ...] = ()
+
+    def adapter_start(self, name: str, tokens: list[int]) -> int:
+        return started(self.adapters, name, tokens)
 
 
 def pinned(call: PinPrefix) -> dict[str, Any]:
@@ -132,7 +141,8 @@ class FakeEngine:
         self.config = config
         self.start_s, self.token_s, self.chunk_s = start_s, token_s, chunk_s
         self.read: list[Salted] = []
-        self.capacity = FakeCapacity(pooling=Pooling(normalize=not labels, labels=labels))
+        adapters = tuple(ServedAdapter(name, INVOCATIONS.get(name, ()), name) for name in config.adapters.names)
+        self.capacity = FakeCapacity(pooling=Pooling(normalize=not labels, labels=labels), adapters=adapters)
         self.tokenizer: FakeTokenizer | None = FakeTokenizer()
         self.failure: str | None = None
         self.stats = EngineStats(kv=KVStats(chunks_total=1000))
@@ -144,6 +154,7 @@ class FakeEngine:
         self.restored_tokens = 0
         self.salts: list[tuple[str | None, int]] = []
         self.own: list[TenantKeywords] = []
+        self.adapters: list[str] = []
         self.scripts: list[str] = []
         self.asked: list[tuple[str, SamplingParams]] = []
         self.prefills: list[Prefill] = []
@@ -222,6 +233,7 @@ class FakeEngine:
         assert isinstance(prompt, list) and request_id is not None
         self.salts.append((cache_salt, public_prefix_tokens))
         self.own.append(own)
+        self.adapters.append(adapter)
         self.asked.append((FakeTokenizer().decode(prompt), params))
         run = FakeRun(self, prompt, params, request_id, cache_salt)
         run.embed = embed

@@ -159,3 +159,34 @@ def test_pool_refuses_nonsense() -> None:
     pool.give(slot)
     with pytest.raises(ValueError, match="twice"):
         pool.give(slot)
+
+
+def test_a_mark_names_its_chunk_and_those_behind_it() -> None:
+    cache, prompt = KVCache(60), sentence(4)
+    one, other = bytes([1] * 16), bytes([2] * 16)
+
+    def names(**options: Any) -> list[bytes]:
+        table = cache.open(list(prompt), **options)
+        return [table.digest(chunk) for chunk in range(4)]
+
+    plain = names()
+    for start in range(4):
+        marked = names(mark=(one, start))
+        assert [mine == its for mine, its in zip(marked, plain, strict=True)] == [chunk < start for chunk in range(4)]
+        assert marked == names(mark=(one, start)) and marked[start] != names(mark=(other, start))[start]
+        assert names() == plain, "names are borrowed from the table before, and not those behind a mark"
+    assert len({tuple(names(salt=salt, mark=(mark, 0))) for salt in "ab" for mark in (one, other)}) == 4
+    salted = names(salt="a", mark=(one, 2))
+    assert salted != names(salt="a") and salted[:2] == names(salt="a")[:2] and salted[2] != names(mark=(one, 2))[2]
+
+
+MARK = bytes(range(16))
+
+
+def test_chunks_of_a_mark_are_met_by_it_alone() -> None:
+    cache, prompt = KVCache(60), sentence(4)
+    cache.close(filled(cache, list(prompt), mark=(MARK, 2)))
+    assert cache.reuse(cache.open(list(prompt))) == (2 * CHUNK, False)
+    assert cache.reuse(cache.open(list(prompt), mark=(MARK, 2))) == (4 * CHUNK, False)
+    assert cache.reuse(cache.open(list(prompt), mark=(MARK, 0))) == (0, False)
+    cache.check()

@@ -39,3 +39,24 @@ def test_patterns_match_as_expressions_do(name: str, pattern: str) -> None:
 
 def test_hostile_names_take_no_time() -> None:
     assert not matches("a" * 1_000_000, ("*a" * 20 + "*b").split("*"))  # an expression would take years
+
+
+def test_adapters_are_models_by_their_own_names() -> None:
+    served = EngineConfig(served_model_name="base,*", lora_modules="sql=a/b=c, legal = d").served
+    assert served.adapters == ("sql", "legal") and served.main == "base"
+    assert [served.adapter(name) for name in ("sql", "legal", "base", "else", None)] == ["sql", "legal", "", "", ""]
+    assert "sql" in ServedNames.of("base", "m", ("sql",)) and "sqlx" not in ServedNames.of("base", "m", ("sql",))
+    assert EngineConfig(lora_modules="sql=a/b=c, legal = d").adapters.each == (("sql", "a/b=c"), ("legal", "d"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("", "must be name=folder"), ("sql", "must be name=folder"), ("sql=", "must be name=folder"),
+        ("=a", "must be name=folder"), ("sql=a,", "must be name=folder"), ("sql=a,sql=b", "two adapters called 'sql'"),
+        ("sql*=a", "has no *"), ("tiny=a", "'tiny' is the model's own name"), ({"sql": "a"}, "must be a text"),
+    ],
+)  # fmt: skip
+def test_adapters_that_cannot_be_are_refused(given: object, told: str) -> None:
+    with pytest.raises(ValueError, match=f"lora_modules.*{re.escape(told)}"):
+        EngineConfig(model="tiny", lora_modules=given)

@@ -89,7 +89,7 @@ class ChunkTable:
             salt = self._salt if chunk == self._salt_chunk else b""
             mark = self._mark[0] if self._mark is not None and chunk == self._mark[1] else b""
             start = (chunk - first) * CHUNK
-            parent = chain(parent, known[start : start + CHUNK], salt + mark)
+            parent = chain(parent, known[start : start + CHUNK], salt, mark)
             self._digests.append(parent)
 
     @property

@@ -24,9 +24,10 @@ from headrace.kv.segments import Segments
 from headrace.types import CHUNK
 
 
-def chain(parent: bytes, tokens: array[int], salt: bytes = b"") -> bytes:
-    """Name of the chunk of 64 `tokens` (unsigned 32 bit) after the chunk named `parent`; `salt` separates tenants."""
-    return hashlib.blake2b(tokens.tobytes(), digest_size=32, key=parent, salt=salt).digest()
+def chain(parent: bytes, tokens: array[int], salt: bytes = b"", mark: bytes = b"") -> bytes:
+    """Name of the chunk of 64 `tokens` (unsigned 32 bit) after the chunk named `parent`; `salt` separates tenants, and
+    `mark` what else keys depend on: 16 bytes each, or none."""
+    return hashlib.blake2b(tokens.tobytes(), digest_size=32, key=parent, salt=salt, person=mark).digest()
 
 
 def tenant_mark(salt: str | None) -> bytes:

@@ -37,7 +37,7 @@ class Classify:
         return job_of_prompts(state, "classify-", prompts, body, arrival_s, NAMES)
 
     def replies(self, state: ServerState, body: ClassifyBody, job: Job) -> ClassifyReplies:
-        return ClassifyReplies(job, state.model, state.engine.capacity.pooling)
+        return ClassifyReplies(job, body.model or state.model, state.engine.capacity.pooling)
 
 
 class ClassifyReplies(InOnePiece):

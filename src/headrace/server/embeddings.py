@@ -35,7 +35,7 @@ class Embeddings:
         return job_of_prompts(state, "embd-", prompts, body, arrival_s, NAMES)
 
     def replies(self, state: ServerState, body: EmbeddingBody, job: Job) -> EmbeddingReplies:
-        return EmbeddingReplies(job, state.model, state.engine.capacity.pooling, body)
+        return EmbeddingReplies(job, body.model or state.model, state.engine.capacity.pooling, body)
 
 
 class EmbeddingReplies(InOnePiece):

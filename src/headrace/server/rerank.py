@@ -83,7 +83,7 @@ class Rerank:
         return job_of_prompts(state, "rerank-", prompts, body, arrival_s, NAMES)
 
     def replies(self, state: ServerState, body: RerankBody, job: Job) -> RerankReplies:
-        return RerankReplies(job, state.model, state.engine.capacity.pooling, body)
+        return RerankReplies(job, body.model or state.model, state.engine.capacity.pooling, body)
 
 
 def template_of(tokenizer: ServedTokenizer, pooling: Pooling) -> str:

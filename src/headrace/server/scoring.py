@@ -96,12 +96,13 @@ class Scoring:
 
     def replies(self, state: ServerState, body: ScoreBody, job: Job) -> ScoreReplies:
         assert isinstance(job, ScoreJob)
-        return ScoreReplies(job, state, by_token=body.normalize == "tokens")
+        model, tokenizer = body.model or state.model, state.engine.tokenizer
+        return ScoreReplies(job, model, tokenizer, by_token=body.normalize == "tokens")
 
 
 class ScoreReplies(InOnePiece):
-    def __init__(self, job: ScoreJob, state: ServerState, by_token: bool) -> None:
-        self.job, self.model, self.tokenizer, self.by_token = job, state.model, state.engine.tokenizer, by_token
+    def __init__(self, job: ScoreJob, model: str, tokenizer: Any, by_token: bool) -> None:
+        self.job, self.model, self.tokenizer, self.by_token = job, model, tokenizer, by_token
 
     def take(self, event: Event) -> None:
         """Keeps the rows of the option alone: with one for each token of the text they would be many."""
