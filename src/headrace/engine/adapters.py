@@ -15,7 +15,7 @@ from headrace.models.adapter_files import CONFIG, WEIGHTS, AdapterFacts, read_ad
 from headrace.types import CHUNK, InvalidRequest
 
 GROWTH = 2
-"""Bytes in memory at most for each byte of a file: parts of a fused matrix are padded by zeros."""
+"""Bytes in memory for each byte of a file, about: parts of a fused matrix are padded by zeros."""
 
 
 class Applied(NamedTuple):
@@ -95,7 +95,7 @@ def read_adapters(config: EngineConfig) -> tuple[AdapterFacts, ...]:
 
 
 def adapter_bytes(config: EngineConfig) -> int:
-    """Memory of the adapters on each rank, at most."""
+    """Memory of the adapters on each rank, about."""
     files = (adapter_folder(folder) / WEIGHTS for _, folder in config.adapters.each)
     return GROWTH * sum(file.stat().st_size for file in files if file.is_file())
 

@@ -163,7 +163,8 @@ def load(config: EngineConfig, tell: OnPhase = untold) -> Loaded:
     sized = _size(config, tell)
     opened = _several_ranks if ranks.count(config) > 1 else _one_rank if config.streaming is None else _streamed
     loaded = opened(sized, tell)
-    loaded.capacity = replace(loaded.capacity, fingerprint=fingerprint(loaded.cache.identity, loaded.capacity.backend))
+    made_by = loaded.cache.identity, loaded.capacity.backend, [each.digest for each in sized.adapters]
+    loaded.capacity = replace(loaded.capacity, fingerprint=fingerprint(*made_by))
     return loaded
 
 

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,13 @@ def chunk_identity(
     return _hash([b"headrace chunk", model, json.dumps(facts, sort_keys=True).encode()])
 
 
-def fingerprint(identity: bytes, backend: str) -> str:
-    """'fp_' and 16 hexadecimal digits: of what chunks are made by (KVCache.identity), and of what computes here.
+def fingerprint(identity: bytes, backend: str, adapters: Sequence[bytes] = ()) -> str:
+    """'fp_' and 16 hexadecimal digits: of what chunks are made by (KVCache.identity), of what computes here, and of the
+    adapters' digests.
 
     Where chunks outlive the engine that is the content of the model; else its place, size and times, so that a copy
     elsewhere has another one."""
-    return "fp_" + _hash([identity, json.dumps(arithmetic(backend), sort_keys=True).encode()]).hex()[:16]
+    return "fp_" + _hash([identity, json.dumps(arithmetic(backend), sort_keys=True).encode(), *adapters]).hex()[:16]
 
 
 def arithmetic(backend: str) -> dict[str, Any]:

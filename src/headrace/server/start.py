@@ -53,6 +53,7 @@ def start_lines(
     return [
         _model(capacity, model, weights),
         *_labelled("kernels", kernel_lines(capacity.kernels), kernels=capacity.kernels, backend=capacity.backend),
+        *_labelled("adapters", adapter_lines(config), adapters=list(config.adapters.names)),
         *_labelled("experts", [capacity.experts] if capacity.experts else [], experts=capacity.experts),
         _kv_cache(capacity),
         *_labelled("tiers" if config.streaming is None else "KV", tier_lines(capacity, config)),
@@ -73,6 +74,11 @@ def _model(capacity: Any, model: str, weights: int) -> Line:
     size = f", {sized(weights)} of weights{kept}" if weights else ""
     told = {"model": model, "architecture": capacity.architecture, "dtype": capacity.dtype, "weight_bytes": weights}
     return Line(f"{'model':9} {model}{kind}, {capacity.dtype}{size}", told)
+
+
+def adapter_lines(config: EngineConfig) -> list[str]:
+    """Their names, and where they are."""
+    return [f"{name}, {from_home(Path(folder))}" for name, folder in config.adapters.each]
 
 
 def kernel_lines(kernels: dict[str, str]) -> list[str]:

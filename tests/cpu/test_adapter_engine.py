@@ -1,0 +1,195 @@
+"""Adapters in an engine: one model's weights and pool, answers of each adapter, and a context that all share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.config import EngineConfig
+from headrace.engine.driver import apart
+from headrace.engine.footprint import Footprint
+from headrace.models.config import read_config
+from headrace.parallel.messages import StepPart
+from headrace.types import CHUNK, InvalidRequest
+from tests.support.adapters import with_adapter, write_adapter
+from tests.support.checkpoints import FolderOf, TheirsOf
+from tests.support.hybrid_checkpoints import build_model as build_hybrid
+from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
+from tests.support.kind_sizes import VOCAB
+from tests.support.traces import random_tokens, run, same
+
+pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
+
+KIND = "llama"
+BRIEF = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+CONTEXT = random_tokens(VOCAB, 5 * CHUNK, seed=1)
+INVOCATION = [5, 6, 5]
+"""Tokens that random_tokens never draws."""
+MIDDLE = CONTEXT[: 3 * CHUNK + 10] + INVOCATION + CONTEXT[3 * CHUNK + 10 : 4 * CHUNK]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, theirs_of: TheirsOf) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapter(folder / "one", theirs_of(KIND), seed=1)
+    write_adapter(folder / "two", theirs_of(KIND), r".*(k|v)_proj", seed=2)
+    for seed, name in ((3, "late"), (4, "later")):
+        write_adapter(folder / name, theirs_of(KIND), seed=seed, alora_invocation_tokens=INVOCATION)
+    return folder
+
+
+def modules(folders: Path) -> str:
+    return ",".join(f"{name}={folders / name}" for name in ("one", "two", "late", "later"))
+
+
+@pytest.fixture
+def llm(folders: Path, folder_of: FolderOf) -> Iterator[LLM]:
+    with LLM(folder_of(KIND), kv_cache_tokens=64 * CHUNK, lora_modules=modules(folders)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_answers_are_those_of_the_adapter_multiplied_in(
+    llm: LLM, name: str, folders: Path, theirs_of: TheirsOf
+) -> None:
+    model, tokens = with_adapter(theirs_of(KIND), folders / name), CONTEXT[:100]
+    [ours] = llm.generate([tokens], BRIEF, adapter=name)
+    with torch.no_grad():
+        theirs = model.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert ours.token_ids == theirs[0, len(tokens) :].tolist()
+
+
+def test_each_meets_its_own_chunks(llm: LLM) -> None:
+    """And never those of another, nor of the model."""
+    names = ["", "one", "two"]
+    alone = [run(llm, [CONTEXT], BRIEF, [name])[0] for name in names]
+    outputs = llm.generate([CONTEXT] * 3, BRIEF, adapter=names)
+    assert [output.metrics.cached_tokens for output in outputs] == [4 * CHUNK] * 3
+    assert len({tuple(output.token_ids) for output in outputs}) == 3
+    same(run(llm, [CONTEXT] * 3, BRIEF, names), alone)
+
+
+def test_salts_of_tenants_are_beside_it(llm: LLM) -> None:
+    def cached(**sharing: object) -> int:
+        [output] = llm.generate([CONTEXT], BRIEF, adapter="one", **sharing)  # type: ignore[arg-type]
+        return output.metrics.cached_tokens
+
+    assert [cached(cache_salt="a"), cached(), cached(cache_salt="b")] == [0, 0, 0]
+    assert cached(cache_salt="a") == cached() == 4 * CHUNK
+    assert cached(cache_salt="c", public_prefix_tokens=2 * CHUNK) == 2 * CHUNK
+
+
+def test_one_that_begins_late_shares_what_is_before_it(llm: LLM) -> None:
+    """The whole chunks before its invocation are the model's own, and another adapter's too."""
+    fresh = [run(llm, [MIDDLE], BRIEF, [name])[0] for name in ("late", "later")]
+    llm.engine.cache.tree.clear()
+    llm.generate([CONTEXT], BRIEF)
+    cached = []
+    for name in ("late", "later", "late"):
+        [output] = llm.generate([MIDDLE], BRIEF, adapter=name)
+        cached.append(output.metrics.cached_tokens)
+    assert cached == [3 * CHUNK, 3 * CHUNK, 4 * CHUNK], "the chunk in which it begins is its own"
+    same([run(llm, [MIDDLE], BRIEF, [name])[0] for name in ("late", "later")], fresh)
+
+
+def test_it_begins_where_it_is_invoked_last(llm: LLM) -> None:
+    """An earlier answer of an adapter, in a prompt that invokes it again, is the model's to read."""
+    again = [*MIDDLE, *INVOCATION, 9]
+    [first] = run(llm, [again], BRIEF, ["late"])
+    llm.generate([[*MIDDLE, 9]], BRIEF, adapter="late")
+    [output] = llm.generate([again], BRIEF, adapter="late")
+    assert output.metrics.cached_tokens == 4 * CHUNK
+    same(run(llm, [again], BRIEF, ["late"]), [first])
+
+
+def test_its_first_rows_are_the_models(llm: LLM, folders: Path, theirs_of: TheirsOf) -> None:
+    model = theirs_of(KIND)
+    tokens, start = MIDDLE[3 * CHUNK :], 10
+    with torch.no_grad():
+        before = model(torch.tensor([tokens[:start]])).logits[0].log_softmax(-1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    [output] = llm.generate([tokens], params, adapter="late")
+    [other] = llm.generate([tokens], params, adapter="later")
+    assert output.prompt_logprobs is not None and other.prompt_logprobs is not None
+    for place, (mine, its) in enumerate(zip(output.prompt_logprobs, other.prompt_logprobs, strict=True)):
+        if mine is None or its is None:
+            continue
+        token = tokens[place]
+        # A token's probability is that of the row before it.
+        assert (mine[token].logprob == its[token].logprob) == (place <= start)
+        if place <= start:
+            assert abs(mine[token].logprob - float(before[place - 1, token])) < 1e-4
+
+
+def test_what_cannot_be_asked(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="there is no adapter 'three'; this engine has 'one', 'two', 'late'"):
+        llm.generate([CONTEXT], BRIEF, adapter="three")
+    with pytest.raises(InvalidRequest, match=r"the prompt lacks \[5, 6, 5\], the invocation tokens at which 'late'"):
+        llm.generate([CONTEXT], BRIEF, adapter="late")
+    with pytest.raises(InvalidRequest, match="2 prompts but 1 in the list adapter"):
+        llm.generate([CONTEXT, CONTEXT], BRIEF, adapter=["one"])
+    with pytest.raises(InvalidRequest, match="adapter must be a name, got int"):
+        llm.generate([CONTEXT], BRIEF, adapter=[1])  # type: ignore[list-item]
+    assert llm.engine.cache.used == 0 and not llm.engine.has_work
+
+
+def test_it_outlives_its_engine_on_disk(
+    folders: Path, folder_of: FolderOf, tmp_path: Path, theirs_of: TheirsOf
+) -> None:
+    """Unless the folder holds another adapter by then."""
+    settings = dict(kv_offload_path=str(tmp_path / "kv"), kv_offload_disk_size=0.1, kv_cache_tokens=64 * CHUNK)
+    mine = write_adapter(tmp_path / "mine", theirs_of(KIND), seed=7)
+
+    def restored(name: str) -> int:
+        with LLM(folder_of(KIND), lora_modules=f"one={folders / 'one'},mine={mine}", **settings) as llm:  # type: ignore[arg-type]
+            assert not llm.engine.loaded.executor.storage.keeps_activations  # type: ignore[attr-defined]
+            [output] = llm.generate([CONTEXT], BRIEF, adapter=name)
+            return output.metrics.restored_tokens
+
+    assert [restored("one"), restored("mine"), restored("")] == [0, 0, 0]
+    assert [restored("one"), restored("mine"), restored("")] == [4 * CHUNK] * 3
+    write_adapter(mine, theirs_of(KIND), seed=8)
+    assert restored("mine") == 0
+
+
+def test_attention_layers_of_a_hybrid(tmp_path: Path) -> None:
+    """Those without recurrence, and MLPs; states are kept by the adapters' own chunks."""
+    model = build_hybrid("3_5")
+    folder = make_hybrid("3_5", tmp_path / "m")
+    write_adapter(tmp_path / "a", model, r".*(q_proj|o_proj|down_proj)", seed=1)
+    adapted, tokens = with_adapter(model, tmp_path / "a"), CONTEXT[:150]
+    with LLM(folder, dtype="float32", kv_cache_tokens=32 * CHUNK, lora_modules=f"a={tmp_path / 'a'}") as llm:
+        [plain] = llm.generate([tokens], BRIEF)
+        for cached in (0, 2 * CHUNK):
+            [ours] = llm.generate([tokens], BRIEF, adapter="a")
+            assert ours.metrics.cached_tokens == cached
+            with torch.no_grad():
+                theirs = adapted.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+            assert ours.token_ids == theirs[0, len(tokens) :].tolist() != plain.token_ids
+
+
+def test_its_content_is_in_the_fingerprint(folders: Path, folder_of: FolderOf) -> None:
+    def fingerprint(**settings: str) -> str:
+        with LLM(folder_of(KIND), kv_cache_tokens=CHUNK, **settings) as llm:  # type: ignore[arg-type]
+            return llm.capacity.fingerprint
+
+    plain, one = fingerprint(), fingerprint(lora_modules=f"a={folders / 'one'}")
+    assert plain != one != fingerprint(lora_modules=f"a={folders / 'two'}")
+
+
+def test_pieces_of_a_part_keep_its_adapter() -> None:
+    part = StepPart(list(range(200)), 0, [3, 4, 5, 6], [0, 64, 200], [0, 1], adapter=2, adapter_start=70)
+    assert [(piece.start, piece.adapter, piece.adapter_start) for piece in apart(part)] == [(0, 2, 70), (64, 2, 70)]
+
+
+def test_memory_of_adapters_is_counted(folders: Path, folder_of: FolderOf) -> None:
+    def weights(**settings: str) -> int:
+        config = EngineConfig(model=str(folder_of(KIND)), **settings)
+        return Footprint.of(config, read_config(folder_of(KIND))).weights
+
+    size = (folders / "one" / "adapter_model.safetensors").stat().st_size
+    assert weights(lora_modules=f"a={folders / 'one'},b={folders / 'one'}") - weights() >= 2 * size
