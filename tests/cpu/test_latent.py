@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.config import Quantization
 from headrace.engine.programs import InCpp
 from headrace.engine.runner import Runner
+from headrace.engine.sequence import SequenceState
 from headrace.kernels import cpu, dispatch, ops
 from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
@@ -138,6 +140,31 @@ def test_whole_layers_have_the_bits_of_single_operations(
     fast = traces(True)
     with dispatch.force("ops"):
         same(fast, traces(False))
+
+
+@pytest.mark.parametrize("kind", [KIND, "deepseek_v3"])
+def test_streamed_whole_layers_have_the_bits_of_single_operations(kind: str, folder_of: FolderOf) -> None:
+    """KV and weights outside the fast memory: keys are made of stored activations while the other weights come."""
+    prompts = [[(7 * n + seed) % 320 for n in range(length)] for seed, length in enumerate((5, 130, 300))]
+    streamed = dict(offload_schedule="column", weight_offload=True, kv_offloading_size=0.1, kv_offload_activations="on")
+
+    def logits(**settings: Any) -> dict[tuple[str, int], Tensor]:
+        kept: dict[tuple[str, int], Tensor] = {}
+
+        def keep(sequence: SequenceState, position: int, found: Tensor) -> None:
+            name = sequence.request.request_id.rpartition("-")[2]
+            kept[name, position + len(found) - 1] = found[-1].clone()
+
+        with LLM(str(folder_of(kind)), dtype="bfloat16", kv_cache_tokens=2048, **settings) as llm:
+            with llm._observed(keep):
+                llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+            return kept
+
+    whole = logits(**streamed)
+    with dispatch.force("ops"):
+        single = logits()
+    assert whole.keys() == single.keys() and len(whole) == 20 * len(prompts)
+    assert all(torch.equal(whole[each], single[each]) for each in single)
 
 
 def test_a_layer_behind_the_last_is_not_read(tmp_path: Path) -> None:
