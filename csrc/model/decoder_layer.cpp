@@ -1,6 +1,9 @@
 #include "model/decoder_layer.h"
 
+#include <algorithm>
+
 #include "model/experts.h"
+#include "model/latent.h"
 #include "model/operations.h"
 
 namespace headrace {
@@ -18,14 +21,19 @@ bool has_experts(const DecoderLayer &block) { return !block.experts.up.empty(); 
 // What the MLP holds before its activation, if that is not part of the product.
 int64_t inner_width(const DecoderLayer &block) { return block.up.gated ? 0 : block.up.outputs; }
 
+constexpr int64_t LINE = 64 / sizeof(bf16);
+
 // Elements of what the MLP of a tile takes: rows before and after its activation, or what experts take, from a cache line on.
 int64_t mlp_size(const DecoderLayer &block, int64_t rows) {
-  constexpr int64_t LINE = 64 / sizeof(bf16);
   if (has_experts(block)) return experts_scratch(block.experts, rows) / sizeof(bf16) + LINE;
   return rows * (inner_width(block) + block.down.inputs);
 }
 
-// Scratch of a tile: two rows of the hidden size, and what the MLP takes.
+int64_t latent_size(const DecoderLayer &block, int64_t rows) {
+  return block.latent ? latent_scratch(*block.latent, block.heads, rows) / sizeof(bf16) + LINE : 0;
+}
+
+// Scratch of a tile: two rows of the hidden size, and what the MLP takes, or before it what latents take.
 struct Buffers {
   bf16 *a, *b, *inner, *active;
 
@@ -33,7 +41,7 @@ struct Buffers {
       : a(memory), b(a + rows * block.qkv.inputs), inner(b + rows * block.qkv.inputs),
         active(inner + rows * inner_width(block)) {}
 
-  void *experts() const { return reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(inner) + 63) / 64 * 64); }
+  void *behind() const { return reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(inner) + 63) / 64 * 64); }
 };
 
 // MLP(x) up to its activation, into buffers.active. Not of experts.
@@ -44,7 +52,7 @@ void activate_mlp(const DecoderLayer &block, const Operations &run, const bf16 *
 // y += scale * MLP(x); y may be x.
 void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers,
              float scale = 1.0f) {
-  if (has_experts(block)) return add_experts(block.experts, block.activation, run, x, y, scale, buffers.experts());
+  if (has_experts(block)) return add_experts(block.experts, block.activation, run, x, y, scale, buffers.behind());
   activate_mlp(block, run, x, buffers);
   run.multiply(block.down, buffers.active, y, y, scale);
 }
@@ -88,22 +96,19 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
 
 int64_t DecoderLayer::scratch(int64_t rows) const {
   const int64_t most = rows < TILE ? rows : TILE;
-  return most * 2 * qkv.inputs + mlp_size(*this, most);
+  return most * 2 * qkv.inputs + std::max(mlp_size(*this, most), latent_size(*this, most));
 }
 
-int64_t DecoderLayer::gates_at(int64_t rows) const {
-  constexpr int64_t LINE = 64 / sizeof(bf16);
-  return (rows * qkv.outputs + LINE - 1) / LINE * LINE;
-}
+int64_t DecoderLayer::gates_at(int64_t rows) const { return (rows * qkv.outputs + LINE - 1) / LINE * LINE; }
 
 int64_t DecoderLayer::mixed_size(int64_t rows) const {
-  if (!net) return rows * qkv.outputs;
+  if (!net) return rows * mixed_width();
   return gates_at(rows) + rows * net->gates.outputs * static_cast<int64_t>(sizeof(float) / sizeof(bf16));
 }
 
 void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
                           int threads) const {
-  const int64_t hidden = qkv.inputs, width = qkv.outputs;
+  const int64_t hidden = qkv.inputs, width = mixed_width();
   tiles(rows, [&](int64_t first, int64_t count) {
     const Operations run = {kernels(), count, threads};
     const bf16 *from = x + first * hidden;
@@ -111,6 +116,10 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
     if (order != Order::post && order != Order::after) {
       run.norm(attention_norm, eps, from, scratch, hidden);
       from = scratch;
+    }
+    if (latent) {
+      const float *turns = cos_sin && turned ? cos_sin + first * rotary + turn_first : nullptr;
+      return project_latents(*this, run, from, turns, rotary, q, Buffers(*this, scratch, count).behind());
     }
     run.multiply(qkv, from, q);
     if (net) {
@@ -142,9 +151,11 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
 void DecoderLayer::after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates) const {
   tiles(rows, [&](int64_t first, int64_t count) {
     const Operations run = {kernels(), count, threads};
-    bf16 *mine = attended + first * out.inputs;
+    const Buffers buffers(*this, scratch, count);
+    bf16 *mine = attended + first * attended_width();
+    if (latent) mine = values_of_latents(*this, run, mine, buffers.behind());
     if (gates.at) run.let_through(gates.at + first * gates.stride, gates.stride, mine, out.inputs);
-    finish(*this, run, x + first * qkv.inputs, mine, Buffers(*this, scratch, count));
+    finish(*this, run, x + first * qkv.inputs, mine, buffers);
   });
 }
 

@@ -51,6 +51,17 @@ struct DeltaNet {
   float eps;
 };
 
+// Latent attention (models/latent.py) over one KV head of `dim` numbers, those that are rotated and a latent [rank] behind them,
+// which the layer's qkv makes of x. Queries come apart: each head's plain part goes through `keys` [rank, plain] of its own. What
+// it attends to is a latent again, and goes through its `values` [value, rank].
+struct Latent {
+  std::optional<Matrix> query_in;  // queries are made of this one's outputs, normed; else of x
+  Matrix queries;                  // of each head the rotated part, then the plain one
+  std::vector<Matrix> keys, values;
+  Borrowed<const bf16> query_norm, latent_norm;
+  float eps;
+};
+
 // Of rows whose attention is let through by the sigmoid of gates [T, Hq, D]: rows `stride` apart. None: by nothing.
 struct AttentionGates {
   const bf16 *at = nullptr;
@@ -74,17 +85,23 @@ struct DecoderLayer {
   float residual_scale;                    // of what is added to the residual stream, of Order::pre, sandwich and after
   bool gated;                              // attention is let through by gates, which qkv has behind q, k and v
   std::optional<DeltaNet> net;
+  std::optional<Latent> latent;
 
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;
 
-  // Elements that `before` leaves of `rows` rows.
+  // Elements that `before` leaves of `rows` rows, and of one of them: how far apart rows of q, k and v lie.
   int64_t mixed_size(int64_t rows) const;
+  int64_t mixed_width() const { return latent ? (heads + kv_heads) * dim : qkv.outputs; }
 
   // Where among them the gates of the net begin, [T, 2 Hv] fp32.
   int64_t gates_at(int64_t rows) const;
 
-  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v), and Hq gates behind them if there are any; of a net `mixed`, and its gates.
+  // Elements of a row that `after` takes.
+  int64_t attended_width() const { return latent ? heads * dim : out.inputs; }
+
+  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v), and Hq gates behind them if there are any; of a net `mixed`, and its gates; of
+  // latents [T, Hq + 1, D] = (q, k), whose k is v too.
   // cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated.
   void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads) const;
 

@@ -67,7 +67,7 @@ inline void multiply(const Kernels &kernels, const Matrix &m, const Rows &r) {
   for (const Matrix &part : m.parts) {
     Rows own = r;
     own.y = static_cast<char *>(r.y) + first * r.bytes_out();
-    own.y_stride = m.outputs;
+    own.y_stride = r.y_stride ? r.y_stride : m.outputs;
     multiply(kernels, part, own, moved(m.bias, first * (r.type == 1 ? 4 : 2)));
     first += part.outputs;
   }

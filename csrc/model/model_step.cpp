@@ -15,7 +15,7 @@ void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &l
   size_t attentions = 0, nets = 0;
   for (const DecoderLayer *each : blocks) {
     const DecoderLayer &block = *each;
-    const int64_t stride = block.qkv.outputs;
+    const int64_t stride = block.mixed_width();
     block.before(r.x, r.cos_sin, r.rotary, r.qkv, r.scratch, r.rows, r.threads);
     if (block.net) {
       if (!recurrence) refuse("a recurrent layer needs the states of its rows");
@@ -25,7 +25,7 @@ void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &l
       continue;
     }
     const int64_t kv = block.kv_heads * block.dim;
-    bf16 *k = r.qkv + block.heads * block.dim, *v = k + kv;
+    bf16 *k = r.qkv + block.heads * block.dim, *v = block.latent ? k : k + kv;
     step.run(layers.at(attentions++), {r.qkv, stride}, {k, stride}, {v, stride}, r.attended);
     const AttentionGates gates = block.gated ? AttentionGates{v + kv, stride} : AttentionGates{};
     block.after(r.x, r.attended, r.scratch, r.rows, r.threads, gates);
@@ -36,7 +36,7 @@ LayerSizes::LayerSizes(const Blocks &blocks, int64_t rows) {
   for (const DecoderLayer *block : blocks) {
     scratch = std::max(scratch, block->scratch(rows));
     qkv = std::max(qkv, block->mixed_size(rows));
-    attended = std::max(attended, rows * block->out.inputs);
+    attended = std::max(attended, rows * block->attended_width());
   }
 }
 

@@ -53,6 +53,11 @@ struct Operations {
     headrace::multiply_groups(kernels, matrices, begin, {BF16, x, rows, m.inputs, y, false, threads, epilogue});
   }
 
+  // Rows of y lie `stride` apart.
+  void multiply_apart(const Matrix &m, const bf16 *x, bf16 *y, int64_t stride) const {
+    headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, false, threads, {}, stride});
+  }
+
   void multiply(const Matrix &m, const bf16 *x, void *y, const Epilogue &epilogue, bool wide) const {
     headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, wide, threads, epilogue});
   }

@@ -17,11 +17,13 @@ from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Blocks
 from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.quantized import Parts
 from headrace.kernels.records import Pool
 from headrace.models.decoder import Decoder
-from headrace.models.layers import OneByOne
+from headrace.models.layers import Layer, OneByOne
 from headrace.models.rope import Rope
-from headrace.models.spec import RopeSpec
+from headrace.models.spec import LatentSpec, RopeSpec
+from headrace.offload.weights.layers import layers_of
 from tests.support.small_decoders import (
     BIASED,
     EXPERTS,
@@ -42,6 +44,10 @@ SIGMOIDS = RoutingSpec("sigmoid", corrected=True, scale=2.5)
 GROUPS = RoutingSpec("sigmoid", corrected=True, groups=2, met_groups=1, summed=2, scale=1.5)
 YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_theta", 1e4))
 MINISTRAL3 = RopeSpec("yarn", YARN, 64, 0.5)
+LATENT = LatentSpec(rank=48, rotated=16, plain=24, value=32)
+LATENTS: dict[str, Any] = dict(
+    attention=AttentionSpec(2, 4, 1, 64, 0.2, (None, None), alike=True), latent=LATENT, rope=rotary_of(16, 16)
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(qkv_bias=True),
@@ -74,6 +80,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmoe": dict(experts=EXPERTS, qk_norm=True, qk_norm_whole=True),
     "gpt-oss": BIASED | dict(experts=EXPERTS, activation="swiglu_oai"),
     "gpt-oss of an odd width": BIASED | dict(experts=replace(EXPERTS, inner=90), activation="swiglu_oai"),
+    "latents": LATENTS,
+    "latents, queries of a low rank": LATENTS
+    | dict(
+        attention=AttentionSpec(2, 4, 1, 60, 0.2, (None, None), alike=True),  # queries fill no blocks of 64 outputs
+        latent=replace(LATENT, rank=44, query_rank=56, value=72),
+        qkv_bias=True,
+        out_bias=True,
+    ),
+    "latents and experts": LATENTS
+    | dict(
+        experts=replace(EXPERTS, layers=(False, True), shared=96, shared_gate=False, routing=GROUPS),
+        rope=rotary_of(8, 16),
+    ),
     "partial rotary": dict(head_dim=20, hidden=72, inner=90, heads=6, rotary=6),
 }
 ROWS = (1, 3, 64, 300, 1100)
@@ -83,7 +102,8 @@ def both(variant: str, quantization: Quantization = "none") -> tuple[Decoder, De
     """The model's decoder by blocks and op by op, and how many elements of a head are rotated."""
     facts = dict(VARIANTS[variant])
     config = model(**facts)
-    rotary = Rope(config.rope, config.attention.head_dim, config.local_rope).width if config.rope else 0
+    dim, local_dim = config.rotated_heads
+    rotary = Rope(config.rope, dim, config.local_rope, local_dim).width if config.rope else 0
     fast = Decoder(config, weights_of(config), quantization)
     with dispatch.force("ops"):
         return fast, Decoder(config, weights_of(config), quantization), rotary
@@ -113,7 +133,7 @@ def test_layers_without_the_corrections_of_their_routing_are_refused() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
-@pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss", "ministral3", "olmo2", "arcee"])
+@pytest.mark.parametrize("variant", ["llama", "opt", "experts", "gpt-oss", "ministral3", "olmo2", "arcee", "latents"])
 def test_the_bits_of_single_operations_on_rounded_weights(variant: str, quantization: Quantization) -> None:
     same_bits(*both(variant, quantization))
 
@@ -180,6 +200,8 @@ def test_keys_and_values_from_activations(variant: str, quantization: Quantizati
         "ministral3",
         "olmo2",
         "hunyuan",
+        "latents, queries of a low rank",
+        "latents and experts",
     ],
 )
 def test_all_layers_in_one_call(
@@ -245,7 +267,7 @@ def test_attended_rows_may_lie_anyhow() -> None:
     assert torch.equal(fast.layers(x.clone(), None, Turned()), slow.layers(x.clone(), None, attend))
 
 
-@pytest.mark.parametrize("variant", ["llama", "odd width", "experts", "experts of an odd width"])
+@pytest.mark.parametrize("variant", ["llama", "odd width", "experts", "experts of an odd width", "latents"])
 def test_every_instruction_set(isa: str, variant: str) -> None:
     same_bits(*both(variant))
 
@@ -296,9 +318,29 @@ def test_refusals() -> None:
         fast.layers(x, cos_sin, OneHead())
 
 
-@pytest.mark.parametrize("name", ["qkv.weight", "down.weight", "attention_norm.weight"])
-def test_weights_of_another_shape_are_refused(name: str) -> None:
-    config = model()
+def test_latents_by_a_matrix_in_parts(threads: None) -> None:
+    """As where a file has its outputs in several formats: each part goes to its place beside the queries."""
+    fast, slow, rotary = both("latents")
+    assert isinstance(fast.layers, Blocks)
+    weights = weights_of(fast.config)
+
+    def in_parts(layer: Layer) -> Layer:
+        parts = weights[f"layers.{layer.index}.latent.weight"].split(40)
+        return layer.on(layer.matrices | {"latent.weight": Parts([cpu.Packed(part) for part in parts])})
+
+    fast.layers = Blocks(fast.layers.shape, [in_parts(layer) for layer in layers_of(slow)])
+    same_bits(fast, slow, rotary)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        *(("llama", name) for name in ("qkv.weight", "down.weight", "attention_norm.weight")),
+        *(("latents", name) for name in ("latent.weight", "queries.weight", "latent_norm.weight")),
+    ],
+)
+def test_weights_of_another_shape_are_refused(variant: str, name: str) -> None:
+    config = model(**VARIANTS[variant])
     weights = weights_of(config)
     weights[f"layers.1.{name}"] = weights[f"layers.1.{name}"][:-2].contiguous()
     with pytest.raises(ValueError, match=name):

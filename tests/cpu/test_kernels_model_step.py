@@ -12,7 +12,7 @@ from headrace.config import AttentionSpec, Quantization
 from headrace.kernels import cpu
 from headrace.kernels.model_step import ModelStep
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.models.spec import ModelConfig, RopeSpec
+from headrace.models.spec import LatentSpec, ModelConfig, RopeSpec
 from tests.support.small_decoders import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
@@ -25,6 +25,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1, positions="rope", rope=ROPE),
     "no rotation": PLAIN | BIASED | dict(norm_affine=False, rotary=0),
     "gpt-oss": dict(qkv_bias=True, attention=AttentionSpec(2, 4, 2, 32, 0.2, (None, None), sinks=True)),
+    "latents": dict(
+        positions="rope",
+        rope=ROPE,
+        attention=AttentionSpec(2, 4, 1, 64, 0.2, (None, None), alike=True),
+        latent=LatentSpec(rank=48, rotated=16, plain=24, value=40),
+    ),
     "granite": dict(embed_scale=12.0, residual_scale=0.22, logit_scale=0.125),
     "gemma2": dict(
         block="sandwich",

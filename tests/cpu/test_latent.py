@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.config import Quantization
-from headrace.kernels import ops
+from headrace.engine.programs import InCpp
+from headrace.engine.runner import Runner
+from headrace.engine.sequence import SequenceState
+from headrace.kernels import cpu, dispatch, ops
+from headrace.kernels.block import Blocks
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
@@ -22,6 +27,7 @@ from headrace.offload.chunk_codec import ChunkCodec
 from headrace.planner.machine import ModelShape
 from headrace.types import CHUNK
 from tests.support.checkpoints import FolderOf, build_model, edit_json, make_checkpoint
+from tests.support.traces import Trace, run, same
 
 KIND = "deepseek_v2_lora"
 
@@ -105,6 +111,60 @@ def test_rounded_it_is_near(settings: dict[str, Any], folder_of: FolderOf) -> No
     far = sum(abs(one - other) for one, other in zip(plain, rounded, strict=True)) / len(plain)
     spread = sum(abs(each - sum(plain) / len(plain)) for each in plain) / len(plain)
     assert 0 < far < spread / 4
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (KIND, {}),
+        ("deepseek_v3", {"quantization": "int4"}),
+        ("glm_lite", {"quantization": "w8a8"}),
+        ("deepseek_v2", {"kv_cache_dtype": "int8", "quantization": "int8"}),
+    ],
+    ids=str,
+)
+def test_whole_layers_have_the_bits_of_single_operations(
+    kind: str, settings: dict[str, Any], folder_of: FolderOf
+) -> None:
+    """In the engine: together, in pieces of prompts, and decoded by one call of C++ a step where the pool allows it."""
+    prompts = [[(7 * n + seed) % 320 for n in range(length)] for seed, length in enumerate((5, 64, 130))]
+
+    def traces(whole: bool) -> list[Trace]:
+        llm = LLM(str(folder_of(kind)), dtype="bfloat16", kv_cache_tokens=2048, max_batch_tokens=96, **settings)
+        executor = llm.engine.loaded.executor
+        assert isinstance(executor, Runner) and isinstance(executor.decoder.layers, Blocks) == whole
+        assert isinstance(executor.decoding, InCpp) == (whole and settings.keys() <= {"quantization"})
+        return run(llm, prompts, SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True))
+
+    fast = traces(True)
+    with dispatch.force("ops"):
+        same(fast, traces(False))
+
+
+@pytest.mark.parametrize("kind", [KIND, "deepseek_v3"])
+def test_streamed_whole_layers_have_the_bits_of_single_operations(kind: str, folder_of: FolderOf) -> None:
+    """KV and weights outside the fast memory: keys are made of stored activations while the other weights come."""
+    prompts = [[(7 * n + seed) % 320 for n in range(length)] for seed, length in enumerate((5, 130, 300))]
+    streamed = dict(offload_schedule="column", weight_offload=True, kv_offloading_size=0.1, kv_offload_activations="on")
+
+    def logits(**settings: Any) -> dict[tuple[str, int], Tensor]:
+        kept: dict[tuple[str, int], Tensor] = {}
+
+        def keep(sequence: SequenceState, position: int, found: Tensor) -> None:
+            name = sequence.request.request_id.rpartition("-")[2]
+            kept[name, position + len(found) - 1] = found[-1].clone()
+
+        with LLM(str(folder_of(kind)), dtype="bfloat16", kv_cache_tokens=2048, **settings) as llm:
+            with llm._observed(keep):
+                llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+            return kept
+
+    whole = logits(**streamed)
+    with dispatch.force("ops"):
+        single = logits()
+    assert whole.keys() == single.keys() and len(whole) == 20 * len(prompts)
+    assert all(torch.equal(whole[each], single[each]) for each in single)
 
 
 def test_a_layer_behind_the_last_is_not_read(tmp_path: Path) -> None:

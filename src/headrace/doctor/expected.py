@@ -85,8 +85,6 @@ def _obstacle(decoder: Decoder) -> str:
         return "some layers are recurrent"
     if decoder.config.value_norm:
         return "layers differ in their heads or their inputs"
-    if decoder.config.latent is not None:
-        return "attention is latent"
     return obstacle(decoder.layers.layers, decoder.dtype) or ""
 
 

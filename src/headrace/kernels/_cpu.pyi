@@ -137,6 +137,20 @@ class DeltaNet:
     ) -> None:
         """vectors: conv, rate, dt_bias and norm."""
 
+class Latent:
+    def __init__(
+        self,
+        queries: Matrix,
+        keys: Sequence[Matrix],
+        values: Sequence[Matrix],
+        *,
+        latent_norm: int,
+        eps: float,
+        query_in: Matrix | None = None,
+        query_norm: int = 0,
+    ) -> None:
+        """keys, values: one of each head. query_norm: of what `query_in` makes."""
+
 class RecurrentStates:
     def __init__(self, layers: Sequence[tuple[int, int]], slots: int) -> None:
         """layers: addresses of `last` and `matrices` of each."""
@@ -169,6 +183,7 @@ class Block:
         net: DeltaNet | None = None,
         query_first: int = -1,
         turn_before_norm: bool = False,
+        latent: Latent | None = None,
     ) -> None:
         """query_first: where the rotation of queries begins; below 0: where that of keys does."""
 
@@ -317,6 +332,8 @@ class Extension(Protocol):
     def AttentionStep(self) -> type[AttentionStep]: ...
     @property
     def DeltaNet(self) -> type[DeltaNet]: ...
+    @property
+    def Latent(self) -> type[Latent]: ...
     @property
     def RecurrentStates(self) -> type[RecurrentStates]: ...
     @property

@@ -7,13 +7,12 @@ The bits are those of `ops`, one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
+from headrace.config import RecurrentSpec
 from headrace.config.routing import CORRECTION
 from headrace.kernels import cpu, dispatch
 from headrace.kernels.backend import Attend
@@ -21,8 +20,8 @@ from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
 from headrace.kernels.extension import address, check, require
 from headrace.kernels.gated_delta import Recur, check_weights, fits_cpp
+from headrace.kernels.layer_shape import Experts, LayerShape, LayerWeights, Net
 from headrace.kernels.ops import Weight
-from headrace.kernels.records import DeltaWeights
 from headrace.kernels.routing import check_routing
 from headrace.kernels.triton.weights import GpuWeight
 
@@ -30,83 +29,8 @@ if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
 
 
-class Experts(Protocol):
-    """models.spec.ExpertsSpec, as far as it counts here."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def chosen(self) -> int: ...
-    @property
-    def inner(self) -> int: ...
-    @property
-    def normalised(self) -> bool: ...
-    @property
-    def shared(self) -> int: ...
-    @property
-    def shared_gate(self) -> bool: ...
-    @property
-    def routing(self) -> RoutingSpec: ...
-
-
-class Net(Protocol):
-    """models.hybrid.DeltaNet, as far as it counts here."""
-
-    @property
-    def weights(self) -> DeltaWeights: ...
-
-    @property
-    def tiled(self) -> object | None:
-        """Something where value heads go to the output in another order, as in GGUF's files of Qwen3.5."""
-
-
 Watch = Callable[[int, Tensor], object]
 """watch(layer, x [T, H]): x is what enters the layer, and is overwritten after the call."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What the layers of a model have in common. order: as models.spec.Block. activation: silu_mul or gelu_tanh_mul
-    (gated MLPs), gelu, gelu_tanh, relu or relu2. rms: the norm is RMS norm where it has weights, to which norm_offset
-    is added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router. gated:
-    attention is let through by gates, which lie behind q, k and v. recurrent: of layers that have a net.
-    more: facts that C++ alone needs, by the names of its Block (csrc/binding/model.cpp)."""
-
-    attention: AttentionSpec
-    hidden: int
-    inner: int
-    order: str
-    activation: str
-    rms: bool
-    eps: float
-    mlp_norm: bool
-    qk_norm: bool
-    norm_offset: float = 0.0
-    qk_norm_whole: bool = False
-    experts: Experts | None = None
-    gated: bool = False
-    recurrent: RecurrentSpec | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-
-class LayerWeights(Protocol):
-    """A layer's vectors and matrices by our names, without the layer's prefix. rotation, query_first: as in
-    models.spec.ModelConfig."""
-
-    @property
-    def rotation(self) -> tuple[int, int]: ...
-
-    @property
-    def query_first(self) -> int: ...
-
-    @property
-    def net(self) -> Net | None: ...
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def matrices(self) -> Mapping[str, Weight]: ...
 
 
 def obstacle(layers: Sequence[LayerWeights], dtype: torch.dtype, recurrent: RecurrentSpec | None = None) -> str | None:
@@ -134,7 +58,7 @@ class Blocks:
         self.turns = max(max(layer.rotation[0], layer.query_first) + layer.rotation[1] for layer in layers)
         self.places = _places(layers)
         heads = shape.attention.heads * shape.attention.head_dim
-        whole = heads % cpu.COLUMNS or shape.gated or shape.recurrent is not None
+        whole = shape.latent is None and (heads % cpu.COLUMNS or shape.gated or shape.recurrent is not None)
         self.without_queries = None if whole else [_block(shape, layer, query=False) for layer in layers]
 
     def __call__(
@@ -206,16 +130,21 @@ class Blocks:
         if net is not None and recur is not None:
             read = self._recurred(layer, net, mixed, rows, recur)
             return read if some is None else read[some], None
-        spec = self.shape.attention
-        parts = (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads * self.shape.gated)
-        heads = mixed[: rows * sum(parts) * spec.head_dim].view(rows, sum(parts), spec.head_dim)
-        q, k, v, gates = heads.split(parts, dim=1)
+        q, k, v, gates = self._heads(mixed, rows, self.shape.attention.heads)
         attended = attend(place, q, k, v) if some is None else attend(place, q, k, v, some)
         if some is not None:
             q, gates = q[some], gates[some]
         attended = attended.contiguous()
         check("attended", attended, mixed.dtype, q.shape)
         return attended, gates if self.shape.gated else None
+
+    def _heads(self, mixed: Tensor, rows: int, queries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and gates of so many rows, of a block with so many query heads. Values of latents are their keys."""
+        spec, latent = self.shape.attention, self.shape.latent is not None
+        parts = (queries, spec.kv_heads, 0 if latent else spec.kv_heads, queries * self.shape.gated)
+        heads = mixed[: rows * sum(parts) * spec.head_dim].view(rows, sum(parts), spec.head_dim)
+        q, k, v, gates = heads.split(parts, dim=1)
+        return q, k, k if latent else v, gates
 
     def _recurred(self, layer: int, net: Net, mixed: Tensor, rows: int, recur: Recur) -> Tensor:
         """[T, Hv, V]."""
@@ -232,15 +161,14 @@ class Blocks:
         block, queries = self.blocks[layer], spec.heads
         if self.without_queries is not None:
             block, queries = self.without_queries[layer], 0
-        parts = (queries, spec.kv_heads, spec.kv_heads, queries * self.shape.gated)
-        heads = torch.empty((rows, sum(parts), spec.head_dim), dtype=x.dtype)
+        mixed = torch.empty(block.mixed_size(rows), dtype=x.dtype)
         scratch = torch.empty(block.scratch(rows), dtype=x.dtype)
         turn_at, turned = self.turn_of(cos_sin, rows)
         block.before(
-            x.data_ptr(), turn_at, heads.data_ptr(), scratch.data_ptr(), rotary=turned, rows=rows,
+            x.data_ptr(), turn_at, mixed.data_ptr(), scratch.data_ptr(), rotary=turned, rows=rows,
             threads=torch.get_num_threads(),
         )  # fmt: skip
-        _, k, v, _ = heads.split(parts, dim=1)
+        _, k, v, _ = self._heads(mixed, rows, queries)
         return k, v
 
     def turn_of(self, cos_sin: Tensor | None, rows: int) -> tuple[int, int]:
@@ -273,6 +201,8 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
     if layer.net is not None and shape.recurrent is not None:
         net = shape.recurrent
         sizes = {"mixed": (net.channels + net.values, shape.hidden), "out": (shape.hidden, net.values)}
+    if shape.latent is not None:
+        sizes = {"latent": (kv, shape.hidden), "out": (shape.hidden, spec.heads * shape.latent.value)}
     qkv, out = (
         matrix_of(layer.weights, layer.matrices, name, size, 0 if query or name != "qkv" else heads)
         for name, size in sizes.items()
@@ -303,7 +233,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
         query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
         experts=None if experts is None else _experts(shape, layer, experts, mlps),
-        gated=shape.gated and layer.net is None, net=_net(shape, layer), **shape.more,
+        gated=shape.gated and layer.net is None, net=_net(shape, layer), latent=_latent(shape, layer), **shape.more,
     )  # fmt: skip
 
 
@@ -317,6 +247,26 @@ def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:
     return require().DeltaNet(
         gates, [each.data_ptr() for each in vectors[:4]], key_heads=spec.key_heads, value_heads=spec.value_heads,
         key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel, eps=vectors.eps,
+    )  # fmt: skip
+
+
+def _latent(shape: LayerShape, layer: LayerWeights) -> native.Latent | None:
+    """The layer's attention over latents but for the matrix that makes them."""
+    spec, heads, vectors = shape.latent, shape.attention.heads, layer.weights
+    if spec is None:
+        return None
+
+    def matrix(name: str, outputs: int, inputs: int) -> native.Matrix:
+        return matrix_of(vectors, layer.matrices, name, (outputs, inputs))
+
+    width = spec.query_rank
+    return require().Latent(
+        matrix("queries", heads * spec.query, width or shape.hidden),
+        [matrix(f"keys.{head}", spec.rank, spec.plain) for head in range(heads)],
+        [matrix(f"values.{head}", spec.value, spec.rank) for head in range(heads)],
+        latent_norm=_vector(vectors, "latent_norm.weight", spec.rank), eps=spec.norm_eps,
+        query_in=None if width is None else matrix("query_in", width, shape.hidden),
+        query_norm=0 if width is None else _vector(vectors, "query_norm.weight", width),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.kernels import block
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.extension import check, require
+from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.ops import Weight
 from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
 
@@ -40,7 +41,7 @@ class Ends:
 
     def __init__(
         self,
-        shape: block.LayerShape,
+        shape: LayerShape,
         weights: Mapping[str, Tensor],
         matrices: Mapping[str, Weight],
         embed_scale: float = 1.0,

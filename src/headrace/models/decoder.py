@@ -23,6 +23,7 @@ from headrace.config import Quantization
 from headrace.kernels import block, dispatch, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
+from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
@@ -131,10 +132,8 @@ class Decoder:
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         kind = Layer if self.config.latent is None else LatentLayer
         layers = [kind(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
-        if self.config.latent is not None:
-            reason: str | None = "latent attention"
-        elif share is not None:
-            reason = f"shared by {share.size} tensor ranks"
+        if share is not None:
+            reason: str | None = f"shared by {share.size} tensor ranks"
         else:
             reason = block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:
@@ -310,9 +309,9 @@ def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
 
 
-def _shape(config: ModelConfig) -> block.LayerShape:
+def _shape(config: ModelConfig) -> LayerShape:
     """What kernels.block needs to know of the layers."""
-    return block.LayerShape(
+    return LayerShape(
         attention=config.attention,
         hidden=config.hidden_size,
         inner=config.intermediate_size,
@@ -327,6 +326,7 @@ def _shape(config: ModelConfig) -> block.LayerShape:
         experts=config.experts,
         gated=config.attention_gate,
         recurrent=config.recurrent,
+        latent=config.latent,
         more=dict(residual_scale=config.residual_scale, turn_before_norm=config.turn_before_norm),
     )
 

@@ -22,9 +22,6 @@ from headrace.models.layers import Layer, Matrices, Weights
 from headrace.models.shards import ALONE, Whole
 from headrace.models.spec import LatentSpec, ModelConfig
 
-NORM_EPS = 1e-6
-"""Of the norms of latents, whatever the model's other norms have."""
-
 
 def of_each_head(spec: LatentSpec, weights: Weights) -> Weights:
     """The weights with the matrix `heads` of each layer cut into one of each head: keys.h [rank, plain], which is U
@@ -62,15 +59,16 @@ class LatentLayer(Layer):
         """x [T, H] -> [T, Hq, D], rotated, and multiplied by what makes keys of latents."""
         spec = self.latent
         if spec.query_rank is not None:
-            x = ops.rms_norm(self._linear("query_in", x), self.weights["query_norm.weight"], NORM_EPS)
+            x = ops.rms_norm(self._linear("query_in", x), self.weights["query_norm.weight"], spec.norm_eps)
         heads = self._linear("queries", x).view(len(x), self.config.attention.heads, spec.query)
         turned, plain = heads.split((spec.rotated, spec.plain), dim=-1)
         return torch.cat((self._rotated(turned, cos_sin), self._by_head("keys", plain)), dim=-1)
 
     def _keys(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x [T, H] -> [T, 1, D], which is values as well."""
-        turned, latent = self._linear("latent", x).split((self.latent.rotated, self.latent.rank), dim=-1)
-        latent = ops.rms_norm(latent.contiguous(), self.weights["latent_norm.weight"], NORM_EPS)
+        spec = self.latent
+        turned, latent = self._linear("latent", x).split((spec.rotated, spec.rank), dim=-1)
+        latent = ops.rms_norm(latent.contiguous(), self.weights["latent_norm.weight"], spec.norm_eps)
         return torch.cat((self._rotated(turned[:, None], cos_sin), latent[:, None]), dim=-1)
 
     @staticmethod

@@ -123,6 +123,7 @@ class LatentSpec:
 
     plain: numbers of a head's query and key that are not rotated; value: of a head's value. query_rank: width that
     queries pass through on their way, None: none. paired: files have numbers that are rotated together side by side.
+    norm_eps: of the norms of latents, whatever the model's other norms have.
     """
 
     rank: int
@@ -131,6 +132,7 @@ class LatentSpec:
     value: int
     query_rank: int | None = None
     paired: bool = True
+    norm_eps: float = 1e-6
 
     @property
     def query(self) -> int:

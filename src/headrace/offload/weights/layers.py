@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
 from headrace.kernels.backend import Attend
+from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.quantized import Parts
 from headrace.kernels.records import Allocate
 from headrace.kernels.triton.rounded import GpuRounded
@@ -26,7 +27,7 @@ from headrace.models.layers import Layer, OneByOne
 class OneLayer:
     """Layer `layer` of a model. In C++ where the model's other layers are."""
 
-    def __init__(self, layer: Layer, shape: block.LayerShape | None) -> None:
+    def __init__(self, layer: Layer, shape: LayerShape | None) -> None:
         self.index = layer.index
         self.run: block.Blocks | OneByOne = block.Blocks(shape, [layer]) if shape is not None else OneByOne([layer])
         self.splits = layer.splits
@@ -51,7 +52,7 @@ class _AtLayer(Attend):
         return self.attend(self.layer, q, k, v, rows)
 
 
-def shape_of(decoder: Decoder) -> block.LayerShape | None:
+def shape_of(decoder: Decoder) -> LayerShape | None:
     """What the decoder's C++ layers have in common; None where it has none."""
     return decoder.layers.shape if isinstance(decoder.layers, block.Blocks) else None
 
