@@ -125,11 +125,11 @@ def test_forced_tokens_are_those_of_one_rank(size: int) -> None:
 
 def test_capacity_grows_with_ranks_and_full_caches_evict_and_preempt(size: int) -> None:
     truth = LLM("tiny", kv_cache_tokens=8192)
-    llm = over_ranks(size, tokens=1024, max_batch_tokens=1024)
-    llm.capacity = replace(llm.capacity, max_model_len=2048)
+    llm = over_ranks(size, tokens=512, max_batch_tokens=512)
+    llm.capacity = replace(llm.capacity, max_model_len=1024)
     llm.engine.loaded.capacity = llm.capacity
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(0, 2000, (n,), generator=generator).tolist() for n in (1500, 700, 700, 1400, 300)]
+    prompts = [torch.randint(0, 2000, (n,), generator=generator).tolist() for n in (750, 350, 350, 700, 150)]
     for _ in range(2):
         ours, theirs = llm.generate(prompts, GREEDY), truth.generate(prompts, GREEDY)
         assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]

@@ -32,7 +32,7 @@ from tests.support.traces import Trace, random_tokens, run, same, words
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = {"gqa": "llama_gqa", "mha": "llama", "window": "mistral_window", "alibi": "falcon_rw"}
-BRIEF, LONG = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (8, 24))
+BRIEF, LONG = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (8, 16))
 MAIN, SHORT = 380, 125
 """Tokens of the prompt that is stored, and of those whose answers outgrow a tight pool. All end in another chunk."""
 ROOM, TIGHT, TIGHT_RANKS = 40, 13, 7

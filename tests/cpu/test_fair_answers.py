@@ -22,11 +22,11 @@ TENANTS = (("a", 1.0), ("b", 3.0), ("c", 0.5))
 def requests() -> list[Request]:
     """a has most of them, and the longest; two of each share a prefix."""
     rng, made = random.Random(3), []
-    for number in range(18):
-        tenant, weight = TENANTS[0 if number < 9 else 1 + number % 2]
+    for number in range(12):
+        tenant, weight = TENANTS[0 if number < 6 else 1 + number % 2]
         start = [rng.randrange(10, 500) for _ in range(200 if tenant == "a" else 70)]
         params = SamplingParams(
-            temperature=0.7, seed=number, max_tokens=30, logprobs=2, n=1 + (number == 2), ignore_eos=True
+            temperature=0.7, seed=number, max_tokens=16, logprobs=2, n=1 + (number == 2), ignore_eos=True
         )
         for twin in range(2):
             own = [rng.randrange(10, 500) for _ in range(30)]

@@ -16,6 +16,7 @@ from headrace.engine.calls import ListPrefixes, PinPrefix, ReleasePrefix, ResetP
 from headrace.kv.pins import prompt_to_pin
 from headrace.types import CHUNK, Request
 from tests.support.hybrid_checkpoints import make_checkpoint
+from tests.support.thread_group import ranks_as_threads
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -191,19 +192,20 @@ def test_the_share_of_a_tenant_survives_the_flood_of_another(bench: Bench) -> No
 @pytest.mark.parametrize("ranks", [{}, {"context_parallel_size": 2, "kv_cache_tokens": 8 * CHUNK}], ids=["one", "two"])
 def test_a_pin_takes_what_is_restored(ranks: dict[str, Any]) -> None:
     """Part of the prefix is in the pool, part in a tier alone."""
-    bench = Bench(kv_offloading_size=0.01, **ranks)
-    prefix = words(4 * CHUNK, 1)
-    bench.reused([*prefix, 5])
-    while bench.core.settle():
-        pass
-    bench.flood()
-    bench.reused([*prefix[: 2 * CHUNK], 5])
-    bench.pin("docs", prefix)
-    bench.flood()
-    assert bench.reused([*prefix, 5]) == 256
-    bench.core.pins.check()
-    bench.core.cache.check()
-    bench.llm.close()
+    with ranks_as_threads():
+        bench = Bench(kv_offloading_size=0.01, **ranks)
+        prefix = words(4 * CHUNK, 1)
+        bench.reused([*prefix, 5])
+        while bench.core.settle():
+            pass
+        bench.flood()
+        bench.reused([*prefix[: 2 * CHUNK], 5])
+        bench.pin("docs", prefix)
+        bench.flood()
+        assert bench.reused([*prefix, 5]) == 256
+        bench.core.pins.check()
+        bench.core.cache.check()
+        bench.llm.close()
 
 
 def test_the_recurrent_state_behind_a_prefix_is_held_too(tmp_path: Path) -> None:

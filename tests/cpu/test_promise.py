@@ -99,11 +99,11 @@ def test_sampling_is_the_same_alone_and_in_a_batch(llm: LLM) -> None:
 
 def test_sixteen_requests_compute_their_common_prefix_once(llm: LLM) -> None:
     """They arrive in the same step on a cold cache (budgets of one step, and of many)."""
-    prefix = words(llm, 2000, seed=5)
+    prefix = words(llm, 700, seed=5)
     prompts = [prefix + words(llm, 30, seed=100 + i) for i in range(16)]
     private = engine(enable_prefix_caching=False)
     alone = [output.token_ids for prompt in prompts for output in private.generate([prompt], GREEDY)]
-    whole_chunks, own = 2000 // 64 * 64, 2000 % 64 + 30
+    whole_chunks, own = 700 // 64 * 64, 700 % 64 + 30
     for budget in (8192, 300):
         cold = engine(max_batch_tokens=budget)
         outputs = cold.generate(prompts, GREEDY)

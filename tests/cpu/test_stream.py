@@ -17,10 +17,11 @@ from headrace.offload.copy_streams import open_copy_streams
 from headrace.offload.streaming.store import FileMemory
 from headrace.offload.weights.streamed import StreamedLayers
 from tests.support.checkpoints import EVERY_STREAMED, FolderOf
-from tests.support.traces import GREEDY, Trace, prompts_of, run, same, words
+from tests.support.traces import Trace, prompts_of, run, same, words
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+BRIEF = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 FORMS: dict[str, dict[str, Any]] = {
     "row": {"offload_schedule": "row"},
     "row, X in memory": {"offload_schedule": "row", "offload_x_resident": True},
@@ -54,7 +55,7 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def truth(llm: LLM) -> list[Trace]:
     """All prompts together on an engine without streaming: see tests.support.traces.alone."""
-    return run(llm, prompts_of(llm))
+    return run(llm, prompts_of(llm), BRIEF)
 
 
 @pytest.mark.parametrize(("form", "share"), [
@@ -64,8 +65,8 @@ def truth(llm: LLM) -> list[Trace]:
 def test_streamed_is_the_same_as_resident(form: str, share: float | None, llm: LLM, truth: list[Trace]) -> None:
     other = streamed(share=share, **FORMS[form])
     prompts = prompts_of(llm)
-    same(run(other, prompts), truth)
-    same(run(other, prompts[-4:]), truth[-4:])  # on cached prefixes
+    same(run(other, prompts, BRIEF), truth)
+    same(run(other, prompts[-4:], BRIEF), truth[-4:])  # on cached prefixes
     assert totals(other).loaded or share == 1.0
     assert bool(totals(other).projected) == bool(share) or share is None
     other.close()
@@ -76,7 +77,7 @@ def test_streamed_is_the_same_as_resident(form: str, share: float | None, llm: L
 def test_small_staging_gives_the_same(form: str, pieces: int, llm: LLM, truth: list[Trace]) -> None:
     """Chunks of an operation pass in several pieces; attention is merged from piece to piece."""
     other = streamed(share=0.5, pieces=pieces, **FORMS[form])
-    same(run(other, prompts_of(llm)), truth)
+    same(run(other, prompts_of(llm), BRIEF), truth)
     other.close()
 
 
@@ -87,7 +88,7 @@ def test_coarse_order_of_weights_gives_the_same(form: str, llm: LLM, truth: list
     options = other.engine.loaded.executor.streamer.options  # type: ignore[attr-defined]
     for fine in (False, True, False):
         options.fine = fine
-        same(run(other, prompts_of(llm)[-4:]), truth[-4:])
+        same(run(other, prompts_of(llm)[-4:], BRIEF), truth[-4:])
     other.close()
 
 
@@ -95,7 +96,7 @@ def test_coarse_order_of_weights_gives_the_same(form: str, llm: LLM, truth: list
 @pytest.mark.parametrize("form", ["row", "column, weights outside"])
 def test_prefill_in_chunks_is_the_same(form: str, budget: int, llm: LLM, truth: list[Trace]) -> None:
     other = streamed(share=0.5, max_batch_tokens=budget, **FORMS[form])
-    same(run(other, prompts_of(llm)), truth)
+    same(run(other, prompts_of(llm), BRIEF), truth)
     other.close()
 
 
@@ -123,7 +124,7 @@ def test_every_family(kind: str, folder_of: FolderOf) -> None:
     settings: dict[str, Any] = {"dtype": "bfloat16", "max_batch_tokens": 96}
     resident = LLM(folder_of(kind), kv_cache_tokens=8192, **settings)
     prompts = [words(resident, n, seed=n) for n in (3, 90, 200)] + [words(resident, 200, seed=200)[:150]]
-    params = replace(GREEDY, max_tokens=4)
+    params = replace(BRIEF, max_tokens=4)
     expected = run(resident, prompts, params)
     for form, share in (("row", 0.6), ("column, weights outside", 1.0)):
         other = streamed(folder_of(kind), share=share, pieces=3, **FORMS[form], **settings)
@@ -145,7 +146,7 @@ def test_experts_are_read_where_they_lie(folder_of: FolderOf, tmp_path: Path) ->
     resident, form = LLM(folder, kv_cache_tokens=4096, dtype="bfloat16"), FORMS["row, weights outside"]
     other = streamed(folder, share=0.5, kv_offload_path=str(tmp_path), **form)
     prompts = [words(resident, n, seed=n) for n in (90, 130)]
-    same(run(other, prompts), run(resident, prompts))
+    same(run(other, prompts, BRIEF), run(resident, prompts, BRIEF))
     other.close()
 
 
@@ -156,7 +157,7 @@ def truth_of() -> Callable[..., list[Trace]]:
     @lru_cache(None)
     def truth(**settings: Any) -> list[Trace]:
         resident = LLM("tiny", **{"dtype": "bfloat16", "kv_cache_tokens": 8192, **settings})
-        return run(resident, prompts_of(resident)[4:10])
+        return run(resident, prompts_of(resident)[4:10], BRIEF)
 
     return truth
 
@@ -168,7 +169,7 @@ def truth_of() -> Callable[..., list[Trace]]:
 @pytest.mark.parametrize("form", ["row", "column, weights outside"])
 def test_every_type(form: str, settings: dict[str, Any], truth_of: Callable[..., list[Trace]], llm: LLM) -> None:
     other = streamed(share=0.5, pieces=4, **{**FORMS[form], **settings})
-    same(run(other, prompts_of(llm)[4:10]), truth_of(**settings))
+    same(run(other, prompts_of(llm)[4:10], BRIEF), truth_of(**settings))
     assert totals(other).projected > 0
     other.close()
 
@@ -181,7 +182,7 @@ def test_every_instruction_set(isa: str) -> None:
         resident = LLM("tiny", dtype="bfloat16", kv_cache_tokens=8192)
         prompts = prompts_of(resident)[4:10]
         other = streamed(share=0.5, pieces=4, **FORMS["column, weights outside"])
-        same(run(other, prompts), run(resident, prompts))
+        same(run(other, prompts, BRIEF), run(resident, prompts, BRIEF))
         other.close()
     finally:
         cpu.use_isa(before)
@@ -189,7 +190,7 @@ def test_every_instruction_set(isa: str) -> None:
 
 def test_a_file_may_be_the_store(tmp_path: Path, llm: LLM, truth: list[Trace]) -> None:
     other = streamed(share=0.5, kv_offload_path=str(tmp_path / "kv"), **FORMS["column, weights outside"])
-    same(run(other, prompts_of(llm)), truth)
+    same(run(other, prompts_of(llm), BRIEF), truth)
     assert list((tmp_path / "kv").iterdir()) == [], "the file has a name"
     other.close()
 
@@ -201,7 +202,7 @@ def test_kv_cache_tokens_bounds_what_is_in_fast_memory(llm: LLM, truth: list[Tra
     pools = [tensor for pool in transfers.staging.kv for tensor in pool.tensors]
     assert sum(tensor.nbytes for tensor in pools) <= 128 * other.capacity.kv_bytes_per_token
     assert other.capacity.kv_cache_tokens > 40_000
-    same(run(other, prompts_of(llm)), truth)
+    same(run(other, prompts_of(llm), BRIEF), truth)
     other.close()
 
 
@@ -223,7 +224,7 @@ def test_a_shared_chunk_crosses_the_link_once(llm: LLM) -> None:
 def test_a_slow_link_changes_nothing(form: str, llm: LLM, truth: list[Trace]) -> None:
     """All that arrives late is waited for, and what leaves late has arrived when it is read again."""
     slow = streamed(share=0.5, kv_link_gbps=0.2, kv_link_latency_ms=0.3, **FORMS[form])
-    same(run(slow, prompts_of(llm)[-4:]), truth[-4:])
+    same(run(slow, prompts_of(llm)[-4:], BRIEF), truth[-4:])
     slow.close()
 
 
@@ -233,8 +234,8 @@ def test_a_failing_link_ends_the_step(form: str, llm: LLM) -> None:
     other = streamed(share=0.5, **FORMS[form])
     streamer = other.engine.loaded.executor.streamer  # type: ignore[attr-defined]
     prompt = words(llm, 200, seed=1)
-    expected = run(llm, [prompt])
-    same(run(other, [prompt]), expected)
+    expected = run(llm, [prompt], BRIEF)
+    same(run(other, [prompt], BRIEF), expected)
     whole = streamer.transfers.staging.load_kv
 
     def broken(*_: Any) -> None:
@@ -242,10 +243,10 @@ def test_a_failing_link_ends_the_step(form: str, llm: LLM) -> None:
 
     streamer.transfers.staging.load_kv = broken  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the disk is gone"):
-        other.generate([[*prompt, 7]], GREEDY)
+        other.generate([[*prompt, 7]], BRIEF)
     streamer.transfers.staging.load_kv = whole  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"an earlier step failed \(the disk is gone\); load the model again"):
-        other.generate([prompt], GREEDY)
+        other.generate([prompt], BRIEF)
     other.close()
 
 

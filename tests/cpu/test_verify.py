@@ -38,7 +38,7 @@ def test_equal() -> None:
 
 
 def test_an_engine_that_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of several rows gets logits that differ in the last bit."""
+    """A batch of several rows gets logits that differ in the last bit. One report, shown in both ways."""
     compute = EngineCore._compute
 
     def wrong(engine: EngineCore, slices: list[Any]) -> Computed:
@@ -49,6 +49,14 @@ def test_an_engine_that_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> N
         return Computed(nudged, computed.parts, None, computed.reported)
 
     monkeypatch.setattr(EngineCore, "_compute", wrong)
+    reports: list[verify.Report] = []
+
+    def once(*given: Any) -> verify.Report:
+        if not reports:
+            reports.append(verify.verify(*given))
+        return reports[0]
+
+    monkeypatch.setattr("headrace.cli.verify.verify", once)
     result = CliRunner().invoke(app, ["verify", "tiny", "--json", "--seconds", "1"])
     found = json.loads(result.stdout)
     assert result.exit_code == 1 and not found["equal"]

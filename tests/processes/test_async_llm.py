@@ -223,6 +223,38 @@ async def test_overload_is_refused_and_passes(llm: AsyncLLM) -> None:
     assert len(await collect(llm.generate([7], GREEDY))) == 20
 
 
+async def test_calls_are_answered_between_steps(llm: AsyncLLM) -> None:
+    prompt = list(range(1, 201))
+    running = asyncio.create_task(collect(llm.generate(prompt, LONG)))
+    while not llm.stats.scheduler.running:
+        await asyncio.sleep(0.01)
+    await llm.call(ResetPrefixCache())
+    assert not running.done(), "the answer goes on"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert await llm.call(ResetPrefixCache()) >= 200 // 64, "its chunks are nobody's now"
+    assert await llm.call(ResetPrefixCache()) == 0
+
+
+async def test_a_conversation_has_the_tenants_keywords_too(llm: AsyncLLM) -> None:
+    """They are the request's, and no variables of the chat template; what cannot be is refused by name."""
+    said = [{"role": "user", "content": "Hello"}]
+    assert await collect(llm.chat(said, GREEDY, tenant="acme", weight=2.0, kv_limit=0.5, priority=-1))
+    for wrong in ({"kv_share": 2.0}, {"tier_quota": -1.0}, {"weight": 0.0}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            await collect(llm.chat(said, GREEDY, **wrong))
+
+
+async def test_a_second_start_is_refused_and_does_no_harm(llm: AsyncLLM) -> None:
+    with pytest.raises(ValueError, match="starts once"):
+        await llm.start()
+    assert [delta.text async for delta in llm.generate("Hello", GREEDY)]
+    never = AsyncLLM(CONFIG)
+    await never.shutdown()
+    with pytest.raises(ValueError, match="starts once"):
+        await never.start()
+
+
 async def test_engine_process_ends_with_its_parent(llm: AsyncLLM) -> None:
     process = llm.process_id
     assert process is not None and Path(f"/proc/{process}").exists()
@@ -353,38 +385,6 @@ async def test_settings_that_cannot_work(settings: dict[str, object], reason: st
     with pytest.raises(ValueError, match=reason):
         await llm.start()
     assert not llm.alive
-
-
-async def test_calls_are_answered_between_steps(llm: AsyncLLM) -> None:
-    prompt = list(range(1, 201))
-    running = asyncio.create_task(collect(llm.generate(prompt, LONG)))
-    while not llm.stats.scheduler.running:
-        await asyncio.sleep(0.01)
-    await llm.call(ResetPrefixCache())
-    assert not running.done(), "the answer goes on"
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert await llm.call(ResetPrefixCache()) >= 200 // 64, "its chunks are nobody's now"
-    assert await llm.call(ResetPrefixCache()) == 0
-
-
-async def test_a_conversation_has_the_tenants_keywords_too(llm: AsyncLLM) -> None:
-    """They are the request's, and no variables of the chat template; what cannot be is refused by name."""
-    said = [{"role": "user", "content": "Hello"}]
-    assert await collect(llm.chat(said, GREEDY, tenant="acme", weight=2.0, kv_limit=0.5, priority=-1))
-    for wrong in ({"kv_share": 2.0}, {"tier_quota": -1.0}, {"weight": 0.0}):
-        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
-            await collect(llm.chat(said, GREEDY, **wrong))
-
-
-async def test_a_second_start_is_refused_and_does_no_harm(llm: AsyncLLM) -> None:
-    with pytest.raises(ValueError, match="starts once"):
-        await llm.start()
-    assert [delta.text async for delta in llm.generate("Hello", GREEDY)]
-    never = AsyncLLM(CONFIG)
-    await never.shutdown()
-    with pytest.raises(ValueError, match="starts once"):
-        await never.start()
 
 
 async def test_another_event_loop_is_refused_before_it_waits_for_ever() -> None:

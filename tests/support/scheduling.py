@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -85,9 +86,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Tests and modules stay to the end: each full collection would look through some millions of objects. Then torch
-    is there, and takes the worker's number of threads."""
+    """Tests and modules stay to the end: each full collection would look through some millions of objects, and pytest
+    makes several when it ends. Libraries tell of objects that are never freed: these are, after that. Then torch is
+    there, and takes the worker's number of threads."""
     gc.disable()
+    atexit.register(gc.unfreeze)
     try:
         return (yield)
     finally:
@@ -104,7 +107,3 @@ def share_the_cores(worker: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # else libraries tell of objects that are never freed

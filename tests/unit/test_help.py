@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import typer
 from headrace.cli.help import COMMON_PANEL, PanelledCommand, RarePanel, summary
 from headrace.cli.main import app
 from headrace.config import SETTINGS
-from tools.golden import FOLDER, SCREENS, screen
+from tools import golden
+from tools.golden import FOLDER, SCREENS
 
 pytestmark = pytest.mark.unit
 
@@ -31,6 +33,7 @@ WITHOUT_A_MODEL = (
     "cache verify",
 )
 COMMAND = pytest.mark.parametrize("command", COMMANDS)
+screen = cache(golden.screen)
 
 
 def made(command: str) -> Any:

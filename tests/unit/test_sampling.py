@@ -71,27 +71,24 @@ def test_plain(): pass
 
 
 @pytest.mark.parametrize(
-    ("matrices", "drawn", "others"),
-    [("sample", 30, {"test_marked[1]", "test_plain"}), ("rest", 30, {"test_marked[2]"})],
+    ("matrices", "others", "of_slow"),
+    [("sample", {"test_marked[1]", "test_plain"}, 1), ("rest", {"test_marked[2]"}, 59)],
 )
-def test_every_case_is_in_one_of_both(matrices: str, drawn: int, others: set[str], tmp_path: Path) -> None:
+def test_every_case_is_in_one_of_both(matrices: str, others: set[str], of_slow: int, tmp_path: Path) -> None:
+    """Of 60 cases half, and of a function of a slow file one case."""
     (tmp_path / "test_cases.py").write_text(CASES)
-    kept = collected(tmp_path, matrices)
-    assert sum(name.startswith("test_drawn") for name in kept) == drawn, kept
-    assert {name for name in kept if not name.startswith("test_drawn")} == others
-
-
-@pytest.mark.parametrize(("matrices", "count"), [("sample", 1), ("rest", 59)])
-def test_a_function_of_a_slow_file_keeps_one_case(matrices: str, count: int, tmp_path: Path) -> None:
     slow = tmp_path / "tests" / min(SLOW)
     slow.parent.mkdir(parents=True)
     slow.write_text(CASES)
     kept = collected(tmp_path, matrices)
-    assert sum(name.startswith("test_drawn") for name in kept) == count, kept
+    names = [name for file, name in kept if file == "test_cases.py"]
+    assert sum(name.startswith("test_drawn") for name in names) == 30, names
+    assert {name for name in names if not name.startswith("test_drawn")} == others
+    assert sum(file == f"tests/{min(SLOW)}" and name.startswith("test_drawn") for file, name in kept) == of_slow, kept
 
 
-def collected(folder: Path, matrices: str) -> list[str]:
-    """Names of the cases that pytest would run in a folder."""
+def collected(folder: Path, matrices: str) -> list[tuple[str, str]]:
+    """Files and names of the cases that pytest would run in a folder."""
     options = ["--collect-only", "-q", "-p", "tests.support.sampling", "-p", "no:cacheprovider", "--matrices", matrices]
     command = [
         sys.executable,
@@ -105,7 +102,8 @@ def collected(folder: Path, matrices: str) -> list[str]:
         str(folder),
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    return [line.split("::")[1] for line in done.stdout.splitlines() if "::" in line]
+    found = (line.split("::") for line in done.stdout.splitlines() if "::" in line)
+    return [(file, name) for file, name in found]
 
 
 def test_the_longest_files_are_there_and_come_first() -> None:
