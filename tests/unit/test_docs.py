@@ -43,6 +43,7 @@ MADE_WHEN_RUN = {
     "modules.json",
     "1_Pooling/config.json",
     "config_sentence_transformers.json",
+    "adapter_config.json",
     "build/train_tiny/metrics.json",
     "attention.json",
     "failed.txt",

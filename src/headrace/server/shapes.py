@@ -265,6 +265,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
 
 
