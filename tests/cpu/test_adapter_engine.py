@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
+from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.driver import apart
 from headrace.engine.footprint import Footprint
 from headrace.models.config import read_config
 from headrace.parallel.messages import StepPart
-from headrace.types import CHUNK, InvalidRequest
+from headrace.types import CHUNK, Delta, InvalidRequest
 from tests.support.adapters import with_adapter, write_adapter
 from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.hybrid_checkpoints import build_model as build_hybrid
@@ -193,3 +196,22 @@ def test_memory_of_adapters_is_counted(folders: Path, folder_of: FolderOf) -> No
 
     size = (folders / "one" / "adapter_model.safetensors").stat().st_size
     assert weights(lora_modules=f"a={folders / 'one'},b={folders / 'one'}") - weights() >= 2 * size
+
+
+def test_a_conversation_names_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no variable of the chat template."""
+    llm, rendered, asked = AsyncLLM(EngineConfig()), Mock(return_value="text"), Mock()
+    llm.tokenizer = Mock(apply_chat=rendered)
+    monkeypatch.setattr(llm, "_must_live", lambda: None)
+
+    async def generate(*given: object, **named: object) -> AsyncIterator[Delta]:
+        asked(*given, **named)
+        yield Delta("r", 0, "answer")
+
+    monkeypatch.setattr(llm, "generate", generate)
+
+    async def ask() -> list[str]:
+        return [delta.text async for delta in llm.chat([{"role": "user", "content": "a"}], adapter="one", tone="kind")]
+
+    assert asyncio.run(ask()) == ["answer"]
+    assert rendered.call_args.kwargs == {"tone": "kind"} and asked.call_args.kwargs["adapter"] == "one"

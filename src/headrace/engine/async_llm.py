@@ -297,6 +297,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         request_id: str | None = None,
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
+        adapter: str = "",
         **template: Any,
     ) -> AsyncGenerator[Delta, None]:
         """Streams the answer to a conversation (messages with role and content), as generate does, with its keywords.
@@ -308,8 +309,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
         prompt = await asyncio.to_thread(self.tokenizer.apply_chat, list(messages), **template)
         sharing: dict[str, Any] = dict(
-            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens, **own
-        )
+            request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens, adapter=adapter,
+            **own,
+        )  # fmt: skip
         async with aclosing(self.generate(prompt, params, **sharing)) as deltas:
             async for delta in deltas:
                 yield delta
