@@ -96,7 +96,8 @@ def test_a_peer_goes_on_from_what_it_was_primed_with(static: bool) -> None:
     with torch.inference_mode():
         whole = model(input_ids=prompt, logits_to_keep=1).logits[:, -1]
         known = peer.primed(prompt[:, :70], 3, 10)
-        primed = model(input_ids=prompt[:, 70:].repeat(3, 1), past_key_values=known, logits_to_keep=1).logits[:, -1]
+        rows = prompt[:, 70:].repeat(3, 1)
+        primed = model(input_ids=rows, logits_to_keep=1, **{peer.cache_name: known}).logits[:, -1]
     assert (primed - whole).abs().max() <= 0.05 * whole.abs().max()
     assert len(peer.run(prompt, 4)[0]) == 4
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class Transformers:
         compiled = options.get("compiled", False)
         self.static = options.get("static", False) or compiled
         self.decode = torch.compile(self.model.forward, mode="reduce-overhead") if compiled else self.model.forward
+        named = signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in named else "past_key_values"  # versions of transformers differ
         self.known: list[int] = []
         self.cache: DynamicCache | None = None
         self.facts = {"threads": str(torch.get_num_threads())}
@@ -47,8 +50,9 @@ class Transformers:
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             forward = self.decode if step else self.model.forward
             out = forward(
-                input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            )
+                input_ids=tokens, attention_mask=mask, position_ids=positions, logits_to_keep=1,
+                **{self.cache_name: cache},
+            )  # fmt: skip
             tokens = out.logits[:, -1].argmax(-1, keepdim=True)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             tokens.cpu()  # a GPU has the token only then

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from transformers import DynamicCache, StaticCache
 
 Times = list[float]
 """Seconds after the beginning at which each step's tokens were on the host."""
+
+
+def cache_name(model: Any) -> str:
+    """What the model's forward calls its cache: versions of transformers differ."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 @dataclass
@@ -30,7 +36,7 @@ class TransformersPeer:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        self.step = self.model.forward
+        self.step, self.cache_name = self.model.forward, cache_name(self.model)
         if self.compiled:
             self.step = torch.compile(self.model.forward, mode="reduce-overhead", fullgraph=True, dynamic=False)
 
@@ -45,7 +51,7 @@ class TransformersPeer:
         for _ in range(steps):
             forward = self.step if tokens.shape[1] == 1 else self.model.forward
             torch.compiler.cudagraph_mark_step_begin()
-            out = forward(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+            out = forward(input_ids=tokens, logits_to_keep=1, **{self.cache_name: cache})
             tokens = out.logits[:, -1].argmax(-1, keepdim=True)
             tokens.cpu()
             times.append(time.perf_counter() - began)
@@ -56,7 +62,7 @@ class TransformersPeer:
         """A cache of a prompt [1, T], repeated for each sequence, with room for `more` tokens: how transformers shares
         a prefix."""
         known = DynamicCache(config=self.model.config)
-        self.model(input_ids=prompt, past_key_values=known, logits_to_keep=1)
+        self.model(input_ids=prompt, logits_to_keep=1, **{self.cache_name: known})
         if not self.fixed:
             known.batch_repeat_interleave(sequences)
             return known
