@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -127,6 +128,19 @@ def test_a_share_is_cut_as_the_weights_are(ranks: int, two: list[AdapterFacts], 
                     assert rows is not None
                     columns = torch.cat([torch.arange(each.start, each.stop) for each in rows])
                     assert torch.equal(ops.linear(x, own.up), ops.linear(x, pair.up)[:, columns])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_bits_do_not_depend_on_which_adapters_there_are(
+    dtype: Literal["bfloat16", "float32"], two: list[AdapterFacts], folder_of: FolderOf
+) -> None:
+    """Though all are padded to the rank of the largest: chunks in a tier outlive the set that they were made with."""
+    alone, beside = (load_decoder(folder_of("llama_bias"), dtype, adapters=facts) for facts in (two[:1], two))
+    assert alone.adapters is not None and beside.adapters is not None
+    ranks = [each.adapters.pairs["layers.0.qkv"][0].down.shape[0] for each in (alone, beside)]  # type: ignore[union-attr]
+    assert ranks[0] < ranks[1]
+    tokens = prompt(COUNTS[0], 0)
+    assert torch.equal(*(together(each, [tokens], [0])[0] for each in (alone, beside)))
 
 
 def test_a_step_without_adapters_is_the_models_own(two: list[AdapterFacts], folder_of: FolderOf) -> None:
