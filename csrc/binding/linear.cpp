@@ -29,6 +29,27 @@ Matrix matrix_of_parts(const std::vector<Matrix> &parts, Address bias, int64_t i
   return whole;
 }
 
+// The same matrix, to whose products adapters add (LowRank): `count` of them, and of those with these numbers what they have.
+Matrix matrix_adapted(const Matrix &self, const std::vector<int64_t> &numbers, const Matrices &down, const Matrices &up,
+                      int64_t count) {
+  if (numbers.empty() || down.size() != numbers.size() || up.size() != numbers.size())
+    refuse("each adapter needs its two matrices");
+  LowRank made = {down.front().outputs, Matrices(count), Matrices(count), {}};
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    if (down[i].inputs != self.inputs || down[i].outputs != made.rank || up[i].inputs != made.rank ||
+        up[i].outputs != self.outputs || down[i].gated || up[i].gated)
+      refuse("matrices of adapter ", numbers[i], " do not fit the one that they change");
+    made.down.at(numbers[i]) = down[i], made.up.at(numbers[i]) = up[i];
+  }
+  const int64_t half = self.outputs / 2;
+  if (self.gated && self.bias)
+    for (int64_t i = 0; i < self.outputs; ++i)
+      made.turned.push_back(self.bias[i / TOPS % 2 * half + i / (2 * TOPS) * TOPS + i % TOPS]);
+  Matrix whole = self;
+  whole.adapters = std::make_shared<const LowRank>(made);
+  return whole;
+}
+
 // The matrix's bias is of the type of x, whatever its own says.
 void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int64_t x_stride, bool wide, Gate gate,
             int threads) {
@@ -102,6 +123,7 @@ void bind_linear(nb::module_ &m) {
   nb::class_<Matrix>(m, "Matrix")
       .def("__init__", make_matrix, "form"_a, "weight"_a, "scales"_a, "bias"_a, named, "inputs"_a, "outputs"_a, "gated"_a,
            "scaling"_a, "order"_a)
+      .def("adapted", matrix_adapted, "numbers"_a, "down"_a, "up"_a, named, "count"_a)
       .def_static("of_parts", matrix_of_parts, "parts"_a, "bias"_a, named, "inputs"_a, "outputs"_a);
 }
 

@@ -101,13 +101,14 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
 }
 
 void before(const DecoderLayer &self, Address x, Address cos_sin, Address qkv, Address scratch, int64_t rotary, int64_t rows,
-            int threads) {
-  self.before(at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(scratch), rows, threads);
+            int threads, Address adapted) {
+  self.before(at<bf16>(x), at<float>(cos_sin), rotary, at<bf16>(qkv), at<bf16>(scratch), rows, threads, at<int64_t>(adapted));
 }
 
 void after(const DecoderLayer &self, Address x, Address attended, Address scratch, int64_t rows, int threads, Address gates,
-           int64_t gates_stride) {
-  self.after(at<bf16>(x), at<bf16>(attended), at<bf16>(scratch), rows, threads, {at<bf16>(gates), gates_stride});
+           int64_t gates_stride, Address adapted) {
+  self.after(at<bf16>(x), at<bf16>(attended), at<bf16>(scratch), rows, threads, {at<bf16>(gates), gates_stride},
+             at<int64_t>(adapted));
 }
 
 // bias_len: positions that the bias covers.
@@ -165,7 +166,7 @@ size_t attentions(const Blocks &blocks) {
 // layers: one for each block with attention, or more. states, and segments of which there are `count`: of the recurrent ones.
 void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &layers, Address x, Address qkv, Address attended,
                 Address scratch, const RecurrentStates *states, Address segments, int64_t count, Address cos_sin,
-                int64_t rotary, int64_t rows, int threads) {
+                int64_t rotary, int64_t rows, int threads, Address adapted) {
   if (layers.size() < attentions(blocks)) throw std::invalid_argument("fewer layers than blocks");
   const LayerBuffers shared = {
       .x = at<bf16>(x),
@@ -176,6 +177,7 @@ void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &l
       .scratch = at<bf16>(scratch),
       .rows = rows,
       .threads = threads,
+      .adapted = at<int64_t>(adapted),
   };
   if (!states) return run_layers(blocks, layers, self, nullptr, shared);
   const Recurrence recurrence = {*states, at<DeltaSegment>(segments), count};
@@ -188,9 +190,9 @@ void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const 
 }
 
 void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
-                const Layers &layers, Address turns, int64_t turn_rows, int64_t rotary) {
+                const Layers &layers, Address turns, int64_t turn_rows, int64_t rotary, Address adapted) {
   if (layers.size() != attentions(blocks)) throw std::invalid_argument("a model step needs as many layers as blocks");
-  new (self) ModelStep{ends, blocks, layers, step, at<float>(turns), turn_rows, rotary};
+  new (self) ModelStep{ends, blocks, layers, step, at<float>(turns), turn_rows, rotary, at<int64_t>(adapted)};
 }
 
 typedef std::pair<std::vector<float>, std::vector<int64_t>> Found;
@@ -242,9 +244,10 @@ void bind_model(nb::module_ &m) {
       .def("scratch", &DecoderLayer::scratch)
       .def("mixed_size", &DecoderLayer::mixed_size)
       .def("gates_at", &DecoderLayer::gates_at)
-      .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a)
+      .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a,
+           "adapted"_a = 0)
       .def("after", after, unlocked, "x"_a, "attended"_a, "scratch"_a, "rows"_a, "threads"_a, named, "gates"_a = 0,
-           "gates_stride"_a = 0);
+           "gates_stride"_a = 0, "adapted"_a = 0);
   nb::class_<AttentionStep::Layer>(m, "StepLayer").def("__init__", make_layer);
   nb::class_<AttentionStep>(m, "AttentionStep")
       .def("__init__", make_step, "type"_a, "positions"_a, "slots"_a, "offsets"_a, "bias"_a, named, "bias_len"_a, "rows"_a,
@@ -254,11 +257,12 @@ void bind_model(nb::module_ &m) {
       .def("go_on_by_one", go_on_by_one)
       .def("run", run, unlocked, "layer"_a, "q"_a, "k"_a, "v"_a, "out"_a, named, "q_stride"_a, "k_stride"_a, "v_stride"_a)
       .def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a,
-           "states"_a.none(), "segments"_a, "count"_a, named, "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a);
+           "states"_a.none(), "segments"_a, "count"_a, named, "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a, "adapted"_a = 0);
   nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends, "embed"_a, "vocabulary"_a, "norm"_a, "eps"_a, "head"_a,
                                               named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a);
   nb::class_<ModelStep>(m, "ModelStep")
-      .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a)
+      .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a,
+           "adapted"_a = 0)
       .def("scratch", &ModelStep::scratch)
       .def("run", run_whole, unlocked, "tokens"_a, "scratch"_a, "logits"_a, "threads"_a, "states"_a = nb::none(),
            "segments"_a = 0, "count"_a = 0);

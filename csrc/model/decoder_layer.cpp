@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "model/adapters.h"
 #include "model/experts.h"
 #include "model/latent.h"
 #include "model/operations.h"
@@ -33,6 +34,36 @@ int64_t latent_size(const DecoderLayer &block, int64_t rows) {
   return block.latent ? latent_scratch(*block.latent, block.heads, rows) / sizeof(bf16) + LINE : 0;
 }
 
+// f(matrix) for each that adapters may change.
+template <typename F> void adaptable(const DecoderLayer &block, F f) {
+  for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down}) f(*m);
+  for (const Matrix &m : block.experts.shared) f(m);
+  if (!block.latent) return;
+  f(block.latent->queries);
+  if (block.latent->query_in) f(*block.latent->query_in);
+}
+
+// Elements of scratch memory that a tile takes, but for its adapters.
+int64_t own_size(const DecoderLayer &block, int64_t rows) {
+  return rows * 2 * block.qkv.inputs + std::max(mlp_size(block, rows), latent_size(block, rows));
+}
+
+int64_t adapters_size(const DecoderLayer &block, int64_t rows) {
+  int64_t bytes = 0;
+  adaptable(block, [&](const Matrix &m) { bytes = std::max(bytes, low_rank_scratch(m, rows)); });
+  return bytes ? bytes / sizeof(bf16) + LINE : 0;
+}
+
+void *next_line(bf16 *memory) { return reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64); }
+
+// Which rows of a tile have an adapter that may change the layer; nothing if none does.
+std::optional<AdaptedRows> adapted_rows(const DecoderLayer &block, const int64_t *numbers, int64_t rows, bf16 *scratch) {
+  const int64_t adapters = numbers ? block.adapters() : 0;
+  if (adapters == 0) return std::nullopt;
+  const AdaptedRows found(numbers, rows, adapters, next_line(scratch + own_size(block, rows)));
+  return found.size() ? std::optional<AdaptedRows>(found) : std::nullopt;
+}
+
 // Scratch of a tile: two rows of the hidden size, and what the MLP takes, or before it what latents take.
 struct Buffers {
   bf16 *a, *b, *inner, *active;
@@ -41,7 +72,7 @@ struct Buffers {
       : a(memory), b(a + rows * block.qkv.inputs), inner(b + rows * block.qkv.inputs),
         active(inner + rows * inner_width(block)) {}
 
-  void *behind() const { return reinterpret_cast<void *>((reinterpret_cast<uintptr_t>(inner) + 63) / 64 * 64); }
+  void *behind() const { return next_line(inner); }
 };
 
 // MLP(x) up to its activation, into buffers.active. Not of experts.
@@ -96,7 +127,13 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
 
 int64_t DecoderLayer::scratch(int64_t rows) const {
   const int64_t most = rows < TILE ? rows : TILE;
-  return most * 2 * qkv.inputs + std::max(mlp_size(*this, most), latent_size(*this, most));
+  return own_size(*this, most) + adapters_size(*this, most);
+}
+
+int64_t DecoderLayer::adapters() const {
+  size_t most = 0;
+  adaptable(*this, [&](const Matrix &m) { most = m.adapters ? std::max(most, m.adapters->up.size()) : most; });
+  return static_cast<int64_t>(most);
 }
 
 int64_t DecoderLayer::gates_at(int64_t rows) const { return (rows * qkv.outputs + LINE - 1) / LINE * LINE; }
@@ -107,10 +144,11 @@ int64_t DecoderLayer::mixed_size(int64_t rows) const {
 }
 
 void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
-                          int threads) const {
+                          int threads, const int64_t *adapted) const {
   const int64_t hidden = qkv.inputs, width = mixed_width();
   tiles(rows, [&](int64_t first, int64_t count) {
-    const Operations run = {kernels(), count, threads};
+    const auto changed = adapted_rows(*this, adapted ? adapted + first : nullptr, count, scratch);
+    const Operations run = {kernels(), count, threads, changed ? &*changed : nullptr};
     const bf16 *from = x + first * hidden;
     bf16 *q = heads_out + first * width, *k = q + heads * dim;
     if (order != Order::post && order != Order::after) {
@@ -148,9 +186,11 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
   });
 }
 
-void DecoderLayer::after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates) const {
+void DecoderLayer::after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates,
+                         const int64_t *adapted) const {
   tiles(rows, [&](int64_t first, int64_t count) {
-    const Operations run = {kernels(), count, threads};
+    const auto changed = adapted_rows(*this, adapted ? adapted + first : nullptr, count, scratch);
+    const Operations run = {kernels(), count, threads, changed ? &*changed : nullptr};
     const Buffers buffers(*this, scratch, count);
     bf16 *mine = attended + first * attended_width();
     if (latent) mine = values_of_latents(*this, run, mine, buffers.behind());

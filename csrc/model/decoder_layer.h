@@ -90,6 +90,9 @@ struct DecoderLayer {
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;
 
+  // Of how many adapters its matrices may have something; all of them know of the same.
+  int64_t adapters() const;
+
   // Elements that `before` leaves of `rows` rows, and of one of them: how far apart rows of q, k and v lie.
   int64_t mixed_size(int64_t rows) const;
   int64_t mixed_width() const { return latent ? (heads + kv_heads) * dim : qkv.outputs; }
@@ -102,11 +105,14 @@ struct DecoderLayer {
 
   // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v), and Hq gates behind them if there are any; of a net `mixed`, and its gates; of
   // latents [T, Hq + 1, D] = (q, k), whose k is v too.
-  // cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated.
-  void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads) const;
+  // cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated. adapted [T]: the number of each row's adapter, -1 for
+  // none; or null, no row has one.
+  void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads,
+              const int64_t *adapted = nullptr) const;
 
   // attended [T, Hq, D], overwritten where there are gates, or what a net has read [T, Hv, V]; x [T, H] becomes the layer's output.
-  void after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates = {}) const;
+  void after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates = {},
+             const int64_t *adapted = nullptr) const;
 };
 
 }  // namespace headrace

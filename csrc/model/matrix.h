@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
 #include <vector>
 
 #include "common/checks.h"
@@ -13,9 +14,12 @@ namespace headrace {
 
 typedef uint16_t bf16;
 
+struct LowRank;
+
 // A weight [outputs, inputs] that rows are multiplied by, its scales if it has any, and its bias [outputs] or null. gated: see
 // Epilogue in kernels.h. order: as in LinearQuant. parts: the weights whose outputs, one behind the other, are this one's; then
-// it has none of its own but a bias, and no epilogue.
+// it has none of its own but a bias, and no epilogue. adapters: what rows that have one are multiplied by as well, or none; whoever
+// multiplies by the matrix alone does not look at them.
 struct Matrix {
   Form form;
   Borrowed<const void> weight, scales;
@@ -25,6 +29,15 @@ struct Matrix {
   Scaling scaling = {};
   Borrowed<const int32_t> order = {};
   std::vector<Matrix> parts = {};
+  std::shared_ptr<const LowRank> adapters = {};
+};
+
+// To the product of a matrix with x adapter e adds up[e] [outputs, rank] times (down[e] [rank, inputs] times x); of one that adds
+// nothing both have no outputs. turned: the bias of a gated matrix, in the order in which its outputs lie.
+struct LowRank {
+  int64_t rank;
+  std::vector<Matrix> down, up;
+  std::vector<bf16> turned;
 };
 
 // Rows that are multiplied, and where to. type: of x, of the matrix's bias and of a narrow y; 0 is bf16, 1 is fp32. y_stride: as
@@ -104,7 +117,7 @@ inline std::vector<Met> met_by(const std::vector<Matrix> &matrices, const std::v
   std::vector<Met> met;
   for (size_t e = 0; e < matrices.size(); ++e) {
     const Matrix &m = matrices[e];
-    if (begin[e] == begin[e + 1]) continue;
+    if (begin[e] == begin[e + 1] || m.outputs == 0) continue;
     if (m.parts.empty()) met.push_back({&m, m.bias, 0, begin[e], begin[e + 1]});
     int64_t column = 0;
     for (const Matrix &part : m.parts) {
@@ -116,7 +129,7 @@ inline std::vector<Met> met_by(const std::vector<Matrix> &matrices, const std::v
 }
 
 // r.y = rows begin[e] .. begin[e + 1] - 1 of r.x times matrix e, plus its bias: one product for all matrices, or parts of them,
-// that are alike. Matrices of no rows are not read.
+// that are alike. Matrices of no rows are not read; rows of matrices that have no outputs are left alone.
 inline void multiply_groups(const Kernels &kernels, const std::vector<Matrix> &matrices, const std::vector<int64_t> &begin,
                             const Rows &r) {
   std::vector<Met> left = met_by(matrices, begin, r.type == 1 ? 4 : 2);
@@ -129,7 +142,7 @@ inline void multiply_groups(const Kernels &kernels, const std::vector<Matrix> &m
     std::transform(left.begin(), rest, std::back_inserter(groups), [](const Met &each) { return each.group(); });
     Rows own = r;
     own.y = static_cast<char *>(r.y) + first.column * r.bytes_out();
-    own.y_stride = first.matrix->gated ? 0 : matrices.front().outputs;
+    own.y_stride = first.matrix->gated ? 0 : r.y_stride ? r.y_stride : matrices.front().outputs;
     own.groups = {groups.data(), static_cast<int64_t>(groups.size())};
     multiply(kernels, *first.matrix, own, nullptr);
     left.erase(left.begin(), rest);

@@ -16,19 +16,19 @@ void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &l
   for (const DecoderLayer *each : blocks) {
     const DecoderLayer &block = *each;
     const int64_t stride = block.mixed_width();
-    block.before(r.x, r.cos_sin, r.rotary, r.qkv, r.scratch, r.rows, r.threads);
+    block.before(r.x, r.cos_sin, r.rotary, r.qkv, r.scratch, r.rows, r.threads, r.adapted);
     if (block.net) {
       if (!recurrence) refuse("a recurrent layer needs the states of its rows");
       const float *gates = reinterpret_cast<const float *>(r.qkv + block.gates_at(r.rows));
       recurrence->run(nets++, *block.net, r.qkv, gates, r.attended, r.rows, r.threads);
-      block.after(r.x, r.attended, r.scratch, r.rows, r.threads);
+      block.after(r.x, r.attended, r.scratch, r.rows, r.threads, {}, r.adapted);
       continue;
     }
     const int64_t kv = block.kv_heads * block.dim;
     bf16 *k = r.qkv + block.heads * block.dim, *v = block.latent ? k : k + kv;
     step.run(layers.at(attentions++), {r.qkv, stride}, {k, stride}, {v, stride}, r.attended);
     const AttentionGates gates = block.gated ? AttentionGates{v + kv, stride} : AttentionGates{};
-    block.after(r.x, r.attended, r.scratch, r.rows, r.threads, gates);
+    block.after(r.x, r.attended, r.scratch, r.rows, r.threads, gates, r.adapted);
   }
 }
 
@@ -80,7 +80,7 @@ void ModelStep::run(const int64_t *tokens, const Recurrence *recurrence, bf16 *s
   const int64_t rows = step.rows(), hidden = first.qkv.inputs;
   HEADRACE_NS::Scratch memory(scratch);
   float *cos_sin = memory.take<float>(rows * rotary);
-  LayerBuffers r = {nullptr, turns ? cos_sin : nullptr, rotary, nullptr, nullptr, nullptr, rows, threads};
+  LayerBuffers r = {nullptr, turns ? cos_sin : nullptr, rotary, nullptr, nullptr, nullptr, rows, threads, adapted};
   r.x = memory.take<bf16>(rows * hidden);
   r.qkv = memory.take<bf16>(sizes.qkv);
   r.attended = memory.take<bf16>(sizes.attended);

@@ -10,7 +10,7 @@
 namespace headrace {
 
 // Memory that layers share: x [T, H], which becomes the last one's output, qkv and attended as in DecoderLayer and with room for
-// those of any layer, cos_sin and rotary too.
+// those of any layer, cos_sin, rotary and adapted too.
 struct LayerBuffers {
   bf16 *x;
   const float *cos_sin;
@@ -18,6 +18,7 @@ struct LayerBuffers {
   bf16 *qkv, *attended, *scratch;
   int64_t rows;
   int threads;
+  const int64_t *adapted = nullptr;
 };
 
 typedef std::vector<const DecoderLayer *> Blocks;
@@ -51,6 +52,7 @@ struct ModelStep {
   const AttentionStep &step;
   Borrowed<const float> turns;  // rotations of each position [turn_rows, rotary], or null
   int64_t turn_rows, rotary;
+  Borrowed<const int64_t> adapted;  // the number of each row's adapter, see DecoderLayer, or null
 
   // Elements of scratch memory that `run` needs.
   int64_t scratch() const;

@@ -6,12 +6,24 @@
 
 namespace headrace {
 
+struct AdaptedRows;
+struct Operations;
+
+// Products with a matrix that the rows' adapters change (model/adapters.h), each sum and product rounded: y [T, outputs]; rows of y
+// `stride` apart; of a gated matrix f of that, y [T, width].
+void multiply_adapted(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual, float scale);
+void multiply_adapted_apart(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, int64_t stride);
+void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation f, const bf16 *x, bf16 *y, int64_t width);
+
 struct Operations {
   static constexpr int BF16 = 0;
 
   const Kernels &kernels;
   int64_t rows;
   int threads;
+  const AdaptedRows *adapted = nullptr;  // of these rows, if some have an adapter
+
+  bool adapts(const Matrix &m) const { return adapted && m.adapters; }
 
   static Gate gate_of(Activation f) {
     if (f == Activation::swiglu_oai_mul) return Gate::swiglu_oai;
@@ -20,6 +32,7 @@ struct Operations {
 
   // residual may be y.
   void multiply(const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual = nullptr, float scale = 1.0f) const {
+    if (adapts(m)) return multiply_adapted(*this, m, x, y, residual, scale);
     multiply(m, x, y, {.residual = residual, .scale = scale}, false);
   }
 
@@ -35,6 +48,7 @@ struct Operations {
 
   // f of the products with `up`: y [T, width]. inner [T, outputs of up] is used where f is no part of the product.
   void multiply_activated(const Matrix &up, Activation f, const bf16 *x, bf16 *inner, bf16 *y, int64_t width) const {
+    if (up.gated && adapts(up)) return multiply_adapted_gated(*this, up, f, x, y, width);
     if (up.gated) return multiply_gated(up, f, x, y);
     multiply(up, x, inner);
     activate(f, inner, y, width);
@@ -55,6 +69,7 @@ struct Operations {
 
   // Rows of y lie `stride` apart.
   void multiply_apart(const Matrix &m, const bf16 *x, bf16 *y, int64_t stride) const {
+    if (adapts(m)) return multiply_adapted_apart(*this, m, x, y, stride);
     headrace::multiply(kernels, m, {BF16, x, rows, m.inputs, y, false, threads, {}, stride});
   }
 

@@ -15,6 +15,9 @@ from headrace.config import EngineConfig
 from headrace.engine.async_llm import AsyncLLM
 from headrace.engine.driver import apart
 from headrace.engine.footprint import Footprint
+from headrace.engine.programs import InCpp
+from headrace.engine.runner import Runner
+from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.parallel.messages import StepPart
 from headrace.types import CHUNK, Delta, InvalidRequest
@@ -23,7 +26,7 @@ from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.hybrid_checkpoints import build_model as build_hybrid
 from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
 from tests.support.kind_sizes import VOCAB
-from tests.support.traces import random_tokens, run, same
+from tests.support.traces import Trace, random_tokens, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -157,6 +160,35 @@ def test_it_outlives_its_engine_on_disk(
     assert [restored("one"), restored("mine"), restored("")] == [4 * CHUNK] * 3
     write_adapter(mine, theirs_of(KIND), seed=8)
     assert restored("mine") == 0
+
+
+def same_one_at_a_time(folder: Path, lora_modules: str, prompts: list[list[int]], names: list[str]) -> None:
+    """In bf16: pieces of prompts, and decoding past the end of a chunk, by one call of C++ a step and otherwise."""
+
+    def traces(whole: bool) -> list[Trace]:
+        settings = dict(dtype="bfloat16", kv_cache_tokens=32 * CHUNK, max_batch_tokens=96, lora_modules=lora_modules)
+        with LLM(folder, **settings) as llm:  # type: ignore[arg-type]
+            executor = llm.engine.loaded.executor
+            assert isinstance(executor, Runner) and isinstance(executor.decoding, InCpp) == whole
+            return run(llm, prompts, SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True), names)
+
+    fast = traces(True)
+    with dispatch.force("ops"):
+        same(fast, traces(False))
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+def test_whole_layers_have_the_bits_of_single_operations(folders: Path, folder_of: FolderOf) -> None:
+    names = ["one", "", "two", "late"]
+    prompts = [CONTEXT[:5], CONTEXT[:130], CONTEXT[:64], MIDDLE]
+    same_one_at_a_time(folder_of(KIND), modules(folders), prompts, names)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+def test_whole_layers_beside_recurrent_ones(tmp_path: Path) -> None:
+    folder = make_hybrid("3_5", tmp_path / "m")
+    write_adapter(tmp_path / "a", build_hybrid("3_5"), r".*(q_proj|o_proj|down_proj)", seed=1)
+    same_one_at_a_time(folder, f"a={tmp_path / 'a'}", [CONTEXT[:5], CONTEXT[:130]], ["a", ""])
 
 
 def test_attention_layers_of_a_hybrid(tmp_path: Path) -> None:

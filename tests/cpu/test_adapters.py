@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import dispatch, ops
-from headrace.models.adapted_rows import row_numbers
+from headrace.kernels.adapted_rows import row_numbers
 from headrace.models.adapter_files import AdapterFacts, read_adapter
 from headrace.models.adapters import load_adapters
 from headrace.models.config import read_config

@@ -13,6 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from headrace.kernels import ops
+from headrace.kernels.adapted_rows import Pair
+from headrace.models.adapters import MATRIX, Adapters
+from headrace.models.decoder import Decoder
+
 ADAPTED = re.compile(
     r"\.(self_attn|attention|self_attention|mlp|shared_experts?|shared_mlp|decoder\.layers\.\d+)\.\w+$"
 )
@@ -69,3 +74,19 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             module = modules[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")]
             module.weight.data += (b.double() @ a.double() * scale).to(module.weight.dtype)
     return merged
+
+
+def drawn_adapters(decoder: Decoder, rank: int = 32) -> Adapters:
+    """Three without files: of all matrices that may be changed, of all but the last of a layer, of one alone."""
+    g = torch.Generator().manual_seed(5)
+    pairs: dict[str, list[Pair | None]] = {}
+    for name in filter(MATRIX.match, decoder.matrices):
+        outputs, inputs = decoder.matrices[name].shape
+        each: list[Pair | None] = []
+        for number in range(3):
+            down = torch.randn(rank, inputs, generator=g) / inputs**0.5
+            up = torch.randn(outputs, rank, generator=g) / rank**0.5
+            changed = (True, not name.endswith("down.weight"), name.endswith("out.weight"))[number]
+            each.append(Pair(*(ops.pack(part.to(decoder.dtype)) for part in (down, up))) if changed else None)
+        pairs[name.removesuffix(".weight")] = each
+    return Adapters((), pairs)

@@ -21,10 +21,10 @@ from headrace.attention.plan import Int64, Plan, PlannedStep
 from headrace.attention.recurrence import StepRecurrence, prepared_recurrence
 from headrace.engine.adapters import NO_ADAPTER
 from headrace.engine.sequence import SequenceState, Slice
+from headrace.kernels.adapted_rows import row_numbers
 from headrace.kernels.model_step import Greatest, ModelStep
 from headrace.kernels.step_copies import Reading
 from headrace.kv.storage import KVStorage, StateStorage
-from headrace.models.adapted_rows import row_numbers
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel.coming import NOTHING, Coming, WaitingAttend
@@ -143,15 +143,16 @@ class InCpp:
             greatest = prepared.run_next(step.tokens(), recurrence)
         else:
             del prepared  # its logits
-            prepared = self._prepare(planned)
+            prepared = self._prepare(planned, adapters_of(step.slices))
             greatest = prepared.run(step.tokens(), recurrence)
         self._first, self._steps, self._prepared = planned.first, planned.steps, prepared
         return Logits(prepared.logits, greatest)
 
     @torch.inference_mode()
-    def _prepare(self, planned: PlannedStep) -> ModelStep:
+    def _prepare(self, planned: PlannedStep, adapters: Tensor | None) -> ModelStep:
+        """The step, and those in which the same sequences go on: their adapters begin in their prompts."""
         attention = self.attention.at(planned)
-        return self.decoder.prepare(attention.positions, attention)
+        return self.decoder.prepare(attention.positions, attention, adapters)
 
 
 def batch_of(config: ModelConfig, slices: Seq[Slice], positions: Int64) -> TokenBatch:
@@ -160,8 +161,15 @@ def batch_of(config: ModelConfig, slices: Seq[Slice], positions: Int64) -> Token
     lengths = None
     if config.rope_depends_on_length:
         lengths = torch.from_numpy(np.maximum(prompts_of(slices), positions + 1))
-    numbers = row_numbers([(part.start, part.end, *(part.sequence.adapter or NO_ADAPTER)) for part in slices])
+    numbers = adapters_of(slices)
     return TokenBatch(torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(positions), lengths, numbers)
+
+
+def adapters_of(slices: Seq[Slice]) -> Tensor | None:
+    """Numbers of the rows' adapters, see TokenBatch."""
+    if not any(part.sequence.adapter for part in slices):
+        return None
+    return row_numbers([(part.start, part.end, *(part.sequence.adapter or NO_ADAPTER)) for part in slices])
 
 
 def prompts_of(slices: Seq[Slice]) -> Int64:

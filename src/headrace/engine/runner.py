@@ -140,8 +140,7 @@ class Runner(Executor):
             wait_for_all(self.coming, awaited, self.decoder.config.attention)
             step.awaited = ()
         program = self.decoding if every else self.mixed
-        adapted = any(part.sequence.adapter for part in slices)
-        logits = (self.eager if step.awaited or wanted.reported or adapted else program).run(step)
+        logits = (self.eager if step.awaited or wanted.reported else program).run(step)
         reported = wanted.of(logits.hidden) if logits.hidden is not None else ()
         return Computed(logits.values, wanted.parts, logits.greatest, reported, timed=self._timed(logits))
 

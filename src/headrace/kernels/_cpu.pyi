@@ -94,6 +94,8 @@ class Matrix:
         scaling: Scaling,
         order: int,
     ) -> None: ...
+    def adapted(self, numbers: Sequence[int], down: Sequence[Matrix], up: Sequence[Matrix], *, count: int) -> Matrix:
+        """The same with what adapters of these numbers, of `count`, add to its products."""
     @staticmethod
     def of_parts(parts: Sequence[Matrix], bias: int, *, inputs: int, outputs: int) -> Matrix:
         """Outputs one part after another; the parts have no biases of their own."""
@@ -190,9 +192,29 @@ class Block:
     def scratch(self, rows: int) -> int: ...
     def mixed_size(self, rows: int) -> int: ...
     def gates_at(self, rows: int) -> int: ...
-    def before(self, x: int, cos_sin: int, qkv: int, scratch: int, *, rotary: int, rows: int, threads: int) -> None: ...
+    def before(
+        self,
+        x: int,
+        cos_sin: int,
+        qkv: int,
+        scratch: int,
+        *,
+        rotary: int,
+        rows: int,
+        threads: int,
+        adapted: int = 0,
+    ) -> None: ...
     def after(
-        self, x: int, attended: int, scratch: int, rows: int, threads: int, *, gates: int = 0, gates_stride: int = 0
+        self,
+        x: int,
+        attended: int,
+        scratch: int,
+        rows: int,
+        threads: int,
+        *,
+        gates: int = 0,
+        gates_stride: int = 0,
+        adapted: int = 0,
     ) -> None: ...
 
 class StepLayer:
@@ -239,6 +261,7 @@ class AttentionStep:
         rotary: int,
         rows: int,
         threads: int,
+        adapted: int = 0,
     ) -> None: ...
 
 class Ends:
@@ -266,6 +289,7 @@ class ModelStep:
         turns: int,
         turn_rows: int,
         rotary: int,
+        adapted: int = 0,
     ) -> None: ...
     def scratch(self) -> int: ...
     def run(

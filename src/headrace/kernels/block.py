@@ -7,6 +7,7 @@ The bits are those of `ops`, one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from headrace.config import RecurrentSpec
 from headrace.config.routing import CORRECTION
 from headrace.kernels import cpu, dispatch
+from headrace.kernels.adapted_rows import AdaptedRows, Pairs
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
@@ -59,7 +61,14 @@ class Blocks:
         self.places = _places(layers)
         heads = shape.attention.heads * shape.attention.head_dim
         whole = shape.latent is None and (heads % cpu.COLUMNS or shape.gated or shape.recurrent is not None)
+        self.adapted: AdaptedRows | None = None
         self.without_queries = None if whole else [_block(shape, layer, query=False) for layer in layers]
+
+    def adapted_by(self, rows: AdaptedRows) -> Blocks:
+        """The layers in a step some rows of which have an adapter. They are for that step alone."""
+        other = copy(self)
+        other.adapted = rows
+        return other
 
     def __call__(
         self,
@@ -84,6 +93,8 @@ class Blocks:
         scratch = torch.empty(max(block.scratch(rows) for block in self.blocks), dtype=x.dtype)
         x_at, mixed_at, scratch_at = x.data_ptr(), mixed.data_ptr(), scratch.data_ptr()
         turn_at, turned = self.turn_of(cos_sin, rows)
+        adapted = self.adapted
+        numbers = numbers_of(adapted, rows)
         last = len(self.blocks) - 1
         begin = 0
         if attend.prepared is not None and watch is None and (recur is None or recur.prepared is not None):
@@ -92,20 +103,24 @@ class Blocks:
             attended = torch.empty(rows * self._widest, dtype=x.dtype)
             recurrence = None if recur is None else recur.prepared
             attend.prepared.run(
-                self.blocks[:begin], x, (turn_at, turned), mixed, attended, scratch, threads, recurrence
+                self.blocks[:begin], x, (turn_at, turned), mixed, attended, scratch, threads, recurrence, numbers
             )
         for index, block in enumerate(self.blocks[begin:], begin):
             if watch is not None:
                 watch(index, x)
-            block.before(x_at, turn_at, mixed_at, scratch_at, rotary=turned, rows=rows, threads=threads)
+            block.before(
+                x_at, turn_at, mixed_at, scratch_at, rotary=turned, rows=rows, threads=threads, adapted=numbers
+            )
             chosen = some if index == last else None
             attended, gates = self._across_rows(index, mixed, rows, attend, recur, chosen)
             if chosen is not None:
                 x, rows = x[chosen], len(chosen)
                 x_at = x.data_ptr()
+                adapted = None if adapted is None else adapted.of(chosen)
+                numbers = numbers_of(adapted, rows)
             check("attended", attended, x.dtype, (rows, *attended.shape[1:]))
             if rows:
-                block.after(x_at, attended.data_ptr(), scratch_at, rows, threads, **_gates(gates))
+                block.after(x_at, attended.data_ptr(), scratch_at, rows, threads, **_gates(gates), adapted=numbers)
         return x
 
     def check_heads(self, over: StepOver) -> None:
@@ -203,10 +218,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         sizes = {"mixed": (net.channels + net.values, shape.hidden), "out": (shape.hidden, net.values)}
     if shape.latent is not None:
         sizes = {"latent": (kv, shape.hidden), "out": (shape.hidden, spec.heads * shape.latent.value)}
-    qkv, out = (
-        matrix_of(layer.weights, layer.matrices, name, size, 0 if query or name != "qkv" else heads)
-        for name, size in sizes.items()
-    )
+    qkv, out = (_matrix(layer, name, size, 0 if query or name != "qkv" else heads) for name, size in sizes.items())
     experts = shape.experts if "router.weight" in layer.matrices else None
     prefixes = [""] if experts is None else [f"experts.{index}." for index in range(experts.count)]
     mlps = [_mlp(shape, layer, prefix, shape.inner if experts is None else experts.inner) for prefix in prefixes]
@@ -243,7 +255,7 @@ def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:
         return None
     spec, vectors = shape.recurrent, layer.net.weights
     check_weights(spec, vectors)
-    gates = matrix_of(layer.weights, layer.matrices, "gates", (2 * spec.value_heads, shape.hidden))
+    gates = _matrix(layer, "gates", (2 * spec.value_heads, shape.hidden))
     return require().DeltaNet(
         gates, [each.data_ptr() for each in vectors[:4]], key_heads=spec.key_heads, value_heads=spec.value_heads,
         key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel, eps=vectors.eps,
@@ -257,7 +269,7 @@ def _latent(shape: LayerShape, layer: LayerWeights) -> native.Latent | None:
         return None
 
     def matrix(name: str, outputs: int, inputs: int) -> native.Matrix:
-        return matrix_of(vectors, layer.matrices, name, (outputs, inputs))
+        return _matrix(layer, name, (outputs, inputs))
 
     width = spec.query_rank
     return require().Latent(
@@ -273,18 +285,18 @@ def _latent(shape: LayerShape, layer: LayerWeights) -> native.Latent | None:
 def _mlp(shape: LayerShape, layer: LayerWeights, prefix: str, inner: int) -> tuple[native.Matrix, native.Matrix]:
     """Up and down of the layer's MLP, or of an expert."""
     wide = inner * (2 if shape.activation.endswith("_mul") else 1)
-    up = matrix_of(layer.weights, layer.matrices, f"{prefix}up", (wide, shape.hidden))
-    return up, matrix_of(layer.weights, layer.matrices, f"{prefix}down", (shape.hidden, inner))
+    up = _matrix(layer, f"{prefix}up", (wide, shape.hidden))
+    return up, _matrix(layer, f"{prefix}down", (shape.hidden, inner))
 
 
 def _experts(
     shape: LayerShape, layer: LayerWeights, experts: Experts, mlps: Sequence[tuple[native.Matrix, native.Matrix]]
 ) -> native.Experts:
-    router = matrix_of(layer.weights, layer.matrices, "router", (experts.count, shape.hidden))
+    router = _matrix(layer, "router", (experts.count, shape.hidden))
     ups, downs = zip(*mlps, strict=True)
     shared = [*_mlp(shape, layer, "shared.", experts.shared)] if experts.shared else []
     if shared and experts.shared_gate:
-        shared.append(matrix_of(layer.weights, layer.matrices, "shared_gate", (1, shape.hidden)))
+        shared.append(_matrix(layer, "shared_gate", (1, shape.hidden)))
     outside = layer.weights.get(OUTSIDE)
     if outside is not None:
         check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))
@@ -294,6 +306,32 @@ def _experts(
         router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, routing=routing,
         correction=correction, shared=shared, outside=address(outside),
     )  # fmt: skip
+
+
+def numbers_of(adapted: AdaptedRows | None, rows: int) -> int:
+    """Address of the numbers of so many rows' adapters; 0 for none."""
+    if adapted is None:
+        return 0
+    check("adapters", adapted.numbers, torch.int64, (rows,))
+    return adapted.numbers.data_ptr()
+
+
+def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int = 0) -> native.Matrix:
+    """A layer's matrix, as C++ takes it, with what adapters have for it; its outputs from `first` on, without that."""
+    matrix = matrix_of(layer.weights, layer.matrices, name, shape, first)
+    return _adapted(matrix, layer.pairs[name]) if name in layer.pairs and not first else matrix
+
+
+def _adapted(matrix: native.Matrix, pairs: Pairs) -> native.Matrix:
+    met = [(number, pair) for number, pair in enumerate(pairs) if pair is not None]
+    down, up = ([_low_rank(part) for part in parts] for parts in zip(*((p.down, p.up) for _, p in met), strict=True))
+    return matrix.adapted([number for number, _ in met], down, up, count=len(pairs))
+
+
+def _low_rank(weight: Weight) -> native.Matrix:
+    if isinstance(weight, Tensor | GpuWeight):
+        raise ValueError("matrices of adapters must be packed")
+    return weight.matrix(0)
 
 
 def matrix_of(

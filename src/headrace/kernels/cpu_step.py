@@ -140,17 +140,18 @@ class StepOver:
         scratch: Tensor,
         threads: int,
         recurrence: PreparedRecurrence | None = None,
+        adapted: int = 0,
     ) -> None:
         """The first layers, whose C++ blocks these are: x [T, H] becomes what the last of them leaves.
 
         qkv, attended and scratch are overwritten: they have room for any of the blocks (Block.mixed_size, out and
         scratch). turn: address of the rotations and the number of elements that they turn (Block.before). recurrence:
-        of recurrent layers.
+        of recurrent layers. adapted: address of the numbers of the rows' adapters, int64 [T]; 0 for none.
         """
         rows = self.step.q_shape[0]
         check("x", x, self.step.dtype, (rows, x.shape[-1]))
         self.step.handle.run_blocks(
             list(blocks), self.layers, x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), scratch.data_ptr(),
             *(NO_RECURRENCE if recurrence is None else recurrence.arguments), cos_sin=turn[0], rotary=turn[1],
-            rows=rows, threads=threads,
+            rows=rows, threads=threads, adapted=adapted,
         )  # fmt: skip

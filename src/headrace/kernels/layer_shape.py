@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
+from headrace.kernels.adapted_rows import Pairs
 from headrace.kernels.ops import Weight
 from headrace.kernels.records import DeltaWeights
 
@@ -105,3 +106,7 @@ class LayerWeights(Protocol):
 
     @property
     def matrices(self) -> Mapping[str, Weight]: ...
+
+    @property
+    def pairs(self) -> Mapping[str, Pairs]:
+        """What adapters have for its matrices, by their names without `.weight`."""

@@ -76,8 +76,9 @@ class ModelStep:
         table, width = blocks.turn_of(turns, count)
         self._step = over.step.handle
         self._whole = require().ModelStep(
-            ends.handle, blocks.blocks, self._step, over.layers, turns=table, turn_rows=count, rotary=width
-        )
+            ends.handle, blocks.blocks, self._step, over.layers, turns=table, turn_rows=count, rotary=width,
+            adapted=block.numbers_of(blocks.adapted, rows),
+        )  # fmt: skip
         self._keep = (ends, blocks, over, turns)  # what the C++ object refers to
         self.logits = torch.empty((rows, ends.width))
         self._scratch = torch.empty(self._whole.scratch(), dtype=torch.bfloat16)

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.kernels import ops
+from headrace.kernels.adapted_rows import Pair, Pairs
 from headrace.logs import shown
-from headrace.models.adapted_rows import AdaptedRows, Pair
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.families import FAMILIES
 from headrace.models.shards import Share
@@ -37,14 +37,15 @@ Found = dict[str, tuple[Tensor, Tensor]]
 
 
 class Adapters:
-    """Those of an engine, by their number in its settings. facts: of each."""
+    """Those of an engine, by their number in its settings. facts: of each. pairs: by matrix, as in layers.0.qkv."""
 
-    def __init__(self, facts: Sequence[AdapterFacts], pairs: Mapping[str, Sequence[Pair | None]]) -> None:
+    def __init__(self, facts: Sequence[AdapterFacts], pairs: Mapping[str, Pairs]) -> None:
         self.facts, self.pairs = tuple(facts), pairs
 
-    def at(self, numbers: Tensor) -> AdaptedRows:
-        """For a step whose rows have these adapters, int64 [T]; -1: none."""
-        return AdaptedRows(self.pairs, numbers)
+    def of_layer(self, index: int) -> dict[str, Pairs]:
+        """Those of a layer's matrices, without the layer's prefix."""
+        prefix = f"layers.{index}."
+        return {name.removeprefix(prefix): pairs for name, pairs in self.pairs.items() if name.startswith(prefix)}
 
     @property
     def nbytes(self) -> int:

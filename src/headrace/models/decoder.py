@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, dispatch, ops
+from headrace.kernels.adapted_rows import AdaptedRows
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.layer_shape import LayerShape
@@ -78,7 +79,7 @@ class Decoder:
     with the same batches in the same order, and get the same hidden states; rank 0 alone has `logits`. `share`: what it
     computes; None where that is everything. `turns`: whose turn it is to keep a chunk's activations. `outside`: takes
     the experts as they are packed; they stay there. `leave`: takes each matrix as it is packed, and gives it back from
-    where it stays. `adapters`: may be set, to those that rows may have.
+    where it stays. `adapters`: those that rows may have, see `adapt`.
     """
 
     def __init__(
@@ -190,15 +191,25 @@ class Decoder:
         """Whether `prepare` can: all layers and what is beside them are C++."""
         return self._ends is not None and isinstance(self.layers, block.Blocks)
 
-    def prepare(self, positions: Tensor, attend: Attend) -> ModelStep:
+    def adapt(self, adapters: Adapters) -> None:
+        """Has rows with these adapters from now on."""
+        self.adapters = adapters
+        for layer in self.layers.layers:
+            assert isinstance(layer, Layer), "load_adapters refuses models of other layers"
+            layer.pairs = adapters.of_layer(layer.index)
+        if isinstance(self.layers, block.Blocks):
+            self.layers = block.Blocks(self.layers.shape, self.layers.layers)
+
+    def prepare(self, positions: Tensor, attend: Attend, adapters: Tensor | None = None) -> ModelStep:
         """The step of rows at these positions, int64 [T], from tokens to logits in one call, and those behind it up to
-        the ends of their chunks: the bits of `forward` and `logits`. Raises ValueError unless `runs_whole` and
-        `attend.prepared`.
+        the ends of their chunks: the bits of `forward` and `logits`. adapters: as in TokenBatch. Raises ValueError
+        unless `runs_whole` and `attend.prepared`.
         """
         if self._ends is None or attend.prepared is None or not isinstance(self.layers, block.Blocks):
             raise ValueError("this model, or its attention, is not computed in C++ as a whole")
         turns = self.rope.table(positions | (CHUNK - 1)) if self.rope else None
-        return ModelStep(self._ends, self.layers, attend.prepared, turns)
+        layers = self.layers if adapters is None else self.layers.adapted_by(self._rows_of(adapters))
+        return ModelStep(self._ends, layers, attend.prepared, turns)
 
     def forward(
         self,
@@ -221,16 +232,15 @@ class Decoder:
         """
         x, cos_sin = self.enter(batch)
         if batch.adapters is not None:
-            return self.leave(self._adapted(batch.adapters)(x, cos_sin, attend, rows, watch, recur))
+            layers = self.layers.adapted_by(self._rows_of(batch.adapters))
+            return self.leave(layers(x, cos_sin, attend, rows, watch, recur))
         return self.leave(self.through(batch.token_ids, x, cos_sin, attend, rows, watch, recur))
 
-    def _adapted(self, numbers: Tensor) -> OneByOne:
-        """The layers in a step whose rows have the adapters of these numbers, [T]."""
+    def _rows_of(self, numbers: Tensor) -> AdaptedRows:
+        """Rows that have the adapters of these numbers, [T]."""
         if self.adapters is None:
             raise ValueError("the step has rows with an adapter, and this decoder has none")
-        rows = self.adapters.at(numbers)
-        layers = [layer for layer in self.layers.layers if isinstance(layer, Layer)]
-        return OneByOne([layer.adapted_by(rows) for layer in layers])
+        return AdaptedRows(numbers)
 
     def through(
         self,
@@ -384,7 +394,7 @@ def load_decoder(
         weights = {name: w if name in one_by_one else w.to(device) for name, w in weights.items()}
     decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside, leave)
     if adapters:
-        decoder.adapters = load_adapters(adapters, config, compute, share)
+        decoder.adapt(load_adapters(adapters, config, compute, share))
     del weights, stored
     give_back()
     return decoder

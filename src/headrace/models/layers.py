@@ -15,11 +15,11 @@ from torch import Tensor
 
 from headrace.config.routing import CORRECTION
 from headrace.kernels import block, dispatch, experts, ops
+from headrace.kernels.adapted_rows import AdaptedRows, Pairs
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.records import QKRotary
 from headrace.kernels.triton.weights import GpuWeight
-from headrace.models.adapted_rows import AdaptedRows
 from headrace.models.hybrid import DeltaNet, let_through
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import NORMED_BEHIND, ExpertsSpec, ModelConfig
@@ -50,6 +50,8 @@ class Layer:
         self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
         self.experts = config.experts_of(index)
         self.mixture = self._mixture(self.experts)
+        self.pairs: dict[str, Pairs] = {}
+        """What adapters have for its matrices, by their names without `.weight`."""
         self.adapted: AdaptedRows | None = None
 
     def __call__(
@@ -202,9 +204,9 @@ class Layer:
     def _inner(self, name: str, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of I]: up and the activation."""
         weight, bias, kind = self.matrices[name + ".weight"], self.weights.get(name + ".bias"), self.config.activation
-        if self.adapted is None or not self.adapted.changes(self.index, name):
+        if self.adapted is None or name not in self.pairs:
             return (ops.gated_linear if self.config.gated else ops.activated_linear)(x, weight, bias, kind)
-        made = self.adapted.added(self.index, name, x, ops.halves_linear(x, weight, bias))
+        made = self.adapted.added(self.pairs[name], x, ops.halves_linear(x, weight, bias))
         return (ops.gated if self.config.gated else ops.activated)(made, kind)
 
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
@@ -258,7 +260,9 @@ class Layer:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         made = ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"))
-        return made if self.adapted is None else self.adapted.added(self.index, name, x, made)
+        if self.adapted is None or name not in self.pairs:
+            return made
+        return self.adapted.added(self.pairs[name], x, made)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return norm(self.config, self.weights, name, x)
@@ -296,6 +300,10 @@ class OneByOne:
         for layer in self.layers:
             x, part = layer(x, part, cos_sin, attend, rows if layer is self.layers[-1] else None, watch, recur)
         return x if part is None else x + part
+
+    def adapted_by(self, rows: AdaptedRows) -> OneByOne:
+        """The layers in a step some rows of which have an adapter."""
+        return OneByOne([layer.adapted_by(rows) for layer in self.layers])
 
     def first(self, count: int) -> OneByOne:
         """The first layers alone."""

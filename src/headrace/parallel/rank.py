@@ -10,10 +10,10 @@ from torch import Tensor
 
 from headrace.attention.execute import KeepActivations
 from headrace.device import Device, current
+from headrace.kernels.adapted_rows import row_numbers
 from headrace.kernels.backend import Attend, backend_of
 from headrace.kernels.block import Watch
 from headrace.kv.storage import KVStorage, StateStorage
-from headrace.models.adapted_rows import row_numbers
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.parallel import group_layout
 from headrace.parallel.coming import Coming, NothingComes, SideStream

@@ -9,7 +9,7 @@ T: rows (tokens) of a step. K, N: inputs and outputs of a matrix; R: rank, of al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,8 +31,8 @@ class Pair:
         return int(self.down.nbytes + self.up.nbytes)
 
 
-Pairs = Mapping[str, Sequence[Pair | None]]
-"""Matrix, as in layers.0.qkv -> what each adapter has for it, all of one R; None: nothing."""
+Pairs = Sequence[Pair | None]
+"""What each adapter has for a matrix, all of one R; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +48,17 @@ class _Group:
 class AdaptedRows:
     """The rows of a step, or some of them. numbers: of each row's adapter, int64 [T]; -1: none."""
 
-    def __init__(self, pairs: Pairs, numbers: Tensor) -> None:
-        self._pairs, self._numbers = pairs, numbers
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
         self._groups: dict[tuple[bool, ...], _Group] = {}
 
     def of(self, rows: Tensor) -> AdaptedRows:
         """Of these rows alone, int64 [n]."""
-        return AdaptedRows(self._pairs, self._numbers[rows])
+        return AdaptedRows(self.numbers[rows])
 
-    def changes(self, layer: int, name: str) -> bool:
-        """Whether some adapter of the engine changes the layer's matrix `name`."""
-        return f"layers.{layer}.{name}" in self._pairs
-
-    def added(self, layer: int, name: str, x: Tensor, made: Tensor) -> Tensor:
-        """made [T, N], what the layer's matrix `name` makes of x [T, K], with what the rows' adapters add to it: in
-        the same memory."""
-        pairs = self._pairs.get(f"layers.{layer}.{name}")
-        if pairs is None:
-            return made
+    def added(self, pairs: Pairs, x: Tensor, made: Tensor) -> Tensor:
+        """made [T, N], what a matrix makes of x [T, K], with what the rows' adapters add to it by these pairs: in the
+        same memory."""
         group = self._group(tuple(pair is not None for pair in pairs))
         if not group.met:
             return made
@@ -81,7 +74,7 @@ class AdaptedRows:
     def _group(self, has: tuple[bool, ...]) -> _Group:
         """The rows whose adapters have something, by their numbers."""
         if has not in self._groups:
-            self._groups[has] = _grouped(self._numbers, has)
+            self._groups[has] = _grouped(self.numbers, has)
         return self._groups[has]
 
 
@@ -90,8 +83,8 @@ def row_numbers(runs: Sequence[tuple[int, int, int, int]]) -> Tensor | None:
     adapter of that number from the position `start` on. int64 [T], -1 for none; None where no row has one."""
     if all(number < 0 for _, _, number, _ in runs):
         return None
-    parts = [torch.where(torch.arange(begin, end) < start, -1, number) for begin, end, number, start in runs]
-    return torch.cat(parts)
+    each = [number if place >= start else -1 for begin, end, number, start in runs for place in range(begin, end)]
+    return torch.tensor(each, dtype=torch.int64)
 
 
 def _grouped(numbers: Tensor, has: tuple[bool, ...]) -> _Group:
