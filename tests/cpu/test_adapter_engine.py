@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,7 @@ from headrace.engine.driver import apart
 from headrace.engine.footprint import Footprint
 from headrace.engine.programs import InCpp
 from headrace.engine.runner import Runner
+from headrace.engine.streaming import StreamRunner
 from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.parallel.messages import StepPart
@@ -26,6 +28,7 @@ from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.hybrid_checkpoints import build_model as build_hybrid
 from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
 from tests.support.kind_sizes import VOCAB
+from tests.support.offloading import counters, flush, forced, look_at_once, watched
 from tests.support.traces import Trace, random_tokens, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -189,6 +192,38 @@ def test_whole_layers_beside_recurrent_ones(tmp_path: Path) -> None:
     folder = make_hybrid("3_5", tmp_path / "m")
     write_adapter(tmp_path / "a", build_hybrid("3_5"), r".*(q_proj|o_proj|down_proj)", seed=1)
     same_one_at_a_time(folder, f"a={tmp_path / 'a'}", [CONTEXT[:5], CONTEXT[:130]], ["a", ""])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("way", ["restored", "streamed"])
+def test_keys_are_projected_by_its_matrices(way: str, dtype: str, folders: Path, folder_of: FolderOf) -> None:
+    """From activations: those of an adapter that begins inside a chunk, of one of all rows, and of the model itself."""
+    prompts, names = [MIDDLE, CONTEXT, CONTEXT], ["late", "one", ""]
+    settings: dict[str, Any] = dict(dtype=dtype, kv_cache_tokens=32 * CHUNK, lora_modules=modules(folders))
+    with LLM(folder_of(KIND), **settings) as llm:
+        expected = run(llm, prompts, BRIEF, names)
+    settings |= dict(kv_offloading_size=0.02, kv_offload_activations="on")
+    if way == "streamed":
+        del settings["kv_cache_tokens"]
+        settings |= dict(offload_schedule="row")
+    with LLM(folder_of(KIND), **settings) as llm:
+        same(watched(llm, prompts, BRIEF, names), expected)
+        if way == "streamed":
+            executor = llm.engine.loaded.executor
+            assert isinstance(executor, StreamRunner)
+            executor.streamer.options.share = 1.0
+        else:
+            assert llm.engine.offload is not None
+            flush(llm)
+            llm.engine.offload.choose = forced(0.0, 1.0)
+            look_at_once(llm)
+        outputs = llm.generate(prompts, BRIEF, adapter=names)
+        assert [output.metrics.cached_tokens for output in outputs] == [4 * CHUNK] * 3
+        same(watched(llm, prompts, BRIEF, names), expected)
+        if way == "streamed":
+            assert executor.streamer.transfers.totals.projected >= 9
+        else:
+            assert counters(llm).projected_tokens >= 9 * CHUNK and counters(llm).loaded_tokens == 0
 
 
 def test_attention_layers_of_a_hybrid(tmp_path: Path) -> None:

@@ -170,13 +170,13 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
         llm.engine.offload.choose = projecting if case["source"] in PROJECTED else forced(0.0, 0.0)
         look_at_once(llm)
     elif case["source"] in PROJECTED:
-        project_some(llm)
+        project_some(llm, case)
     if "cached" in case["source"]:
         watched(llm, [prompts_of(llm)[0][: CHUNK + 5]], BRIEF, adapters_for(case, [0]))
     return llm
 
 
-def project_some(llm: LLM) -> None:
+def project_some(llm: LLM, case: Case) -> None:
     """Has steps project a part of the chunks that have X, on all ranks. Of several one computes some first."""
     executor: Any = llm.engine.loaded.executor
     if llm.engine.loaded.ranks is None:
@@ -185,7 +185,7 @@ def project_some(llm: LLM) -> None:
     for storage in storages(llm):
         storage.x.share = 0.4
     with by_one_rank(llm):
-        watched(llm, [prompts_of(llm)[0][: 3 * CHUNK + 5]], BRIEF)
+        watched(llm, [prompts_of(llm)[0][: 3 * CHUNK + 5]], BRIEF, adapters_for(case, [0]))
 
 
 @contextmanager

@@ -162,7 +162,7 @@ class Restored:
             for kind, (slot, chunk) in zip(kinds, chunks, strict=True)
         ]
         rank.coming = Gated(agent)
-        agent.obey(words.BringChunks(1, wanted, 0), self.told.append)
+        agent.obey(words.BringChunks(1, wanted, words.Prompt(0)), self.told.append)
         self.agents.append(agent)
 
     def close(self) -> None:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from headrace.config import Quantization
 from headrace.kernels import cpu
-from headrace.kernels.adapted_rows import AdaptedRows
+from headrace.kernels.adapted_rows import AdaptedRows, rows_at
 from headrace.kernels.block import Blocks
 from headrace.kernels.quantized import Parts
 from headrace.models.decoder import Decoder, TokenBatch
 from headrace.models.layers import Layer, OneByOne
 from headrace.models.spec import RopeSpec
 from tests.support.adapters import drawn_adapters
-from tests.support.layer_variants import VARIANTS, attend, both
+from tests.support.layer_variants import VARIANTS, NoAttention, attend, both
 from tests.support.small_decoders import BIASED, EXPERTS, Attention, AttentionOver, model, weights_of
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
@@ -152,6 +152,43 @@ def test_from_tokens_to_logits_in_one_call(facts: dict[str, Any], threads: None)
         assert torch.equal(step.logits, want)
         without = decoder.logits(decoder.forward(TokenBatch(tokens, positions + further), plain))
         assert (want == without).all(dim=1).tolist() == [True, False, False]
+
+
+class Kept(NoAttention):
+    """Keeps what it is given of each layer."""
+
+    def __init__(self) -> None:
+        self.heads: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        self.heads.append((k.clone(), v.clone()))
+        return super().__call__(layer, q, k, v, rows)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "gemma3", "partial rotary", "latents"])
+def test_keys_and_values_from_activations(variant: str, threads: None) -> None:
+    """Also where queries do not fill blocks of the packed weight (partial rotary)."""
+    fast, slow, rotary = both(variant)
+    adapted(fast, slow)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(70, fast.config.hidden_size, generator=g).bfloat16()
+    cos_sin = torch.randn(70, rotary, generator=g) if rotary else None
+    changed, kept, entered = AdaptedRows(numbers_of(70, "mixed")), Kept(), list[Tensor]()
+    fast.layers.adapted_by(changed)(x, cos_sin, kept, None, lambda layer, x: entered.append(x.clone()))
+    for layer, heads in enumerate(kept.heads):
+        for decoder in (fast, slow):
+            got = decoder.layers.adapted_by(changed).project(layer, entered[layer], cos_sin)
+            plain = decoder.layers.project(layer, entered[layer], cos_sin)
+            assert all(map(torch.equal, got, heads)) and not torch.equal(got[1], plain[1])
+
+
+def test_which_positions_have_an_adapter() -> None:
+    """Of one sequence, and of each row's."""
+    positions = torch.tensor([0, 63, 64, 130])
+    assert rows_at(positions, -1, 0) is None and rows_at(positions, 2, 131) is None
+    one, each = rows_at(positions, 2, 64), rows_at(positions, torch.tensor([1, 0, -1, 1]), torch.tensor([1, 5, 0, 130]))
+    assert one is not None and one.numbers.tolist() == [-1, -1, 2, 2]
+    assert each is not None and each.numbers.tolist() == [-1, 0, -1, 1]
 
 
 def test_refusals() -> None:

@@ -50,7 +50,7 @@ class Rank:
 
     def bring(self, *kinds: BlobKind) -> None:
         wanted = [words.WantedHere(i, DIGESTS[i], 3 + i, (words.Place(0),), kind) for i, kind in enumerate(kinds)]
-        self.obey(words.BringChunks(7, wanted, 192))
+        self.obey(words.BringChunks(7, wanted, words.Prompt(192)))
 
     def obey(self, command: words.Command) -> None:
         self.agent.obey(command, self.told.put)
@@ -116,7 +116,7 @@ def test_nobody_waits_for_what_is_cancelled_as_it_has_just_come() -> None:
             cancelled.set()
 
     wanted = [words.WantedHere(0, DIGESTS[0], 3, (words.Place(0),), "x")]
-    rank.agent.obey(words.BringChunks(7, wanted, 192), say)
+    rank.agent.obey(words.BringChunks(7, wanted, words.Prompt(192)), say)
     assert cancelled.wait(20) and not rank.agent.pending([3], 0)
 
 

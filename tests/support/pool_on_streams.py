@@ -108,7 +108,7 @@ class PoolOnStreams:
             words.WantedHere(i, DIGESTS[i], slot, (words.Place(0),), kind)
             for i, (slot, kind) in enumerate(zip(slots, kinds, strict=True))
         ]
-        self.agent.obey(words.BringChunks(number, wanted, 256), self.answers.put)
+        self.agent.obey(words.BringChunks(number, wanted, words.Prompt(256)), self.answers.put)
 
 
 def _watch_the_host(order: StreamOrder, monkeypatch: pytest.MonkeyPatch) -> None:

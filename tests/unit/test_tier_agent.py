@@ -47,7 +47,7 @@ def test_the_only_rank_says_itself_why_its_tiers_cannot_be_opened() -> None:
 
 def test_words_survive_the_link() -> None:
     places = (words.Place(0), words.Place(1, 3))
-    command = words.BringChunks(1, [words.WantedHere(2, bytes(32), 5, places, "x")], 640)
+    command = words.BringChunks(1, [words.WantedHere(2, bytes(32), 5, places, "x")], words.Prompt(640, 1, 70))
     assert words.command(words.encode(command)) == command
     answer = words.ChunksBrought(1, 0, "chunk 2 is gone", 0.5, 0.1, [(64, 0.5)])
     assert words.answer(words.encode(answer)) == answer

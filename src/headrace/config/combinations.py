@@ -120,10 +120,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *(Exclusion("draft", way, "a draft model's KV lies in the pool, beside the model's") for way in STREAMED),
     *(Exclusion("draft", other, "a draft model runs on one rank, which has all of the pool")
       for other in ("context", "tensor")),
-    *(Exclusion("adapters", way, "keys and values are projected from activations by the model's own weights alone")
-      for way in ("activations", "x")),
-    *(Exclusion("adapters", way, "streamed decoding computes the layers of the model alone")
-      for way in STREAMED if way != "x"),
     Exclusion("adapters", "gpu", "what adapters add is multiplied on a CPU alone"),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
 )  # fmt: skip

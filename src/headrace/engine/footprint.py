@@ -42,7 +42,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
     """
     if config.tiers is None or config.tiers.activations == "off":
         return False
-    if model.recurrent is not None or config.adapters.modules is not None:
+    if model.recurrent is not None:
         return False
     if config.ranks.count > 1:
         return config.tiers.activations == "on"

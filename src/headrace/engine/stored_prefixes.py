@@ -22,12 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from headrace.engine.adapters import NO_ADAPTER
 from headrace.engine.below import Below
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
 from headrace.logs import short_id
+from headrace.offload.ranked.words import Prompt
 from headrace.offload.restore.ranked_plan import best_way, planned, told
 from headrace.offload.restore.report import RestoreCounters, RestoreReport
 from headrace.offload.restore.run_costs import Prediction, StoredRun
@@ -234,7 +236,8 @@ class StoredPrefixes(Below):
         for i, node in enumerate(nodes):
             node.activations = i < split.x
         first = table.length // CHUNK + split.tokens
-        restore = self.source.bring(found, first, [node.slot for node in nodes], split.x, sequence.prompt_len)
+        prompt = Prompt(sequence.prompt_len, *(sequence.adapter or NO_ADAPTER))
+        restore = self.source.bring(found, first, [node.slot for node in nodes], split.x, prompt)
         table.coming, table.joins = len(nodes), (first, found[0].rank)
         self._arriving |= {each.digest: restore for each in found}
         self.counters.restores += 1

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.attention import plan as planning
+from headrace.engine.adapters import NO_ADAPTER
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.programs import batch_of, prompts_of
 from headrace.engine.sequence import Slice
@@ -42,7 +43,11 @@ class StreamRunner(Executor):
         rows = wanted_rows(slices).rows
         prompts = prompts_of(slices) if self.decoder.config.rope_depends_on_length else None
         some = None if len(rows) == plan.rows else torch.tensor(rows, dtype=torch.int64)
-        return StreamBatch(batch_of(self.decoder.config, slices, plan.positions), plan, some, prompts)
+        tokens, adapters = batch_of(self.decoder.config, slices, plan.positions), None
+        if any(part.sequence.adapter for part in slices):
+            each = [part.sequence.adapter or NO_ADAPTER for part in slices]
+            adapters = np.repeat(np.array(each, dtype=np.int64), [part.length for part in slices], axis=0)
+        return StreamBatch(tokens, plan, some, prompts, adapters)
 
     def add_stats(self, stats: EngineStats) -> None:
         totals, layers = self.streamer.transfers.totals, self.decoder.config.attention.layers

@@ -56,16 +56,16 @@ class AdaptedRows:
         """Of these rows alone, int64 [n]."""
         return AdaptedRows(self.numbers[rows])
 
-    def added(self, pairs: Pairs, x: Tensor, made: Tensor) -> Tensor:
-        """made [T, N], what a matrix makes of x [T, K], with what the rows' adapters add to it by these pairs: in the
-        same memory."""
+    def added(self, pairs: Pairs, x: Tensor, made: Tensor, first: int = 0) -> Tensor:
+        """made [T, N - first], what a matrix's outputs from `first` on make of x [T, K], with what the rows' adapters
+        add to them by these pairs: in the same memory."""
         group = self._group(tuple(pair is not None for pair in pairs))
         if not group.met:
             return made
         met = [pair for number in group.met if (pair := pairs[number]) is not None]
         rows = x if group.order is None else x[group.order]
         inner = experts.linear(rows, [pair.down for pair in met], group.begin)
-        change = experts.linear(inner, [pair.up for pair in met], group.begin)
+        change = experts.linear(inner, [pair.up for pair in met], group.begin)[:, first:]
         if group.order is None:
             return made.add_(change)
         made[group.order] += change
@@ -76,6 +76,13 @@ class AdaptedRows:
         if has not in self._groups:
             self._groups[has] = _grouped(self.numbers, has)
         return self._groups[has]
+
+
+def rows_at(positions: Tensor, numbers: Tensor | int, starts: Tensor | int) -> AdaptedRows | None:
+    """Rows at these positions, int64 [T], of sequences that have adapters of these numbers, -1 for none, from these
+    positions on: of each row's sequence, [T], or of all. None where no row has one."""
+    each = torch.where(positions < starts, -1, numbers)
+    return AdaptedRows(each) if bool((each >= 0).any()) else None
 
 
 def row_numbers(runs: Sequence[tuple[int, int, int, int]]) -> Tensor | None:

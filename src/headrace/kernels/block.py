@@ -181,7 +181,7 @@ class Blocks:
         turn_at, turned = self.turn_of(cos_sin, rows)
         block.before(
             x.data_ptr(), turn_at, mixed.data_ptr(), scratch.data_ptr(), rotary=turned, rows=rows,
-            threads=torch.get_num_threads(),
+            threads=torch.get_num_threads(), adapted=numbers_of(self.adapted, rows),
         )  # fmt: skip
         _, k, v, _ = self._heads(mixed, rows, queries)
         return k, v
@@ -317,21 +317,21 @@ def numbers_of(adapted: AdaptedRows | None, rows: int) -> int:
 
 
 def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int = 0) -> native.Matrix:
-    """A layer's matrix, as C++ takes it, with what adapters have for it; its outputs from `first` on, without that."""
+    """Outputs of a layer's matrix from `first` on, as C++ takes them, with what adapters have for them."""
     matrix = matrix_of(layer.weights, layer.matrices, name, shape, first)
-    return _adapted(matrix, layer.pairs[name]) if name in layer.pairs and not first else matrix
+    return _adapted(matrix, layer.pairs[name], first) if name in layer.pairs else matrix
 
 
-def _adapted(matrix: native.Matrix, pairs: Pairs) -> native.Matrix:
+def _adapted(matrix: native.Matrix, pairs: Pairs, first: int) -> native.Matrix:
     met = [(number, pair) for number, pair in enumerate(pairs) if pair is not None]
-    down, up = ([_low_rank(part) for part in parts] for parts in zip(*((p.down, p.up) for _, p in met), strict=True))
+    down, up = [_low_rank(pair.down) for _, pair in met], [_low_rank(pair.up, first) for _, pair in met]
     return matrix.adapted([number for number, _ in met], down, up, count=len(pairs))
 
 
-def _low_rank(weight: Weight) -> native.Matrix:
+def _low_rank(weight: Weight, first: int = 0) -> native.Matrix:
     if isinstance(weight, Tensor | GpuWeight):
         raise ValueError("matrices of adapters must be packed")
-    return weight.matrix(0)
+    return weight.outputs_from(first).matrix(0)
 
 
 def matrix_of(

@@ -20,7 +20,8 @@ class OwnChunks(NamedTuple):
 
     Of those that stage activations: rows: how many this rank computes. numbers, prompts: of each slot, how many chunks
     of its sequence are before it, and the length of a prompt that it is of. begun, foreign: places of the written ones
-    whose first row the group computes, and of which other ranks compute rows.
+    whose first row the group computes, and of which other ranks compute rows. adapters [n, 2]: of each slot, the number
+    of what that prompt has (-1: none), and the position from which on.
     """
 
     slots: Slots
@@ -31,3 +32,4 @@ class OwnChunks(NamedTuple):
     prompts: Slots = NONE
     begun: Slots = NONE
     foreign: Slots = NONE
+    adapters: Slots = NONE

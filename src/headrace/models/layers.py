@@ -178,6 +178,8 @@ class Layer:
             heads = ops.linear(x, weight, bias)[:, queries:]
         else:
             heads = ops.linear(x, tail, None if bias is None else bias[queries:])
+        if self.adapted is not None and "qkv" in self.pairs:
+            heads = self.adapted.added(self.pairs["qkv"], x, heads, queries)
         width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
         heads = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim)
         if not self.turned_apart:

@@ -77,14 +77,16 @@ def own_chunks(group: StepGroup, rank: int, slots_per_rank: int, windows: Iterab
     written = mine(lambda part: part.slots[part.start // CHUNK :])
     first = rank * slots_per_rank
     number_of = {slot - first: chunk for part in group.parts for chunk, slot in enumerate(part.slots)}
-    prompt_of = {slot - first: part.prompt_len for part in group.parts for slot in part.slots}
+    part_of = {slot - first: part for part in group.parts for slot in part.slots}
+    parts = [part_of[slot] for slot in slots.tolist()]
     return OwnChunks(
         slots,
         {window: cached(window) for window in sorted(set(windows), key=str)},
         _places(slots, written),
         rows=sum(_rows(part, rank) for part in group.parts),
         numbers=np.array([number_of[slot] for slot in slots.tolist()], dtype=np.int32),
-        prompts=np.array([prompt_of[slot] for slot in slots.tolist()], dtype=np.int32),
+        prompts=np.array([part.prompt_len for part in parts], dtype=np.int32),
+        adapters=np.array([(part.adapter, part.adapter_start) for part in parts], dtype=np.int32).reshape(-1, 2),
         begun=_places(slots, begun),
         foreign=_places(slots, mine(lambda part: _computed_elsewhere(part, rank))),
     )

@@ -187,7 +187,7 @@ class TierAgent:
             for part in form.wanted(each.chunk, each.digest, each.slot, place.tier, each.kind)
         ]
         projected = {each.chunk: each.slot for each in command.chunks if each.kind == "x"}
-        transfer = RestoreTransfer(form.codec, opened.tiers, wanted, command.prompt_len, opened.project, projected)
+        transfer = RestoreTransfer(form.codec, opened.tiers, wanted, command.prompt, opened.project, projected)
         restore = _Bringing(command.number, transfer, command.chunks)
         with self._lock:
             transfer.start(opened.bringing, self._fence())

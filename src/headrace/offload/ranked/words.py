@@ -74,13 +74,22 @@ class FindChunks(msgspec.Struct, frozen=True, tag=True):
     first: int = 0
 
 
+class Prompt(NamedTuple):
+    """What keys and values of a sequence depend on beside its activations. length: in tokens, which length-dependent
+    rotary scaling needs. adapter: the number of what its rows from the position adapter_start on have; -1: none."""
+
+    length: int
+    adapter: int = -1
+    adapter_start: int = 0
+
+
 class BringChunks(msgspec.Struct, frozen=True, tag=True):
     """Brings chunks into the pool, in this order; steps that come later wait for them. Answered by ChunksBrought. Ended
     by EndBring or CancelBring."""
 
     number: int
     chunks: list[WantedHere]
-    prompt_len: int
+    prompt: Prompt
 
 
 class CancelBring(msgspec.Struct, frozen=True, tag=True):

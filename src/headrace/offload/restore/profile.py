@@ -24,6 +24,7 @@ from headrace.models.slots import expert_prefix
 from headrace.models.x_turns import XTurns
 from headrace.offload import frame
 from headrace.offload.copy_streams import copy_alone
+from headrace.offload.ranked.words import Prompt
 from headrace.offload.restore import timing
 from headrace.offload.restore.projector import Projector
 from headrace.offload.tiers.base import Read, Tier, name_of
@@ -118,7 +119,7 @@ class _Projection:
 
     def _of(self, tokens: int) -> Callable[[int], None]:
         chunks = [chunk % self.most for chunk in range(-(-tokens // CHUNK))]
-        return self.projector(chunks, chunks, 0)
+        return self.projector(chunks, chunks, Prompt(0))
 
 
 class _Move:

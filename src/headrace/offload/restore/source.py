@@ -134,7 +134,7 @@ class StoredChunks:
         )
 
     def bring(
-        self, found: Sequence[FoundChunk], first: int, slots: Sequence[int], projected: int, prompt_len: int
+        self, found: Sequence[FoundChunk], first: int, slots: Sequence[int], projected: int, prompt: words.Prompt
     ) -> Restore:
         """Starts a restore of chunks first, first + 1, ... into these slots of all ranks together, the first
         `projected` of them as activations."""
@@ -151,5 +151,5 @@ class StoredChunks:
         report = RestoreReport(kinds, self._tiers.kind(max(set(tiers), key=tiers.count)), places)
         restore = Restore(report, self.peers, {})
         for rank, chunks in of.items():
-            restore.numbers[rank] = self.peers.ask(rank, words.BringChunks(0, chunks, prompt_len), report.add)
+            restore.numbers[rank] = self.peers.ask(rank, words.BringChunks(0, chunks, prompt), report.add)
         return restore

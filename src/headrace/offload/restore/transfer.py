@@ -30,6 +30,7 @@ from headrace.device import Event
 from headrace.offload import frame
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CopyStream
+from headrace.offload.ranked.words import Prompt
 from headrace.offload.restore.pieces import LentPiece, Piece, ReadPiece, Sections, WantedChunk, read
 from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.report import LayerProjection
@@ -54,8 +55,8 @@ class LayerTransfer(NamedTuple):
 class RestoreTransfer:
     """What the copy stream does for one restore, and what steps wait for.
 
-    chunks: those to be projected (kind "x"), then those to be loaded, in order. prompt_len: tokens of the sequence's
-    prompt, which length-dependent rotary scaling needs. project: may be None where no chunk comes as activations.
+    chunks: those to be projected (kind "x"), then those to be loaded, in order. prompt: of the sequence.
+    project: may be None where no chunk comes as activations.
     projected: slot by number of all chunks that do, to this rank or to another tensor rank.
 
     layers: of each layer, what a step that reads it waits for, in this order. good: chunks up to the first one that was
@@ -65,7 +66,7 @@ class RestoreTransfer:
     codec: ChunkCodec
     tiers: Tiers
     chunks: list[WantedChunk]
-    prompt_len: int
+    prompt: Prompt
     project: Projector | None = None
     projected: Mapping[int, int] = field(default_factory=dict)
     layers: list[list[Arrival]] = field(default_factory=list)
@@ -270,7 +271,7 @@ class RestoreTransfer:
         if self.project is None:
             return
         if self._project is None:
-            self._project = self.project(list(self.projected), list(self.projected.values()), self.prompt_len)
+            self._project = self.project(list(self.projected), list(self.projected.values()), self.prompt)
         busy, device = not self.done, self.codec.device
         watch = Stopwatch(device)
         self._project(layer)

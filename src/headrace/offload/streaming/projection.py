@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.kernels.adapted_rows import AdaptedRows
 from headrace.models.decoder import Decoder
 from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.streaming.transfers import Transfers
@@ -22,17 +23,20 @@ def project(
     count: int,
     positions: Tensor,
     lengths: Tensor | None,
+    adapted: AdaptedRows | None = None,
 ) -> Stopwatch:
-    """K and V of the first `count` chunks of a staging buffer from X; the time it takes."""
+    """K and V of the first `count` chunks of a staging buffer from X; the time it takes. adapted: their rows, if some
+    have an adapter."""
     watch = Stopwatch(transfers.device)
-    compute, staging = transfers.layers.layer(layer).project, transfers.staging
+    one, staging = transfers.layers.layer(layer), transfers.staging
     cos_sin = decoder.rope.at(positions, lengths).to(decoder.device) if decoder.rope else None
     some = AT_ONCE if transfers.device is None else ON_DEVICE
     for low in range(0, count, some):
         high = min(count, low + some)
         rows = slice(low * CHUNK, high * CHUNK)
         x = staging.x[buffer][low:high].view((high - low) * CHUNK, -1)
-        k, v = compute(x, None if cos_sin is None else cos_sin[rows])
+        own = one.adapted_by(None if adapted is None else AdaptedRows(adapted.numbers[rows]))
+        k, v = own.project(x, None if cos_sin is None else cos_sin[rows])
         slots = torch.arange(low, high, dtype=torch.int32).repeat_interleave(CHUNK)
         offsets = torch.arange(CHUNK, dtype=torch.int32).repeat(high - low)
         transfers.kernels.append(staging.kv[buffer], k, v, slots, offsets)

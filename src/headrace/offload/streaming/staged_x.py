@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace import memory
 from headrace.device import Device
+from headrace.kernels.adapted_rows import AdaptedRows, rows_at
 from headrace.kernels.backend import Backend
 from headrace.kernels.block import Watch
 from headrace.kernels.records import Pool
@@ -42,13 +43,14 @@ Send = Callable[[Callable[[], None], int], None]
 class PreparedRows(NamedTuple):
     """Chunks that are projected together, as all layers need them, on the device. slots: in the store, of all; mine:
     where this rank keeps X of its own, int64. cos_sin: rotations of their rows. places, offsets int32 [n * 64]: where
-    their keys and values go."""
+    their keys and values go. adapted: the rows, if some have an adapter."""
 
     slots: list[int]
     mine: Tensor
     cos_sin: Tensor | None
     places: Tensor
     offsets: Tensor
+    adapted: AdaptedRows | None
 
 
 class StagedX:
@@ -193,6 +195,7 @@ class StagedX:
             rope.at(positions, lengths).to(self.place) if rope else None,
             torch.from_numpy(places).repeat_interleave(CHUNK).to(self.place),
             torch.arange(CHUNK, dtype=torch.int32).repeat(len(places)).to(self.place),
+            self._adapted(own, places, positions),
         )
 
     def project(self, layer: int, buffer: int, pool: Pool, rows: Sequence[PreparedRows]) -> None:
@@ -203,8 +206,17 @@ class StagedX:
             x = self.store.x[layer][each.mine] if self.resident else self.buffers[buffer][taken : taken + count]
             taken += count
             whole = self.turns.gathered(x, each.slots)
-            k, v = self.decoder.layers.project(layer, whole.flatten(0, 1), each.cos_sin)
+            layers = self.decoder.layers if each.adapted is None else self.decoder.layers.adapted_by(each.adapted)
+            k, v = layers.project(layer, whole.flatten(0, 1), each.cos_sin)
             self.backend.append(pool, k, v, each.places, each.offsets)
+
+    @staticmethod
+    def _adapted(own: OwnChunks, places: Slots, positions: Tensor) -> AdaptedRows | None:
+        """The projected rows, if some have an adapter: that of any sequence that meets a chunk, whose name is of it."""
+        if not len(own.adapters) or own.adapters[:, 0].max() < 0:
+            return None
+        each = torch.from_numpy(own.adapters[places]).long().repeat_interleave(CHUNK, 0)
+        return rows_at(positions, each[:, 0], each[:, 1])
 
     def _lengths(self, own: OwnChunks, places: Slots, positions: Tensor) -> Tensor | None:
         """TokenBatch.rope_lengths of the projected rows: as when they were computed first."""

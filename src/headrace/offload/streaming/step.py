@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.attention.execute import items_of
 from headrace.attention.plan import Plan
 from headrace.device import Device
+from headrace.kernels.adapted_rows import AdaptedRows, rows_at
 from headrace.kernels.backend import Attend, PreparedStep, in_pieces
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.models.decoder import Decoder, TokenBatch
@@ -29,6 +30,7 @@ from headrace.offload.streaming.staging import ChunkCounts, StagingPiece, Stagin
 from headrace.offload.streaming.throughput import Operation, OperationWork
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.ticket import Ticket
+from headrace.offload.weights.layers import OneLayer
 from headrace.offload.weights.streamed import WeightPart, WeightSlice
 from headrace.types import CHUNK
 
@@ -38,13 +40,15 @@ class StreamBatch:
     """Sequences of a step that are computed together. plan: over slots of the store.
 
     rows int64 [n]: those whose states are wanted, None for all. prompts int64 [T]: length of each row's prompt, for
-    models whose rotation depends on it.
+    models whose rotation depends on it. adapters int64 [T, 2]: the adapter of each row's sequence (-1: none), and from
+    which position on; None: no sequence has one.
     """
 
     tokens: TokenBatch
     plan: Plan
     rows: Tensor | None = None
     prompts: NDArray[np.int64] | None = None
+    adapters: NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True)
@@ -156,7 +160,7 @@ class StreamStep:
         x = self.hidden[batch]
         kept = x.clone() if self.transfers.store.hidden else None
         rows = self.batches[batch].rows if layer + 1 == self.spec.layers else None
-        x = layers.layer(layer)(x, self.rotations[batch], _StagedAttend(self, at, len(pieces), kept), rows)
+        x = self.adapted(layer, batch)(x, self.rotations[batch], _StagedAttend(self, at, len(pieces), kept), rows)
         self.hidden[batch] = x
         if self.stages[at + len(pieces) - 1].stores_hidden:
             before, _ = self.outside.get(batch, (None, None))
@@ -168,6 +172,11 @@ class StreamStep:
             self._note(batch, pieces, times)
         else:
             self.later.append(partial(self._note, batch, pieces, times))
+
+    def adapted(self, layer: int, batch: int) -> OneLayer:
+        """The layer for the batch's rows."""
+        numbers = self.batches[batch].tokens.adapters
+        return self.transfers.layers.layer(layer).adapted_by(None if numbers is None else AdaptedRows(numbers))
 
     def _note(self, batch: int, pieces: list[StagingPiece], times: OperationTimes) -> None:
         """Takes the operation's figures into the totals and the throughput."""
@@ -213,7 +222,8 @@ class StreamStep:
         positions = torch.from_numpy((piece.keys[:, None] + np.arange(CHUNK)).reshape(-1))
         lengths = self._lengths(stage, piece, positions)
         transfers.claim(buffer)
-        done = project(self.decoder, transfers, stage.layer, buffer, piece.projected, positions, lengths)
+        adapted = self._adapters(stage, piece, positions)
+        done = project(self.decoder, transfers, stage.layer, buffer, piece.projected, positions, lengths, adapted)
         self.times.projecting.append(done)
 
     def _lengths(self, stage: Stage, piece: StagingPiece, positions: Tensor) -> Tensor | None:
@@ -221,10 +231,24 @@ class StreamStep:
         batch = self.batches[stage.batch]
         if batch.prompts is None:
             return None
+        prompts = batch.prompts[self._first_rows(stage, piece)]
+        return torch.maximum(torch.from_numpy(prompts).repeat_interleave(CHUNK), positions + 1)
+
+    def _adapters(self, stage: Stage, piece: StagingPiece, positions: Tensor) -> AdaptedRows | None:
+        """Those of the projected rows: of any sequence that meets a chunk, since its name is of the adapter too."""
+        batch = self.batches[stage.batch]
+        if batch.adapters is None:
+            return None
+        each = torch.from_numpy(batch.adapters[self._first_rows(stage, piece)]).repeat_interleave(CHUNK, 0)
+        return rows_at(positions, each[:, 0], each[:, 1])
+
+    def _first_rows(self, stage: Stage, piece: StagingPiece) -> NDArray[np.int64]:
+        """A row of the batch that meets each of the projected chunks."""
+        batch = self.batches[stage.batch]
         rows = piece.first_rows
         if stage.layer + 1 == self.spec.layers and batch.rows is not None:
             rows = batch.rows.numpy()[rows]
-        return torch.maximum(torch.from_numpy(batch.prompts[rows]).repeat_interleave(CHUNK), positions + 1)
+        return rows
 
     def _wait(self, ticket: Ticket | None) -> None:
         if ticket is not None:

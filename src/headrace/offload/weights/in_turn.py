@@ -6,11 +6,13 @@ T: rows, n: rows whose states are wanted, H: hidden size, Hq, Hkv: query and KV 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 
 from torch import Tensor
 
 from headrace.device import Device
+from headrace.kernels.adapted_rows import AdaptedRows
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Watch
 from headrace.kernels.gated_delta import Recur
@@ -37,12 +39,18 @@ class LayersInTurn(OneByOne):
     ) -> None:
         super().__init__(source.outside[:count])
         self.source, self.totals, self.device, self.once_done = source, totals, device, once_done
+        self.adapted: AdaptedRows | None = None
 
     def first(self, count: int) -> OneByOne:
         """A device multiplies by nothing outside: there they come through the buffers, which is not counted."""
         if self.device is None:
             return super().first(count)
         return LayersInTurn(self.source, StreamingTotals(), self.device, lambda call: None, count)
+
+    def adapted_by(self, rows: AdaptedRows) -> LayersInTurn:
+        other = copy(self)
+        other.adapted = rows
+        return other
 
     def __call__(
         self,
@@ -65,7 +73,8 @@ class LayersInTurn(OneByOne):
             if watch is not None:
                 watch(index, x)
             self.wait(index, "kv", "q")
-            x = source.layer(index)(x, cos_sin, _RestAwaited(attend, self), rows if index + 1 == count else None)
+            layer = source.layer(index).adapted_by(self.adapted)
+            x = layer(x, cos_sin, _RestAwaited(attend, self), rows if index + 1 == count else None)
             source.done(index)
         return x
 
@@ -83,7 +92,7 @@ class LayersInTurn(OneByOne):
         """As OneByOne, while the layer is computed: its weights are loaded then."""
         one = self.source.layer(layer)
         self.wait(layer, "kv", *(() if one.splits else ("q",)))
-        return one.project(x, cos_sin)
+        return one.adapted_by(self.adapted).project(x, cos_sin)
 
 
 class _RestAwaited(Attend):

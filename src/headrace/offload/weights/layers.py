@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.config import AttentionSpec
 from headrace.kernels import block, cpu, ops
+from headrace.kernels.adapted_rows import AdaptedRows
 from headrace.kernels.backend import Attend
 from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.quantized import Parts
@@ -36,6 +37,14 @@ class OneLayer:
     def __call__(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H] (maybe in x's memory), or [n, H] of `rows` alone: as models.layers.Layer."""
         return self.run(x, cos_sin, _AtLayer(attend, self.index), rows)
+
+    def adapted_by(self, rows: AdaptedRows | None) -> OneLayer:
+        """The layer for rows some of which have an adapter; None: none has."""
+        if rows is None:
+            return self
+        other = copy(self)
+        other.run = self.run.adapted_by(rows)
+        return other
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """X [T, H] as it entered the layer -> keys and values [T, Hkv, D]: Decoder.project."""
