@@ -25,6 +25,7 @@ from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
 from headrace.engine.outside import ExpertsOutside
 from headrace.engine.rank_advice import advice
+from headrace.engine.rank_agreement import check_alike
 from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.host import GIB
@@ -151,7 +152,9 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 def connect(config: EngineConfig, group: Group) -> str:
-    """Gives a rank on a GPU its device, and the group links for its tensors; what they are, empty on a CPU."""
+    """Gives a rank on a GPU its device, and the group links for its tensors; what they are, empty on a CPU. Raises
+    ValueError for ranks that do not fit together."""
+    check_alike(config, group)
     if not config.model.on_gpu:
         return ""
     devices.claim(group.rank)

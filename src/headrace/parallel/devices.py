@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from headrace.config.ranks import RankTransport
 from headrace.device import Device, current
-from headrace.parallel.group import NO_TIMEOUT, Group
+from headrace.parallel.group import NO_TIMEOUT, Group, each_says
 from headrace.parallel.interfaces import interface_name
 from headrace.parallel.nccl_groups import MOST_CTAS, ask_for_no_watchdog, nccl_options
 from headrace.parallel.nccl_transport import STREAMS as TRANSPORT_STREAMS
@@ -76,17 +76,10 @@ def connect(group: Group, asked: RankTransport, interface: str) -> str:
     return "NCCL"
 
 
-def _told(group: Group, what: str, value: str) -> list[str]:
-    """What each rank says of itself."""
-    names = [f"headrace/{what}/{rank}" for rank in range(group.size)]
-    group.store.set(names[group.rank], value)
-    return [group.store.get(name).decode() for name in names]
-
-
 def _share(group: Group, device: Device) -> list[str]:
     """The devices of all ranks, by what names them everywhere: processes may each see one alone, as number 0. Tells
     the device how many share it."""
-    every = _told(group, "device", device.identity)
+    every = each_says(group, "device", device.identity)
     device.sharers = every.count(device.identity)
     told = "alone" if device.sharers == 1 else f"with others: {device.sharers} ranks share it"
     level = logging.DEBUG if device.sharers == 1 else logging.INFO
@@ -99,7 +92,7 @@ def _obstacle(group: Group, devices: Sequence[str]) -> str | None:
     if len(set(devices)) < len(devices):
         return "ranks share a device"
     others = group.mesh.size(0) - 1 + group.mesh.size(1) - 1
-    queues = min(map(int, _told(group, "queues", str(_queues()))))
+    queues = min(map(int, each_says(group, "queues", str(_queues()))))
     most = max(0, (queues - STREAMS - 2 * TRANSPORT_STREAMS) // 2)
     if others > most:
         told = "" if queues == QUEUES else f" by {queues} queues ({CONNECTIONS})"
@@ -110,7 +103,7 @@ def _obstacle(group: Group, devices: Sequence[str]) -> str | None:
 def _check_alike(group: Group, device: Device) -> None:
     """Raises ValueError on every rank if some compute on another GPU, or by another Triton: bits would depend on who
     computes, and stored chunks are named by those of rank 0 (offload.identity)."""
-    first, *others = _told(group, "computes", f"{device.name}, Triton {_triton()}")
+    first, *others = each_says(group, "computes", f"{device.name}, Triton {_triton()}")
     for rank, other in enumerate(others, 1):
         if other != first:
             raise ValueError(

@@ -109,6 +109,13 @@ class Group:
         log.error("%s", HELD_UP)
 
 
+def each_says(group: Group, what: str, value: str) -> list[str]:
+    """What each rank says of itself: all call it with the same `what`, once. In the order of ranks."""
+    names = [f"headrace/{what}/{rank}" for rank in range(group.size)]
+    group.store.set(names[group.rank], value)
+    return [group.store.get(name).decode() for name in names]
+
+
 def form(rank: int, context: int, tensor: int, store: LinkStore, interface: str, secret: str) -> Group:
     """Meets the other ranks at the store; returns once each has proved to each on every link that it knows the secret.
 
