@@ -66,6 +66,13 @@ class BlockTime {
   int64_t blocks, each[MOST_BLOCKS];
 };
 
+// Parts of a group, so that there are units for all threads, each still of as many lanes as one meets together.
+int64_t parts_of(int64_t group, int64_t rows, int64_t threads, int64_t units) {
+  int64_t parts = 1;
+  while (units * parts < threads && group % (2 * parts) == 0 && rows * group / (2 * parts) >= SMALL_LANES) parts *= 2;
+  return parts;
+}
+
 }  // namespace
 
 UnitSizes unit_sizes(const Attend &a) {
@@ -84,12 +91,12 @@ UnitSizes unit_sizes(const Attend &a) {
   int64_t heads = 1;
   if (blocks == 1) {
     while (fits(2 * heads) && ranges * (a.kv_heads / (2 * heads)) >= a.threads) heads *= 2;
-    return {rows, heads, ranges, blocks};
+    return {rows, heads, ranges, blocks, parts_of(group, rows, a.threads, ranges * (a.kv_heads / heads))};
   }
   const BlockTime time(a, blocks);
   for (int64_t more = 2; fits(more); more *= 2)
     if (time.of(more) <= time.of(heads)) heads = more;
-  return {rows, heads, ranges, blocks};
+  return {rows, heads, ranges, blocks, 1};
 }
 
 template <typename T> void attend(const Attend &a) {

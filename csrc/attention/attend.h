@@ -1,6 +1,6 @@
 // Attention of rows over chunks, merged in the canonical order: chunks left to right inside a block of 2,048 keys, then
-// blocks left to right. Work is divided into units of (range of KV heads, range of rows); a unit walks all items that touch its
-// rows, and for each its heads, which lie side by side in memory.
+// blocks left to right. Work is divided into units of (range of KV heads, or part of the query heads of one; range of rows); a unit
+// walks all items that touch its rows, and for each its heads, which lie side by side in memory.
 //
 // R: rows, G: query heads per KV head, D: head size, P: D rounded up to 16; lane: one (row, query head of the group).
 #pragma once
@@ -22,12 +22,14 @@ constexpr int MAX_HEADS = 32;  // most KV heads of a unit
 
 template <typename Math> struct Unit {
   const Attend &a;
-  int64_t first, last, head, heads;
+  int64_t first, last;
+  QueryHeads head;  // of the first KV head
+  int64_t heads;    // KV heads, from there on
   Scratch memory;
   int64_t block;  // of keys, -1 for all
 
-  static int64_t bytes(const Attend &a, int64_t rows, int64_t heads) {
-    return room<typename Math::Space::Number>(Math::scratch(a.dim)) + heads * HeadRows<Math>::bytes(a, rows) +
+  static int64_t bytes(const Attend &a, int64_t rows, int64_t group, int64_t heads) {
+    return room<typename Math::Space::Number>(Math::scratch(a.dim)) + heads * HeadRows<Math>::bytes(a, rows, group) +
            room<const Item *>(a.item_count);
   }
 
@@ -41,7 +43,7 @@ template <typename Math> struct Unit {
     typename Math::Space space;
     space.scratch = memory.take<typename Math::Space::Number>(Math::scratch(a.dim));
     for (int64_t h = 0; h < heads; ++h) {
-      new (each + h) HeadRows<Math>(a, head + h, first, last, space, memory);
+      new (each + h) HeadRows<Math>(a, {head.kv_head + h, head.first + h * head.count, head.count}, first, last, space, memory);
       each[h].start();
     }
     int64_t count = 0;
@@ -92,21 +94,26 @@ template <typename Math> struct Unit {
 // How many rows and KV heads a unit has: few rows take many heads, whose chunks lie in one stretch of memory. And how many
 // blocks of keys are computed apart: where there is but one range of rows they are what threads share best, since each then
 // reads memory of its own; heads of one chunk lie side by side. Rows are divided where blocks do not give enough units: two
-// ranges of rows would read what they share twice.
+// ranges of rows would read what they share twice. So would parts of a KV head's group of query heads, which are the last means.
 struct UnitSizes {
-  int64_t rows, heads, ranges, blocks;
+  int64_t rows, heads, ranges, blocks, parts;
 
   int64_t groups(const Attend &a) const { return a.kv_heads / heads; }
+
+  // Units of a range of rows and a block of keys.
+  int64_t beside(const Attend &a) const { return groups(a) * parts; }
 };
 
 UnitSizes unit_sizes(const Attend &);
 
 template <typename Math> void attend_unit(const Attend &a, const UnitSizes &size, int64_t index, int64_t block) {
-  const int64_t groups = size.groups(a);
-  const int64_t range = size.ranges - 1 - index / groups;  // later rows see more keys: start them first
+  const int64_t beside = size.beside(a), group = a.heads / a.kv_heads / size.parts;
+  const int64_t range = size.ranges - 1 - index / beside;  // later rows see more keys: start them first
   const int64_t first = range * size.rows, last = first + size.rows < a.rows ? first + size.rows : a.rows;
-  const Scratch memory = arena(Unit<Math>::bytes(a, size.rows, size.heads));
-  Unit<Math>{a, first, last, index % groups * size.heads, size.heads, memory, block}.run();
+  const int64_t part = index % beside, kv_head = part / size.parts * size.heads;
+  const QueryHeads heads = {kv_head, (kv_head * size.parts + part % size.parts) * group, group};
+  const Scratch memory = arena(Unit<Math>::bytes(a, size.rows, group, size.heads));
+  Unit<Math>{a, first, last, heads, size.heads, memory, block}.run();
 }
 
 // The state of all rows and heads after each block alone: acc [blocks, R, Hq, D], m and l [blocks, R, Hq], block_of [blocks, R].
@@ -141,7 +148,7 @@ template <typename Math> void attend_split(const Attend &a, const UnitSizes &siz
     part.to = each.of(i % size.blocks);
     attend_unit<Math>(part, size, i / size.blocks, i % size.blocks);
   };
-  share_out(size.blocks * size.groups(a), a.threads, attend_block, Stretches::common);
+  share_out(size.blocks * size.beside(a), a.threads, attend_block, Stretches::common);
   each_lane<Math>(a.rows * a.heads, size.blocks * a.dim, a.threads, [&](int64_t lane) {
     float m, l;
     State mine{{arena(room<float>(a.dim)).take<float>(a.dim), &m, &l}};
@@ -158,7 +165,7 @@ template <typename Math> void attend_split(const Attend &a, const UnitSizes &siz
 template <typename Math> void attend_by(const Attend &a) {
   const UnitSizes size = unit_sizes(a);
   if (size.blocks > 1) return attend_split<Math>(a, size);
-  const int64_t units = size.ranges * size.groups(a);
+  const int64_t units = size.ranges * size.beside(a);
   share_out(units, a.threads, [&](int64_t i) { attend_unit<Math>(a, size, i, -1); }, Stretches::common);
 }
 

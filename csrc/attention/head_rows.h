@@ -15,28 +15,33 @@
 
 namespace headrace::HEADRACE_NS {
 
-// The rows first..last-1 of one KV head.
+// Query heads that meet the same KV head: all of its group, or a part of them.
+struct QueryHeads {
+  int64_t kv_head, first, count;
+};
+
+// The rows first..last-1 of some query heads of one KV head.
 template <Policy Math> struct HeadRows {
   using T = typename Math::Type;
   const Attend &a;
-  int64_t kv_head, first, last;  // rows first..last-1
-  int64_t group, padded;
-  typename Math::Query *q;  // [lanes, D]
+  int64_t kv_head, query, group;  // query heads query..query+group-1
+  int64_t first, last, padded;    // rows first..last-1
+  typename Math::Query *q;        // [lanes, D]
   State block, total;
   int32_t *block_of;            // [rows]: index of the block that `block` holds, -1 at first
   typename Math::Space &space;  // shared by the heads of a unit
   int64_t all_seen;             // every row of the unit sees all keys before this position
 
-  // Bytes that `rows` rows of a head take.
-  static int64_t bytes(const Attend &a, int64_t rows) {
-    const int64_t lanes = rows * (a.heads / a.kv_heads), padded = (a.dim + 15) / 16 * 16;
+  // Bytes that `rows` rows of so many query heads take.
+  static int64_t bytes(const Attend &a, int64_t rows, int64_t group) {
+    const int64_t lanes = rows * group, padded = (a.dim + 15) / 16 * 16;
     return 2 * room<float>(lanes * padded) + room<typename Math::Query>(lanes * a.dim) + 4 * room<float>(lanes) +
            room<int32_t>(rows);
   }
 
-  HeadRows(const Attend &a, int64_t kv_head, int64_t first, int64_t last, typename Math::Space &space, Scratch &memory)
-      : a(a), kv_head(kv_head), first(first), last(last), group(a.heads / a.kv_heads), padded((a.dim + 15) / 16 * 16),
-        space(space) {
+  HeadRows(const Attend &a, QueryHeads heads, int64_t first, int64_t last, typename Math::Space &space, Scratch &memory)
+      : a(a), kv_head(heads.kv_head), query(heads.first), group(heads.count), first(first), last(last),
+        padded((a.dim + 15) / 16 * 16), space(space) {
     const int64_t lanes = (last - first) * group;
     block.acc = memory.take<float>(lanes * padded);
     total.acc = memory.take<float>(lanes * padded);
@@ -49,7 +54,7 @@ template <Policy Math> struct HeadRows {
     all_seen = a.window > 0 ? 0 : seen_from(0, static_cast<int>((last - first) * group));
     for (int64_t row = first; row < last; ++row) {
       block_of[row - first] = -1;
-      const T *from = static_cast<const T *>(a.q) + row * a.q_stride + kv_head * group * a.dim;
+      const T *from = static_cast<const T *>(a.q) + row * a.q_stride + query * a.dim;
       Math::query(from, q + (row - first) * group * a.dim, group * a.dim);
     }
     for (int64_t lane = 0; lane < (last - first) * group; ++lane) {
@@ -65,7 +70,7 @@ template <Policy Math> struct HeadRows {
   }
 
   Lanes here(const State &state, int64_t row) const { return {state, (row - first) * group, padded}; }
-  Lanes in_tensor(const Partial &parts, int64_t row) const { return {parts, row * a.heads + kv_head * group, a.dim}; }
+  Lanes in_tensor(const Partial &parts, int64_t row) const { return {parts, row * a.heads + query, a.dim}; }
 
   // No row sees a key of the chunk from this one on; 1 where none sees any.
   int end_of(const Item &item) const {
@@ -242,7 +247,7 @@ template <Policy Math> struct HeadRows {
 
   // Bias of the chunk's 64 keys; the table may end inside the chunk, behind the last visible key.
   const float *bias_of(int64_t key_start, int64_t lane, float *part) const {
-    const float *from = a.bias + (kv_head * group + lane % group) * a.bias_len + key_start;
+    const float *from = a.bias + (query + lane % group) * a.bias_len + key_start;
     const int64_t there = a.bias_len - key_start;
     if (there >= CHUNK) return from;
     for (int64_t j = 0; j < CHUNK; ++j) part[j] = j < there ? from[j] : 0.0f;
@@ -257,10 +262,10 @@ template <Policy Math> struct HeadRows {
     close_block(first, last);
     [[maybe_unused]] const typename Math::template Tiny<false> kept;
     for (int64_t row = first; row < last; ++row) {
-      T *out = static_cast<T *>(a.out) + (row * a.heads + kv_head * group) * a.dim;
+      T *out = static_cast<T *>(a.out) + (row * a.heads + query) * a.dim;
       for (int64_t g = 0; g < group; ++g) {
         const int64_t lane = (row - first) * group + g;
-        total.write(lane, padded, a.dim, out + g * a.dim, sink_of<Math>(a.sinks, kv_head * group + g, total.m[lane]));
+        total.write(lane, padded, a.dim, out + g * a.dim, sink_of<Math>(a.sinks, query + g, total.m[lane]));
       }
     }
   }
@@ -269,7 +274,7 @@ template <Policy Math> struct HeadRows {
   void leave(int64_t row) const {
     if (a.to.total.acc) here(total, row).copy_to(in_tensor(a.to.total, row), group, a.dim);
     here(block, row).copy_to(in_tensor(a.to.block, row), group, a.dim);
-    if (kv_head == 0) a.to.block_of[row] = block_of[row - first];  // the same for all heads: one thread writes it
+    if (query == 0) a.to.block_of[row] = block_of[row - first];  // the same for all heads: one thread writes it
   }
 };
 

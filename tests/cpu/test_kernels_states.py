@@ -25,6 +25,7 @@ from tests.support.attention_cases import (
     Case,
     Tree,
     cases,
+    check,
     in_fp64,
     make_case,
     reordered,
@@ -161,6 +162,26 @@ def test_sums_that_are_hardly_numbers_merge_alike(isa: str, threads_kept: None, 
     assert ((acc > 0) & (acc < 2**-126)).any()
     assert torch.equal(finished, expected) and torch.equal(attended, expected)
     assert (torch.tensor(2.0**-126) / 2).item() > 0, "the mode of the calling thread has changed"
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 576), (torch.bfloat16, 32), (torch.float32, 20)])
+@pytest.mark.parametrize("heads", [(64, 1), (96, 2)])
+def test_more_threads_than_kv_heads_share_their_queries(
+    isa: str, threads_kept: None, dtype: torch.dtype, dim: int, heads: tuple[int, int]
+) -> None:
+    """As of latents: one row, whose query heads are many, with a bias and a sink of each; in one call and in two."""
+    tree = Tree(torch.Generator().manual_seed(dim), 1, 18, False)
+    generator = torch.Generator().manual_seed(1)
+    sinks, bias = torch.randn(heads[0], generator=generator), torch.randn(heads[0], 18 * CHUNK, generator=generator)
+    case = make_case(tree, *heads, dim, dtype, sinks=sinks, bias=bias)
+    backend, items = Backend("cpu", case), case.items
+    torch.set_num_threads(1)
+    alone = backend.attend()
+    for threads in (2, 16):
+        torch.set_num_threads(threads)
+        check(case)
+        assert torch.equal(backend.attend(), alone)
+        assert torch.equal(backend.finish(backend.partial(items[7:], backend.partial(items[:7]))), alone)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 32), (torch.float32, 20)])
