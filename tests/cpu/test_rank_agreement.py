@@ -16,6 +16,7 @@ from headrace.engine.rank_agreement import check_alike
 from headrace.kernels import cpu
 from headrace.offload.identity import SAMPLE, SAMPLES, model_sample
 from tests.support.adapters import write_adapter
+from tests.support.checkpoint_files import copy_of
 from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.thread_group import ThreadStore
 
@@ -43,13 +44,6 @@ def checked(*settings: dict[str, str]) -> list[str]:
     return found
 
 
-def copied(folder: Path, to: Path) -> Path:
-    to.mkdir()
-    for path in folder.iterdir():
-        (to / path.name).write_bytes(path.read_bytes())
-    return to
-
-
 def changed(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
     content[place] ^= 1
@@ -57,7 +51,7 @@ def changed(path: Path, place: int) -> None:
 
 
 def test_copies_of_a_model_are_alike(folder_of: FolderOf, tmp_path: Path) -> None:
-    folder, copy = folder_of(KIND), copied(folder_of(KIND), tmp_path / "copy")
+    folder, copy = folder_of(KIND), copy_of(folder_of(KIND), tmp_path / "copy")
     assert checked({"model": str(folder)}, {"model": str(copy)}, {"model": str(folder)}) == [""] * 3
     changed(copy / "model.safetensors", -1)
     told = "rank 1 has other files than rank 0 of the model"
@@ -70,7 +64,7 @@ def test_copies_of_a_model_are_alike(folder_of: FolderOf, tmp_path: Path) -> Non
 def test_adapters_of_one_name(folder_of: FolderOf, theirs_of: TheirsOf, tmp_path: Path) -> None:
     model = str(folder_of(KIND))
     folders = [write_adapter(tmp_path / name, theirs_of(KIND), seed=seed) for seed, name in enumerate("abc")]
-    copy = copied(folders[1], tmp_path / "copy")
+    copy = copy_of(folders[1], tmp_path / "copy")
     mine, same, other = (f"one={folders[0]},two={folder}" for folder in (folders[1], copy, folders[2]))
     assert checked(*({"model": model, "lora_modules": each} for each in (mine, same))) == [""] * 2
     errors = checked(*({"model": model, "lora_modules": each} for each in (mine, other)))
@@ -80,7 +74,7 @@ def test_adapters_of_one_name(folder_of: FolderOf, theirs_of: TheirsOf, tmp_path
 @pytest.mark.parametrize("place", [0, 1, SAMPLE, -1])
 def test_pieces_of_large_files(place: int, folder_of: FolderOf, tmp_path: Path) -> None:
     """Of a file beyond all samples together its beginning and its end are looked at, and its size."""
-    folder = copied(folder_of(KIND), tmp_path / "large")
+    folder = copy_of(folder_of(KIND), tmp_path / "large")
     weights = folder / "model.safetensors"
     with weights.open("ab") as file:
         file.truncate(2 * SAMPLES * SAMPLE)

@@ -1,4 +1,5 @@
-"""What ranks find on their own hosts and must have in common: the model, its adapters, and what computes.
+"""Ranks meet: what each finds on its own host and all must have in common (the model, its adapters, what computes), and
+links for tensors on GPUs.
 
 Settings are rank 0's for all. Files are read by each rank where it is, and of two hosts one may have another copy.
 """
@@ -14,10 +15,21 @@ from headrace.kernels import cpu
 from headrace.logs import shown
 from headrace.models.adapter_files import AdapterFacts
 from headrace.offload.identity import model_sample
+from headrace.parallel import devices
 from headrace.parallel.group import Group, each_says
 from headrace.version import __version__
 
 log = logging.getLogger(__name__)
+
+
+def connect(config: EngineConfig, group: Group) -> str:
+    """Gives a rank on a GPU its device, and the group links for its tensors; what they are, empty on a CPU. Raises
+    ValueError for ranks that do not fit together."""
+    check_alike(config, group)
+    if not config.model.on_gpu:
+        return ""
+    devices.claim(group.rank)
+    return devices.connect(group, config.ranks.transport, config.ranks.interface)
 
 
 def check_alike(config: EngineConfig, group: Group) -> None:

@@ -25,7 +25,7 @@ from headrace.engine.driver import Advise, Driver
 from headrace.engine.footprint import keeps_activations, ranks_here
 from headrace.engine.outside import ExpertsOutside
 from headrace.engine.rank_advice import advice
-from headrace.engine.rank_agreement import check_alike
+from headrace.engine.rank_agreement import connect
 from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.host import GIB
@@ -43,7 +43,7 @@ from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.streaming.staged_store import StagedStore
 from headrace.offload.weights.expert_slots import GpuExpertFile
 from headrace.offload.weights.experts import ExpertFile
-from headrace.parallel import devices, launch, measure, workspace
+from headrace.parallel import launch, measure, workspace
 from headrace.parallel.group import Group, unless_failed
 from headrace.parallel.interfaces import interface_name
 from headrace.parallel.probe import shape_of
@@ -149,16 +149,6 @@ def load_share(config: EngineConfig, group: Group | None, tell: OnPhase = untold
 def device_of(config: EngineConfig) -> torch.device:
     """Where this process's rank computes."""
     return current().place if config.model.on_gpu else torch.device("cpu")
-
-
-def connect(config: EngineConfig, group: Group) -> str:
-    """Gives a rank on a GPU its device, and the group links for its tensors; what they are, empty on a CPU. Raises
-    ValueError for ranks that do not fit together."""
-    check_alike(config, group)
-    if not config.model.on_gpu:
-        return ""
-    devices.claim(group.rank)
-    return devices.connect(group, config.ranks.transport, config.ranks.interface)
 
 
 def _facts(config: EngineConfig) -> ModelConfig:
