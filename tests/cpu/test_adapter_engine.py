@@ -155,7 +155,6 @@ def test_it_outlives_its_engine_on_disk(
 
     def restored(name: str) -> int:
         with LLM(folder_of(KIND), lora_modules=f"one={folders / 'one'},mine={mine}", **settings) as llm:  # type: ignore[arg-type]
-            assert not llm.engine.loaded.executor.storage.keeps_activations  # type: ignore[attr-defined]
             [output] = llm.generate([CONTEXT], BRIEF, adapter=name)
             return output.metrics.restored_tokens
 
