@@ -17,6 +17,7 @@ from headrace.models.decoder import Decoder, load_decoder
 from tests.support.greedy_answers import greedy_behind
 from tests.support.hybrid_checkpoints import KINDS, Sequence, build_model, greedy, make_checkpoint
 from tests.support.kind_sizes import VOCAB
+from tests.support.truth import as_near, exact_logits
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -56,8 +57,11 @@ def ours(decoder: Decoder, tokens: list[int]) -> Tensor:
 def test_fp32_agrees_with_transformers(kind: str, folder: Callable[[str], Path]) -> None:
     """Logits at every position of 300 tokens, and 64 greedy tokens, decoded one by one."""
     decoder, model, tokens = load_decoder(folder(kind), "float32"), theirs_of(folder(kind)), prompt(LENGTH)
-    difference = (ours(decoder, tokens) - their_logits(model, tokens)).abs().max()
-    assert difference <= 1e-4, difference
+    mine, theirs = ours(decoder, tokens), their_logits(model, tokens)
+    if kind == "3_5_tied":  # logits reach 26: in fp32 their own are 3.6e-4 from those in fp64
+        assert as_near(mine, theirs, exact_logits(model, tokens))
+    else:
+        assert (mine - theirs).abs().max() <= 1e-4
     answer = greedy(decoder, tokens, 64)
     assert answer == greedy_behind(model, tokens, answer)
 
