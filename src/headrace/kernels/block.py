@@ -93,10 +93,8 @@ class Blocks:
         scratch = torch.empty(max(block.scratch(rows) for block in self.blocks), dtype=x.dtype)
         x_at, mixed_at, scratch_at = x.data_ptr(), mixed.data_ptr(), scratch.data_ptr()
         turn_at, turned = self.turn_of(cos_sin, rows)
-        adapted = self.adapted
-        numbers = numbers_of(adapted, rows)
-        last = len(self.blocks) - 1
-        begin = 0
+        adapted, numbers = self.adapted, numbers_of(self.adapted, rows)
+        last, begin = len(self.blocks) - 1, 0
         if attend.prepared is not None and watch is None and (recur is None or recur.prepared is not None):
             begin = last + (some is None)
             self.check_heads(attend.prepared)

@@ -41,6 +41,8 @@ MOST_BYTES = 64 << 20
 
 BLOCK = 8 << 20
 SAMPLES, SAMPLE = 64, 64 << 10
+"""Pieces of a file that model_sample looks at, and bytes of each."""
+
 SETTLED_NS = 2_000_000_000
 """A file changed more recently is not remembered: it may change again without its times showing it."""
 

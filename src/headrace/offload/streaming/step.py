@@ -30,7 +30,6 @@ from headrace.offload.streaming.staging import ChunkCounts, StagingPiece, Stagin
 from headrace.offload.streaming.throughput import Operation, OperationWork
 from headrace.offload.streaming.transfers import Transfers
 from headrace.offload.ticket import Ticket
-from headrace.offload.weights.layers import OneLayer
 from headrace.offload.weights.streamed import WeightPart, WeightSlice
 from headrace.types import CHUNK
 
@@ -77,6 +76,8 @@ class StreamStep:
         self.spec = decoder.config.attention
         self.shape = StepShape(self.spec.layers, len(batches), options.schedule, options.weights, options.fine)
         self.work = [self._work(batch) for batch in batches]
+        numbers = [batch.tokens.adapters for batch in batches]
+        self.adapted = [None if each is None else AdaptedRows(each) for each in numbers]
         self._pieces: dict[tuple[int, int | None, bool], list[StagingPiece]] = {}
         for batch in range(len(batches)):
             for layer in range(self.spec.layers):
@@ -160,7 +161,8 @@ class StreamStep:
         x = self.hidden[batch]
         kept = x.clone() if self.transfers.store.hidden else None
         rows = self.batches[batch].rows if layer + 1 == self.spec.layers else None
-        x = self.adapted(layer, batch)(x, self.rotations[batch], _StagedAttend(self, at, len(pieces), kept), rows)
+        one = layers.layer(layer).adapted_by(self.adapted[batch])
+        x = one(x, self.rotations[batch], _StagedAttend(self, at, len(pieces), kept), rows)
         self.hidden[batch] = x
         if self.stages[at + len(pieces) - 1].stores_hidden:
             before, _ = self.outside.get(batch, (None, None))
@@ -172,11 +174,6 @@ class StreamStep:
             self._note(batch, pieces, times)
         else:
             self.later.append(partial(self._note, batch, pieces, times))
-
-    def adapted(self, layer: int, batch: int) -> OneLayer:
-        """The layer for the batch's rows."""
-        numbers = self.batches[batch].tokens.adapters
-        return self.transfers.layers.layer(layer).adapted_by(None if numbers is None else AdaptedRows(numbers))
 
     def _note(self, batch: int, pieces: list[StagingPiece], times: OperationTimes) -> None:
         """Takes the operation's figures into the totals and the throughput."""
