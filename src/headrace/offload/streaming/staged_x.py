@@ -18,13 +18,14 @@ from torch import Tensor
 
 from headrace import memory
 from headrace.device import Device
-from headrace.kernels.adapted_rows import AdaptedRows, rows_at
+from headrace.kernels.adapted_rows import rows_at
 from headrace.kernels.backend import Backend
-from headrace.kernels.block import Watch
+from headrace.kernels.block import Blocks, Watch
 from headrace.kernels.records import Pool
 from headrace.kv.own_chunks import OwnChunks, Slots
 from headrace.kv.storage import zeros_on
 from headrace.models.decoder import Decoder
+from headrace.models.layers import OneByOne
 from headrace.offload.streaming.staging import gather, gather_rows
 from headrace.offload.streaming.store import OutsideStore
 from headrace.offload.streaming.throughput import OperationWork, Throughput
@@ -43,14 +44,14 @@ Send = Callable[[Callable[[], None], int], None]
 class PreparedRows(NamedTuple):
     """Chunks that are projected together, as all layers need them, on the device. slots: in the store, of all; mine:
     where this rank keeps X of its own, int64. cos_sin: rotations of their rows. places, offsets int32 [n * 64]: where
-    their keys and values go. adapted: the rows, if some have an adapter."""
+    their keys and values go. layers: which project them."""
 
     slots: list[int]
     mine: Tensor
     cos_sin: Tensor | None
     places: Tensor
     offsets: Tensor
-    adapted: AdaptedRows | None
+    layers: Blocks | OneByOne
 
 
 class StagedX:
@@ -195,7 +196,7 @@ class StagedX:
             rope.at(positions, lengths).to(self.place) if rope else None,
             torch.from_numpy(places).repeat_interleave(CHUNK).to(self.place),
             torch.arange(CHUNK, dtype=torch.int32).repeat(len(places)).to(self.place),
-            self._adapted(own, places, positions),
+            self._layers(own, places, positions),
         )
 
     def project(self, layer: int, buffer: int, pool: Pool, rows: Sequence[PreparedRows]) -> None:
@@ -206,17 +207,17 @@ class StagedX:
             x = self.store.x[layer][each.mine] if self.resident else self.buffers[buffer][taken : taken + count]
             taken += count
             whole = self.turns.gathered(x, each.slots)
-            layers = self.decoder.layers if each.adapted is None else self.decoder.layers.adapted_by(each.adapted)
-            k, v = layers.project(layer, whole.flatten(0, 1), each.cos_sin)
+            k, v = each.layers.project(layer, whole.flatten(0, 1), each.cos_sin)
             self.backend.append(pool, k, v, each.places, each.offsets)
 
-    @staticmethod
-    def _adapted(own: OwnChunks, places: Slots, positions: Tensor) -> AdaptedRows | None:
-        """The projected rows, if some have an adapter: that of any sequence that meets a chunk, whose name is of it."""
+    def _layers(self, own: OwnChunks, places: Slots, positions: Tensor) -> Blocks | OneByOne:
+        """With the adapters of the projected rows: that of any sequence that meets a chunk, whose name is of it."""
+        layers = self.decoder.layers
         if not len(own.adapters) or own.adapters[:, 0].max() < 0:
-            return None
+            return layers
         each = torch.from_numpy(own.adapters[places]).long().repeat_interleave(CHUNK, 0)
-        return rows_at(positions, each[:, 0], each[:, 1])
+        adapted = rows_at(positions, each[:, 0], each[:, 1])
+        return layers if adapted is None else layers.adapted_by(adapted)
 
     def _lengths(self, own: OwnChunks, places: Slots, positions: Tensor) -> Tensor | None:
         """TokenBatch.rope_lengths of the projected rows: as when they were computed first."""
