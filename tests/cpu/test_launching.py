@@ -32,6 +32,8 @@ from headrace.kernels.quantized import Rounded
 from headrace.kernels.records import DeltaWeights, LayerStates, Mask, Pool
 from headrace.kernels.state import StateRows
 from headrace.kernels.triton import (
+    adapted,
+    adapted_kernels,
     attention,
     attention_kernels,
     change_kernels,
@@ -73,9 +75,9 @@ pytestmark = pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
-    attention_kernels, change_kernels, delta_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels, launch_kernels,
-    piece_kernels, pinned_kernels, product_kernels, rotary_kernels, rounded_kernels, row_kernels, sample_kernels,
-    token_kernels, weight_kernels,
+    adapted_kernels, attention_kernels, change_kernels, delta_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels,
+    launch_kernels, piece_kernels, pinned_kernels, product_kernels, rotary_kernels, rounded_kernels, row_kernels,
+    sample_kernels, token_kernels, weight_kernels,
 )  # fmt: skip
 SHAPE = CheckpointShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=64, context=1024)
 
@@ -151,6 +153,14 @@ def codes() -> None:
         experts.GpuMixture(ups, ups, lambda x: x, routes)(torch.zeros(5, 64, dtype=BF16), torch.zeros(5, 4))
 
 
+def changes() -> None:
+    """Of rows with two adapters, one of which has nothing for the matrix."""
+    down, up = torch.zeros(32, 64, dtype=BF16), torch.zeros(64, 32, dtype=BF16)
+    x = torch.zeros(5, 64, dtype=BF16)
+    rows = adapted.arranged(torch.tensor([0, -1, 1, 0, 0]), 2)
+    adapted.GpuPairs([(down, up), None]).added(rows, x, x.clone())
+
+
 def stores() -> None:
     """int8 keys and values, a restore, and activations."""
     parts = Pool.parts(4, 2, 64, torch.int8)
@@ -204,6 +214,7 @@ def test_a_direct_launch_asks_the_driver_for_what_triton_does(
     steps(CheckpointShape(64, 1, 2, 1, 512, 64, vocab=64, context=1024), monkeypatch)
     products(monkeypatch)
     codes()
+    changes()
     stores()
     states()
     recurrence()

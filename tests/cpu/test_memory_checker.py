@@ -22,6 +22,7 @@ from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.config import combinations
 from headrace.engine.runner import Runner
+from headrace.kernels.adapted_rows import AdaptedRows, Pair, placed
 from headrace.kernels.records import QKRotary
 from headrace.kernels.triton import rotary
 from headrace.kernels.triton.experts import GpuExperts
@@ -94,6 +95,16 @@ def checker(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryChecker]:
     reachable = lambda: [tensor for each in experts for one in each.operands for tensor in one]  # noqa: E731
     with fake_device(monkeypatch), checked_memory(reachable) as found:
         yield found
+
+
+def test_what_adapters_add(checker: MemoryChecker) -> None:
+    """To the last outputs of a matrix, of rows two of which have no adapter, and one an adapter that has nothing: what
+    nobody wrote is added to none."""
+    pair = Pair(torch.randn(32, 20), torch.randn(33, 32))
+    rows, made = AdaptedRows(torch.tensor([2, -1, 0, 1, -1, 0])), torch.zeros(6, 28)
+    rows.added(placed([pair, None, pair]), torch.randn(6, 20), made, 5)
+    assert made.isfinite().all() and made.any(dim=1).tolist() == [True, False, True, False, False, True]
+    assert {"arrange", "product", "add_changes"} <= checker.launches.keys()
 
 
 def answered(llm: LLM, prompts: list[list[int]]) -> None:

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from headrace.kernels.triton import int8_kv_kernels, weight_kernels, weights
+from headrace.kernels.triton import adapted_kernels, int8_kv_kernels, weight_kernels, weights
 from headrace.kernels.triton.launch_entries import CONTRACTED
 from tests.support.compiled_rows import Compiled
 
@@ -23,7 +23,8 @@ TYPES = {
     "scales": "*fp32", "offsets": "*fp32", "table": "*i64", "begin": "*i32", "order": "*i32", "logits": "*fp32",
     "expert": "*i32", "share": "*fp32", "place": "*i32", "parts": "*fp32", "x": "*bf16", "bias": "*bf16",
     "out": "*bf16", "y": "*bf16", "k": "*i8", "v": "*i8", "k_new": "*bf16", "v_new": "*bf16", "k_scale": "*fp32",
-    "v_scale": "*fp32", "slots": "*i32", "correction": "*fp32", "scale": "fp32",
+    "v_scale": "*fp32", "slots": "*i32", "correction": "*fp32", "scale": "fp32", "made": "*bf16", "change": "*bf16",
+    "numbers": "*i32", "has": "*i32",
 }  # fmt: skip
 """Of arguments that are no 32-bit numbers."""
 FORMS = {
@@ -42,6 +43,7 @@ SMALL: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
     ("route by groups", weight_kernels.route, ROUTE | GROUPS, {"num_warps": 1}),
     ("arrange", weight_kernels.arrange, {"BLOCK": 64, "EXPERTS": 64}, {}),
     ("combine", weight_kernels.combine, {"CHOSEN": 4, "COLUMNS": 1024}, {}),
+    ("add_changes", adapted_kernels.add_changes, {"COLUMNS": 1024}, {"num_warps": 4}),
 ]
 """Kernels without products: name, kernel, constants, options."""
 
@@ -49,14 +51,15 @@ SMALL: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
 def products() -> list[tuple[str, dict[str, Any], weights.Tile]]:
     found = []
     for name, (codes, bits, group, offsets, step) in FORMS.items():
-        for rows, experts in ((16, 0), (2000, 32 if name in ("int4", "numbers") else 0)):
+        few = [(16, 8)] if name == "numbers" else []  # adapters of rows that decode
+        for rows, experts in ((16, 0), (2000, 32 if name in ("int4", "numbers") else 0), *few):
             tile = weights.tile_for(rows, torch.bfloat16, torch.device("cpu"), plain=False)
             constants = dict(
                 ROWS=tile.rows, COLUMNS=tile.columns, STEP=step, STEPS=tile.steps, CODES=codes, BITS=bits,
                 GROUP=group, OFFSETS=offsets, WHOLE=True, BIAS=True, SEGMENTS=1, APART=False, EXPERTS=experts,
                 SENT=experts > 0, PRECISION="ieee",
             )  # fmt: skip
-            found.append((f"{name}, {rows} rows", constants, tile))
+            found.append((f"{name}, {rows} rows{' of experts' * (rows == 16 and experts > 0)}", constants, tile))
     return found
 
 

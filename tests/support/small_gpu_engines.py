@@ -36,11 +36,16 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_step, "PROGRAMS", 1)
 
 
-def launched(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Trace]:
+def launched(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    adapters: str | list[str] = "",
+) -> list[Trace]:
     """On an empty cache, without graphs; the cache is empty behind it, too."""
     llm.engine.cache.tree.clear()
     with eager_steps(llm.engine.loaded.executor):
-        traces = run(llm, prompts, params)
+        traces = run(llm, prompts, params, adapters)
     llm.engine.cache.tree.clear()
     return traces
 

@@ -120,7 +120,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     *(Exclusion("draft", way, "a draft model's KV lies in the pool, beside the model's") for way in STREAMED),
     *(Exclusion("draft", other, "a draft model runs on one rank, which has all of the pool")
       for other in ("context", "tensor")),
-    Exclusion("adapters", "gpu", "what adapters add is multiplied on a CPU alone"),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from headrace.attention.plan import Span, build
 from headrace.attention.recurrence import alone
 from headrace.config import EngineConfig
 from headrace.device import current
+from headrace.engine.adapters import adapter_bytes
 from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.footprint import Footprint, gib, ranks_here, tokens_in
 from headrace.engine.outside import ExpertsOutside
@@ -45,9 +46,10 @@ def sharing(config: EngineConfig) -> int:
 
 def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet, slots of
-    experts and recurrent states. Raises ValueError where these do not fit."""
+    experts, adapters and recurrent states. Raises ValueError where these do not fit."""
     asked, ranks = config.model, sharing(config)
     weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
+    weights += adapter_bytes(config)
     outside, draft = ExpertsOutside.of(config, model), DraftFacts.of(config)
     if outside is not None:
         weights -= outside.outside - outside.kept
@@ -113,7 +115,7 @@ def bytes_for_cache(
 
 @torch.inference_mode()
 def largest_step(decoder: Decoder, backend: str, rows: int, drawn: int) -> None:
-    """Computes the first `rows` tokens of a sequence, in memory of its own."""
+    """Computes the first `rows` tokens of a sequence, of an adapter if there is one, in memory of its own."""
     spec = decoder.config.attention
     slots = chunks_for(rows)
     storage = KVStorage(spec, slots, decoder.dtype, device=decoder.device)
@@ -122,6 +124,8 @@ def largest_step(decoder: Decoder, backend: str, rows: int, drawn: int) -> None:
     positions = torch.from_numpy(plan.positions)
     lengths = torch.full_like(positions, rows) if decoder.config.rope_depends_on_length else None
     recur = alone(decoder.config.recurrent, decoder.dtype, rows, decoder.device)
-    hidden = decoder.forward(TokenBatch(torch.zeros_like(positions), positions, lengths), attend, recur=recur)
+    zeros = torch.zeros_like(positions)
+    batch = TokenBatch(zeros, positions, lengths, None if decoder.adapters is None else zeros)
+    hidden = decoder.forward(batch, attend, recur=recur)
     if HEAD in decoder.matrices:  # of tensor ranks the first one's alone
         decoder.logits(hidden[-drawn:])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -64,9 +65,9 @@ class PromptGraphs(Recordings):
         ends = time.monotonic() + RECORDING_S
         self._leave_what_pays()
         log.info("steps with prompts of up to %d rows are replayed", max(self.sizes, default=0))
-        for rounds in (0, ROUNDS[0]):
+        for rounds, adapted in product((0, ROUNDS[0]), self._usual):
             for rows in reversed(self.sizes):
-                key = Key(rows, rounds, self.drawn[0])
+                key = Key(rows, rounds, self.drawn[0], adapted)
                 if key not in self._recorded and time.monotonic() < ends:
                     self._recording(key)
         current().synchronize()
@@ -87,10 +88,11 @@ class PromptGraphs(Recordings):
         rounds = None if rows is None or chosen is None or not self._takes(step) else self._fill(plan)
         if rows is None or chosen is None or rounds is None:
             return None
-        key = Key(rows, next(each for each in (0, *ROUNDS) if each >= rounds), chosen)
+        adapters = step.adapters()
+        key = Key(rows, next(each for each in (0, *ROUNDS) if each >= rounds), chosen, adapters is not None)
         if step.before is not None and key not in self._recorded:
             return None
-        self.step.send(step.tokens(), plan.positions, plan.row_offsets, drawn)
+        self.step.send(step.tokens(), plan.positions, plan.row_offsets, drawn, adapters)
         recorded = self._recording(key)
         if recorded is None:
             self.sizes = [size for size in self.sizes if size < rows]

@@ -40,11 +40,12 @@ takes tens of milliseconds, but for kernels that have never been compiled on thi
 
 
 class Key(NamedTuple):
-    """Of a recording. drawn: rows that tokens are drawn from; 0: all."""
+    """Of a recording. drawn: rows that tokens are drawn from; 0: all. adapted: whether rows may have adapters."""
 
     rows: int
     rounds: int
     drawn: int = 0
+    adapted: bool = False
 
 
 class Recorded(NamedTuple):
@@ -143,6 +144,11 @@ class Recordings:
         self.stats.eager += 1
         return self.eager.run(step)
 
+    @property
+    def _usual(self) -> tuple[bool, ...]:
+        """Of keys: whether rows have adapters, in steps that are met often."""
+        return (False,) if self.decoder.adapters is None else (False, True)
+
     def _compute(self, key: Key) -> tuple[Tensor, Tensor]:
         """From the tokens, some of which the step before may have chosen, to the logits, and the greatest of each row,
         where the step behind looks for it."""
@@ -153,7 +159,9 @@ class Recordings:
         drawn = self.step.drawn[: key.drawn].long() if key.drawn else None
         keep = None if self.storage.x is None else partial(self.step.keep, self.storage.x)
         recur = None if self.recurrence is None else self.recurrence.layers(key.rows)
-        x = decoder.through(tokens, decoder.embed(tokens, positions), turns, attend, drawn, watch=keep, recur=recur)
+        adapters = self.step.adapters[: key.rows] if key.adapted else None
+        x = decoder.embed(tokens, positions)
+        x = decoder.through(tokens, x, turns, attend, drawn, watch=keep, recur=recur, adapters=adapters)
         logits = decoder.logits(decoder.leave(x))
         logits = self.logits[: len(logits)].copy_(logits)
         values, best = ops.greatest(logits)
@@ -204,7 +212,7 @@ class CudaGraphs(Recordings):
     def record_usual(self) -> None:
         """Records what most steps of decoding will need, so that none of them waits for it."""
         for rows in (size for size in self.sizes if size <= USUAL_ROWS):
-            if self._recording(Key(rows, ROUNDS[0])) is not None:
+            if all([self._recording(Key(rows, ROUNDS[0], 0, adapted)) is not None for adapted in self._usual]):
                 log.info("recorded steps of up to %d rows", rows)
         current().synchronize()
 
@@ -223,10 +231,11 @@ class CudaGraphs(Recordings):
         plan, rows = planned.plan, planned.first.rows
         if not self._takes(step) or not self._holds(planned, plan):
             return None
-        key = Key(next(size for size in self.sizes if size >= rows), self._rounds)
+        adapters = step.adapters()
+        key = Key(next(size for size in self.sizes if size >= rows), self._rounds, 0, adapters is not None)
         if key in self._refused or (step.before is not None and key not in self._recorded):
             return None
-        self.step.send(step.tokens(), plan.positions, plan.row_offsets)
+        self.step.send(step.tokens(), plan.positions, plan.row_offsets, adapters=adapters)
         recorded = self._recording(key)
         if recorded is None:
             return None

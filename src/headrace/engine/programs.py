@@ -86,6 +86,11 @@ class StepRows:
             return [part.sequence.tokens[part.start] for part in self.slices]
         return [token for part in self.slices for token in part.tokens]
 
+    def adapters(self) -> Int64 | None:
+        """Numbers of the rows' adapters, [T], see TokenBatch."""
+        numbers = adapters_of(self.slices)
+        return None if numbers is None else numbers.numpy()
+
     @staticmethod
     def _tokens_of(part: Slice, before: Mapping[SequenceState, int]) -> list[int]:
         row = before.get(part.sequence)

@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from headrace.kernels import experts, ops
+from headrace.kernels import dispatch, experts, ops
+
+if TYPE_CHECKING:  # it imports Triton
+    from headrace.kernels.triton.adapted import GpuPairs, GpuRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Pair:
 
 Pairs = Sequence[Pair | None]
 """What each adapter has for a matrix, all of one R; None: nothing."""
+PlacedPairs: TypeAlias = "Pairs | GpuPairs"
+"""The same as products take it where it lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +52,28 @@ class _Group:
 
 
 class AdaptedRows:
-    """The rows of a step, or some of them. numbers: of each row's adapter, int64 [T]; -1: none."""
+    """The rows of a step, or some of them. numbers: of each row's adapter, whole numbers [T], anywhere; -1: none."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers
         self._groups: dict[tuple[bool, ...], _Group] = {}
+        self._there: GpuRows | None = None
 
     def of(self, rows: Tensor) -> AdaptedRows:
         """Of these rows alone, int64 [n]."""
         return AdaptedRows(self.numbers[rows])
 
-    def added(self, pairs: Pairs, x: Tensor, made: Tensor, first: int = 0) -> Tensor:
+    def added(self, pairs: PlacedPairs, x: Tensor, made: Tensor, first: int = 0) -> Tensor:
         """made [T, N - first], what a matrix's outputs from `first` on make of x [T, K], with what the rows' adapters
         add to them by these pairs: in the same memory."""
+        if dispatch.on_gpu(x):
+            from headrace.kernels.triton import adapted
+
+            assert isinstance(pairs, adapted.GpuPairs), "`placed` makes them"
+            if self._there is None:
+                self._there = adapted.arranged(self.numbers.to(x.device), len(pairs))
+            return pairs.added(self._there, x, made, first)
+        assert isinstance(pairs, Sequence)
         group = self._group(tuple(pair is not None for pair in pairs))
         if not group.met:
             return made
@@ -78,6 +93,16 @@ class AdaptedRows:
         return self._groups[has]
 
 
+def placed(pairs: Pairs) -> PlacedPairs:
+    """The pairs as `AdaptedRows.added` takes them where they lie."""
+    down = next((pair.down for pair in pairs if pair is not None), None)
+    if not isinstance(down, Tensor) or not dispatch.on_gpu(down):
+        return pairs
+    from headrace.kernels.triton import adapted
+
+    return adapted.GpuPairs([None if pair is None else (pair.down, pair.up) for pair in pairs])
+
+
 def rows_at(positions: Tensor, numbers: Tensor | int, starts: Tensor | int) -> AdaptedRows | None:
     """Rows at these positions, int64 [T], of sequences that have adapters of these numbers, -1 for none, from these
     positions on: of each row's sequence, [T], or of all. None where no row has one."""
@@ -90,7 +115,10 @@ def row_numbers(runs: Sequence[tuple[int, int, int, int]]) -> Tensor | None:
     adapter of that number from the position `start` on. int64 [T], -1 for none; None where no row has one."""
     if all(number < 0 for _, _, number, _ in runs):
         return None
-    each = [number if place >= start else -1 for begin, end, number, start in runs for place in range(begin, end)]
+    each: list[int] = []
+    for begin, end, number, start in runs:
+        own = min(max(start, begin), end)
+        each += [-1] * (own - begin) + [number] * (end - own)
     return torch.tensor(each, dtype=torch.int64)
 
 

@@ -150,7 +150,8 @@ class GraphSizes(NamedTuple):
 class GraphStep(Protocol):
     """append and attend of steps whose index data lies in fixed memory on the device, for graphs (device.Graph).
 
-    tokens, positions: int32 [rows], of the step that was sent; rows that it does not have: token 0, position -1.
+    tokens, positions, adapters: int32 [rows], of the step that was sent; rows that it does not have: token 0, position
+    -1, adapter -1, which is none.
     chosen: int32 [rows that tokens are drawn from], filled by whoever computes the step: the token that follows each of
     them, for the step behind.
     drawn: int32, the rows that tokens are drawn from, and 0; empty: all are.
@@ -158,6 +159,7 @@ class GraphStep(Protocol):
 
     tokens: Tensor
     positions: Tensor
+    adapters: Tensor
     chosen: Tensor
 
     def known(self, rows: int) -> Tensor:
@@ -178,9 +180,16 @@ class GraphStep(Protocol):
         """Goes on from the step that was sent last to one in which each of these rows, at `positions`, begins a chunk
         of its own. False: there is no room, and the step is to be filled."""
 
-    def send(self, tokens: list[int], positions: Int64, offsets: Int32, drawn: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        tokens: list[int],
+        positions: Int64,
+        offsets: Int32,
+        drawn: Sequence[int] = (),
+        adapters: Int64 | None = None,
+    ) -> None:
         """Carries the step to the device: the one that was filled or grown, or a later one of the same items, as
-        PreparedStep.go_on."""
+        PreparedStep.go_on. adapters: numbers of the rows' adapters, int64 [rows of the step]; None: no row has one."""
 
     def keep(self, pools: Sequence[Tensor], layer: int, x: Tensor) -> None:
         """Writes what enters a layer, x [T, H], to the places of the step's rows in pools[layer] [slots, 64, H]."""

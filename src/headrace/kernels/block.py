@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.config import RecurrentSpec
 from headrace.config.routing import CORRECTION
 from headrace.kernels import cpu, dispatch
-from headrace.kernels.adapted_rows import AdaptedRows, Pairs
+from headrace.kernels.adapted_rows import AdaptedRows, PlacedPairs
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
@@ -320,7 +320,8 @@ def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int =
     return _adapted(matrix, layer.pairs[name], first) if name in layer.pairs else matrix
 
 
-def _adapted(matrix: native.Matrix, pairs: Pairs, first: int) -> native.Matrix:
+def _adapted(matrix: native.Matrix, pairs: PlacedPairs, first: int) -> native.Matrix:
+    assert isinstance(pairs, Sequence), "those of a GPU have no layers in C++"
     met = [(number, pair) for number, pair in enumerate(pairs) if pair is not None]
     down, up = [_low_rank(pair.down) for _, pair in met], [_low_rank(pair.up, first) for _, pair in met]
     return matrix.adapted([number for number, _ in met], down, up, count=len(pairs))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
-from headrace.kernels.adapted_rows import Pairs
+from headrace.kernels.adapted_rows import PlacedPairs
 from headrace.kernels.ops import Weight
 from headrace.kernels.records import DeltaWeights
 
@@ -108,5 +108,5 @@ class LayerWeights(Protocol):
     def matrices(self) -> Mapping[str, Weight]: ...
 
     @property
-    def pairs(self) -> Mapping[str, Pairs]:
+    def pairs(self) -> Mapping[str, PlacedPairs]:
         """What adapters have for its matrices, by their names without `.weight`."""

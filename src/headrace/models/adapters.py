@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headrace.kernels import ops
+from headrace.kernels import dispatch, ops
 from headrace.kernels.adapted_rows import Pair, Pairs
 from headrace.logs import shown
 from headrace.models.adapter_files import AdapterFacts
@@ -54,9 +54,14 @@ class Adapters:
 
 
 def load_adapters(
-    facts: Sequence[AdapterFacts], config: ModelConfig, dtype: torch.dtype, share: Share | None = None
+    facts: Sequence[AdapterFacts],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    share: Share | None = None,
+    device: torch.device | None = None,
 ) -> Adapters:
-    """Reads adapters of the model `config`, in `dtype`; of `share` only what it holds.
+    """Reads adapters of the model `config`, in `dtype`; of `share` only what it holds. device: the CPU, if it is not
+    given.
 
     Raises ValueError for files that are not sound or do not fit the model, UnsupportedModel for what is not adapted.
     """
@@ -72,7 +77,7 @@ def load_adapters(
             raise UnsupportedModel(f"adapter {shown(repr(each.name))}: {error}") from None
         except ValueError as error:
             raise ValueError(f"adapter {shown(repr(each.name))}: {error}") from None
-    return Adapters(facts, {name.removesuffix(".weight"): _packed(pairs) for name, pairs in made.items()})
+    return Adapters(facts, {name.removesuffix(".weight"): _packed(pairs, device) for name, pairs in made.items()})
 
 
 def _may_change(config: ModelConfig, name: str) -> bool:
@@ -80,15 +85,19 @@ def _may_change(config: ModelConfig, name: str) -> bool:
     return found is not None and not (int(found[1]) in config.recurrent_layers and found[2] in IN_ATTENTION)
 
 
-def _packed(pairs: Sequence[tuple[Tensor, Tensor] | None]) -> list[Pair | None]:
+def _packed(pairs: Sequence[tuple[Tensor, Tensor] | None], device: torch.device | None) -> list[Pair | None]:
     """All of one R: that of the largest."""
     rank = max(len(pair[0]) for pair in pairs if pair is not None)
     rank += -rank % UNIT
     pad = torch.nn.functional.pad
 
+    def there(part: Tensor) -> ops.Weight:
+        part = part.to(device or "cpu")
+        return part.contiguous() if dispatch.on_gpu(part) else ops.pack(part)
+
     def one(down: Tensor, up: Tensor) -> Pair:
         missing = rank - len(down)
-        return Pair(ops.pack(pad(down, (0, 0, 0, missing))), ops.pack(pad(up, (0, missing))))
+        return Pair(there(pad(down, (0, 0, 0, missing))), there(pad(up, (0, missing))))
 
     return [None if pair is None else one(*pair) for pair in pairs]
 

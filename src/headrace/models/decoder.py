@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, dispatch, ops
-from headrace.kernels.adapted_rows import AdaptedRows
+from headrace.kernels.adapted_rows import AdaptedRows, placed
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.layer_shape import LayerShape
@@ -196,7 +196,7 @@ class Decoder:
         self.adapters = adapters
         for layer in self.layers.layers:
             assert isinstance(layer, Layer), "load_adapters refuses models of other layers"
-            layer.pairs = adapters.of_layer(layer.index)
+            layer.pairs = {name: placed(pairs) for name, pairs in adapters.of_layer(layer.index).items()}
         if isinstance(self.layers, block.Blocks):
             self.layers = block.Blocks(self.layers.shape, self.layers.layers)
 
@@ -231,10 +231,7 @@ class Decoder:
         recur(layer, ...) is called by each recurrent layer in attend's place; layers are numbered by kind then.
         """
         x, cos_sin = self.enter(batch)
-        if batch.adapters is not None:
-            layers = self.layers.adapted_by(self._rows_of(batch.adapters))
-            return self.leave(layers(x, cos_sin, attend, rows, watch, recur))
-        return self.leave(self.through(batch.token_ids, x, cos_sin, attend, rows, watch, recur))
+        return self.leave(self.through(batch.token_ids, x, cos_sin, attend, rows, watch, recur, batch.adapters))
 
     def _rows_of(self, numbers: Tensor) -> AdaptedRows:
         """Rows that have the adapters of these numbers, [T]."""
@@ -251,9 +248,12 @@ class Decoder:
         rows: Tensor | None = None,
         watch: block.Watch | None = None,
         recur: Recur | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream [T, H] behind the last layer, of tokens [T] that enter the first as x [T, H]. The other
-        arguments are those of `forward`."""
+        """The residual stream [T, H] behind the last layer, of tokens [T] that enter the first as x [T, H]. adapters:
+        as in TokenBatch, maybe on the device. The other arguments are those of `forward`."""
+        if adapters is not None:
+            return self.layers.adapted_by(self._rows_of(adapters))(x, cos_sin, attend, rows, watch, recur)
         if isinstance(self.layers, MixedLayers):
             inputs = self._inputs(token_ids.to(self.device), x)
             return self.layers(x, cos_sin, attend, rows, watch, inputs=inputs)
@@ -394,7 +394,7 @@ def load_decoder(
         weights = {name: w if name in one_by_one else w.to(device) for name, w in weights.items()}
     decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside, leave)
     if adapters:
-        decoder.adapt(load_adapters(adapters, config, compute, share))
+        decoder.adapt(load_adapters(adapters, config, compute, share, decoder.device))
     del weights, stored
     give_back()
     return decoder

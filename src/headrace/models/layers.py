@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.config.routing import CORRECTION
 from headrace.kernels import block, dispatch, experts, ops
-from headrace.kernels.adapted_rows import AdaptedRows, Pairs
+from headrace.kernels.adapted_rows import AdaptedRows, PlacedPairs
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
 from headrace.kernels.records import QKRotary
@@ -50,7 +50,7 @@ class Layer:
         self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
         self.experts = config.experts_of(index)
         self.mixture = self._mixture(self.experts)
-        self.pairs: dict[str, Pairs] = {}
+        self.pairs: dict[str, PlacedPairs] = {}
         """What adapters have for its matrices, by their names without `.weight`."""
         self.adapted: AdaptedRows | None = None
 

@@ -23,7 +23,7 @@ from headrace.types import CHUNK
 
 ALIGN = 32
 """Numbers between whose multiples parts begin: the kernels' pointers are then all aligned alike."""
-ROWS = ("tokens", "positions", "slots", "offsets", "drawn")
+ROWS = ("tokens", "positions", "slots", "offsets", "adapters", "drawn")
 
 
 class TaskSizes(NamedTuple):
@@ -118,8 +118,8 @@ class TaskArena:
 
 
 class Arena:
-    """tokens, positions, slots, offsets: [R] each; drawn: room for the numbers of rows that tokens are drawn from;
-    tasks: of each window. pinned: it is written again and again."""
+    """tokens, positions, slots, offsets, adapters: [R] each; drawn: room for the numbers of rows that tokens are drawn
+    from; tasks: of each window. pinned: it is written again and again."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Arena:
         self._there = torch.zeros(whole, dtype=torch.int32, device=place)
         self._head = ends[len(ROWS)]
         parts = [self._part(begin, shape) for begin, shape in zip(ends, shapes, strict=False)]
-        self.tokens, self.positions, self.slots, self.offsets, self.drawn = parts[: len(ROWS)]
+        self.tokens, self.positions, self.slots, self.offsets, self.adapters, self.drawn = parts[: len(ROWS)]
         left = iter(parts[len(ROWS) :])
         self.tasks = {
             window: TaskArena(

@@ -27,18 +27,22 @@ BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class GpuRoutes:
-    """Where rows go: expert int32 [T, k], share fp32 [T, k], the greatest first.
+class Grouped:
+    """Rows by what they are multiplied by. order int32 [M]: the pair (row k + place in the row) that is n-th by expert,
+    and of one expert by row; place int32 [T, k]: the same the other way round. begin int32 [E + 1]: where each expert's
+    pairs begin, and the end of the last."""
 
-    order int32 [M]: the pair (row k + place in the row) that is n-th by expert, and of one expert by row; place int32
-    [T, k]: the same the other way round. begin int32 [E + 1]: where each expert's pairs begin, and the end of the last.
-    """
-
-    expert: Tensor
-    share: Tensor
     order: Tensor
     place: Tensor
     begin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRoutes(Grouped):
+    """Where rows go: expert int32 [T, k], share fp32 [T, k], the greatest first."""
+
+    expert: Tensor
+    share: Tensor
 
 
 def route(
@@ -61,11 +65,12 @@ def route(
             SIGMOID=routing.scores == "sigmoid", CORRECTED=routing.corrected, GROUPS=routing.groups,
             MET=routing.met_groups, SUMMED=routing.summed, num_warps=1,
         )  # fmt: skip
-    return GpuRoutes(expert, share, *_arranged(expert, experts))
+    by = grouped(expert, experts)
+    return GpuRoutes(by.order, by.place, by.begin, expert, share)
 
 
-def _arranged(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """order, place and begin of GpuRoutes."""
+def grouped(expert: Tensor, experts: int) -> Grouped:
+    """Pairs by their experts, int32 [T, k]; those of number E, which is none, are behind all."""
     pairs, device = expert.numel(), expert.device
     if pairs <= COUNTED:
         order, place = torch.empty(pairs, dtype=torch.int32, device=device), torch.empty_like(expert)
@@ -73,12 +78,12 @@ def _arranged(expert: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         direct(weight_kernels.arrange)[(-(-pairs // BLOCK) + 1,)](
             expert, order, place, begin, pairs, experts, BLOCK=BLOCK, EXPERTS=_rounded(experts + 1), num_warps=4
         )
-        return order, place, begin
+        return Grouped(order, place, begin)
     by_expert, order = expert.flatten().sort(stable=True)
     place = torch.empty(pairs, dtype=torch.int32, device=device)
     place[order] = torch.arange(pairs, dtype=torch.int32, device=device)
     edges = torch.arange(experts + 1, dtype=torch.int32, device=device)
-    return order.int(), place.view(expert.shape), torch.searchsorted(by_expert, edges, out_int32=True)
+    return Grouped(order.int(), place.view(expert.shape), torch.searchsorted(by_expert, edges, out_int32=True))
 
 
 class GpuExperts:
@@ -106,11 +111,11 @@ class GpuExperts:
         """Matrices lie so many bytes, int64 [E], behind where they were made; biases stay."""
         self.table = self._made + by[:, None] * self._moving
 
-    def __call__(self, x: Tensor, routes: GpuRoutes, sent: bool) -> Tensor:
+    def __call__(self, x: Tensor, routes: Grouped, sent: bool) -> Tensor:
         """Of each pair the product of its row with its expert's matrix: [M, N]. x [M, K], a row for each pair, or, if
         `sent`, [T, K], whose rows go to their experts."""
         outputs, inputs = self.first.shape
-        (pairs, experts), chosen = (routes.order.numel(), self.count), routes.expert.shape[1]
+        (pairs, experts), chosen = (routes.order.numel(), self.count), routes.place.shape[1]
         out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
         if not pairs:
             return out

@@ -109,6 +109,7 @@ class TritonGraphStep:
         tasks = {window: self._room(rows, window) for window in sizes.windows}
         self.arena = arena = Arena(rows, tasks, current(), place, pinned=True, drawn=drawn)
         self.tokens, self.positions, self.drawn = arena.tokens.there, arena.positions.there, arena.drawn.there
+        self.adapters = arena.adapters.there
         self.chosen = torch.zeros_like(self.tokens)
         programs = max(1, PROGRAMS * attention.processors(place) // memory.heads.columns)
         rounds, bias = [programs] * ROUNDS, memory.bias
@@ -169,9 +170,17 @@ class TritonGraphStep:
         self._filled = all([self.arena.grow(row, slot, position) for row, slot, position in added])
         return self._filled
 
-    def send(self, tokens: list[int], positions: Int64, offsets: Int32, drawn: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        tokens: list[int],
+        positions: Int64,
+        offsets: Int32,
+        drawn: Sequence[int] = (),
+        adapters: Int64 | None = None,
+    ) -> None:
         arena = self.arena
         padded(arena.tokens.host, np.array(tokens, np.int32), 0)
+        padded(arena.adapters.host, np.empty(0, np.int64) if adapters is None else adapters, -1)
         padded(arena.drawn.host, np.array(drawn, np.int32), 0)
         arena.move(positions, offsets)
         arena.send(tasks=self._filled)

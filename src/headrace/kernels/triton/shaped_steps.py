@@ -38,6 +38,7 @@ class ShapedGraphStep(GraphStep):
         self.steps = steps
         self.first = first = next(iter(steps.values()))
         self.tokens, self.positions, self.chosen, self.drawn = first.tokens, first.positions, first.chosen, first.drawn
+        self.adapters = first.adapters
 
     def known(self, rows: int) -> Tensor:
         return self.first.known(rows)
@@ -58,9 +59,16 @@ class ShapedGraphStep(GraphStep):
     def grow(self, rows: Int64, slots: Int32, positions: Int64) -> bool:
         return all([step.grow(rows, slots, positions) for step in self.steps.values()])
 
-    def send(self, tokens: list[int], positions: Int64, offsets: Int32, drawn: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        tokens: list[int],
+        positions: Int64,
+        offsets: Int32,
+        drawn: Sequence[int] = (),
+        adapters: Int64 | None = None,
+    ) -> None:
         for step in self.steps.values():
-            step.send(tokens, positions, offsets, drawn)
+            step.send(tokens, positions, offsets, drawn, adapters)
 
     def keep(self, pools: Sequence[Tensor], layer: int, x: Tensor) -> None:
         self.first.keep(pools, layer, x)
