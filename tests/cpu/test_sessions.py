@@ -77,7 +77,7 @@ def test_every_whole_chunk_counts_and_the_file_is_safetensors(tmp_path: Path) ->
     assert found["tokens"].tolist() == session and len(found["chunks"]) == 3 and not len(found["state"])
     llm.engine.cache.tree.clear()
     assert ask(llm, LoadSession("a", ""))["restored_tokens"] == 3 * CHUNK
-    assert ask(llm, ReadSession("a", "")) == {"tokens": session, "to": "file"}
+    assert ask(llm, ReadSession("a", "")) == {"tokens": session, "to": "file", "adapter": ""}
     assert ask(llm, LoadSession("a", ""))["restored_tokens"] == 3 * CHUNK, "what is there already stays"
     checked(llm)
     path = file_of(tmp_path)

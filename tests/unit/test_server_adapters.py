@@ -84,14 +84,6 @@ def test_pins_are_of_whoever_was_named(server: Running) -> None:
     assert bytes(calls[-1].tokens[start:]).startswith(b"Now:") and [call.adapter_start for call in calls[:2]] == [0, 0]
 
 
-def test_sessions_are_of_the_model_alone(tmp_path: Any) -> None:
-    with serving(lora_modules="sql=folder", sessions_dir=str(tmp_path)) as server:
-        body = {"name": "a", "prompt": "hello", "model": "sql"}
-        check_refusal(server.http.post("/v1/cache/sessions", json=body), 400, "model")
-        check_refusal(server.http.post("/v1/cache/sessions/a/load", json={"model": "sql"}), 400, "model")
-        assert not server.engine.adapters
-
-
 def test_what_was_cached_is_explained_by_requests_of_the_same_adapter(server: Running) -> None:
     def cause(model: str) -> str:
         reply = server.http.post(TEXT, json=text("y" * 300, model=model)).json()

@@ -54,7 +54,7 @@ class Saved:
         return self.known[call.tenant, call.name]
 
     def _read(self, call: ReadSession) -> Any:
-        return {"tokens": self._one(call).tokens, "to": "file"}
+        return {"tokens": self._one(call).tokens, "to": "file", "adapter": self._one(call).adapter}
 
     def _load(self, call: LoadSession) -> Any:
         self._one(call)
@@ -91,15 +91,15 @@ def by(running: Running, tenant: str, method: str, path: str = SESSIONS, **body:
 
 def test_saved_listed_loaded_and_deleted(server: Running, saved: Saved) -> None:
     reply = by(server, "acme", "POST", name="a", prompt="hello", to="tier")
-    assert reply.json() == {"object": "session", "name": "a", "to": "tier", "cached_tokens": 0, "tokens": 5,
-                            "saved_tokens": 0, "bytes": 900, "seconds": 0.1}  # fmt: skip
+    assert reply.json() == {"object": "session", "name": "a", "model": "fake", "to": "tier", "cached_tokens": 0,
+                            "tokens": 5, "saved_tokens": 0, "bytes": 900, "seconds": 0.1}  # fmt: skip
     assert saved.calls == [SaveSession("a", "acme", list(b"hello"), salt_of("acme", None), 0, "tier")]
     assert server.engine.asked[-1][0] == "hello", "what is not cached is computed first, as any request"
     assert server.engine.salts[-1] == (salt_of("acme", None), 0)
     listed = by(server, "acme", "GET").json()
     assert listed == {"object": "list", "data": [{"object": "session", "name": "a", "bytes": 900, "saved": 1}]}
     loaded = by(server, "acme", "POST", f"{SESSIONS}/a/load").json()
-    assert loaded == {"object": "session", "name": "a", **TOLD}
+    assert loaded == {"object": "session", "name": "a", "model": "fake", **TOLD}
     assert saved.calls[-1] == LoadSession("a", "acme", salt_of("acme", None), 0)
     deleted = by(server, "acme", "DELETE", f"{SESSIONS}/a").json()
     assert deleted == {"object": "session.deleted", "name": "a", "deleted": True} and not saved.known
@@ -137,6 +137,32 @@ def test_salts_of_clients(server: Running, saved: Saved) -> None:
     by(server, "acme", "POST", name="a", prompt="hello", cache_salt="s")
     by(server, "acme", "POST", f"{SESSIONS}/a/load", cache_salt="s")
     assert [saved.calls[0].salt, saved.calls[-1].salt] == [salt_of("acme", "s")] * 2
+
+
+def test_of_adapters(saved: Saved, tmp_path: Path) -> None:
+    """Whoever is named computes it, or whoever has answered the request; who loads it may name the same."""
+    with serving(lora_modules="sql=a,late=b", sessions_dir=str(tmp_path / "s"), prepare=saved.prepare) as running:
+
+        def post(path: str = SESSIONS, **body: Any) -> httpx.Response:
+            return running.http.post(path, json=body)
+
+        assert post(name="a", prompt="hello", model="sql").json()["model"] == "sql"
+        assert saved.calls[-1].adapter == "sql" and running.engine.adapters == ["sql"]
+        for named in ({}, {"model": "sql"}):
+            assert post(f"{SESSIONS}/a/load", **named).json()["model"] == "sql"
+        refused = post(f"{SESSIONS}/a/load", model="fake")
+        check_refusal(refused, 400, "model")
+        assert "this session is of 'sql'" in refused.text
+        answered = post(TEXT, **text("hello", max_tokens=3, model="sql")).json()
+        check_refusal(post(name="r", request_id=answered["id"], model="fake"), 404, "request_id")
+        for named in ({}, {"model": "sql"}):
+            assert post(name="r", request_id=answered["id"], **named).json()["model"] == "sql"
+            assert (saved.calls[-1].adapter, saved.calls[-1].tokens) == ("sql", list(b"hello" + b"hel"))
+        calls = len(saved.calls)
+        check_refusal(post(name="b", prompt="hello", model="late"), 400, "model")
+        assert len(saved.calls) == calls
+        assert post(name="b", prompt="hello").json()["model"] == "fake" and saved.calls[-1].adapter == ""
+        check_refusal(post(f"{SESSIONS}/b/load", model="sql"), 400, "model")
 
 
 @pytest.mark.parametrize(

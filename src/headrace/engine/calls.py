@@ -65,8 +65,8 @@ class ListPrefixes(msgspec.Struct, tag=True, frozen=True):
 
 
 class SaveSession(msgspec.Struct, tag=True, frozen=True):
-    """Save what is cached of these tokens under a name; salt and public_tokens as those of a Request. Answer: as of
-    LoadSession."""
+    """Save what is cached of these tokens under a name; salt, public_tokens and adapter as those of a Request. Answer:
+    as of LoadSession."""
 
     name: str
     tenant: str
@@ -74,10 +74,11 @@ class SaveSession(msgspec.Struct, tag=True, frozen=True):
     salt: str | None = None
     public_tokens: int = 0
     to: Literal["file", "tier"] = "file"
+    adapter: str = ""
 
 
 class ReadSession(msgspec.Struct, tag=True, frozen=True):
-    """Answer: {tokens: the session's, to: where its chunks are}."""
+    """Answer: {tokens: the session's, to: where its chunks are, adapter: whose, by name; empty: the model's}."""
 
     name: str
     tenant: str

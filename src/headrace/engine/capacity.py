@@ -97,6 +97,10 @@ class Capacity:
         """From which token on a prompt has the adapter of that name; 0 without one. Raises InvalidRequest."""
         return started(self.adapters, name, tokens)
 
+    def adapter_of(self, name: str) -> ServedAdapter | None:
+        """The adapter of that name, if there is one."""
+        return next((each for each in self.adapters if each.name == name), None)
+
     def applied(self, name: str, start: int) -> Applied | None:
         """The adapter of that name, from that position on; None for none."""
         return Applied([each.name for each in self.adapters].index(name), start) if name else None

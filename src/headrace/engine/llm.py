@@ -242,20 +242,29 @@ class LLM(metaclass=PublicNames):
         return stacked([answer.embedding for answer in self._answered(requests)], self.capacity.pooling, dimensions)
 
     def save_session(
-        self, name: str, prompt: str | Sequence[int], *, cache_salt: str | None = None, public_prefix_tokens: int = 0
+        self,
+        name: str,
+        prompt: str | Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        public_prefix_tokens: int = 0,
+        adapter: str = "",
     ) -> SessionReport:
         """Saves a prompt (text or token ids) under a name, with its keys and values; what is not cached is computed.
 
-        Needs the setting sessions_dir, where servers without keys find it too. Raises InvalidRequest.
+        adapter: by which they are computed. Needs the setting sessions_dir, where servers without keys find it too.
+        Raises InvalidRequest.
         """
         tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
         self.config.sessions.must_save(self.config.cache.prefix_caching)
         with self._in_turn():  # between the two another call might evict what was computed
-            self._run([self._request(tokens, SamplingParams(max_tokens=1, temperature=0.0), *sharing)], progress=False)
-            return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing)))
+            params = SamplingParams(max_tokens=1, temperature=0.0)
+            self._run([self._request(tokens, params, *sharing, adapter=adapter)], progress=False)
+            return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing, adapter=adapter)))
 
     def load_session(self, name: str, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> SessionReport:
-        """Brings a saved session back into the cache: a prompt that begins with its tokens goes on from there.
+        """Brings a saved session back into the cache: a prompt that begins with its tokens, of the same adapter, goes
+        on from there.
 
         cache_salt, public_prefix_tokens: as it was saved with. Raises InvalidRequest, also for a damaged file.
         """

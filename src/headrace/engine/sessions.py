@@ -10,7 +10,6 @@ and chunks that are known to be stored: a request that begins with them restores
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import threading
 import time
@@ -25,13 +24,12 @@ from headrace.engine.below import Below
 from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, ReadSession, SaveSession
 from headrace.engine.capacity import Capacity
 from headrace.engine.executor import Executor
-from headrace.engine.runner import Runner
+from headrace.engine.session_codecs import check_blob, check_file, codecs_of, naming
 from headrace.engine.stored_prefixes import StoredPrefixes
-from headrace.kernels.backend import backend_of
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.table_state import NONE
-from headrace.offload.chunk_codec import ChunkCodec
+from headrace.logs import shown
 from headrace.offload.frame import DamagedBlob
 from headrace.offload.sessions.names import DAMAGED, NO_STORAGE, NOT_FOUND, check_name
 from headrace.offload.sessions.session_file import (
@@ -44,7 +42,6 @@ from headrace.offload.sessions.session_file import (
     token_bytes,
 )
 from headrace.offload.sessions.session_folder import SessionFolder
-from headrace.offload.state_codec import StateCodec
 from headrace.offload.tiers.base import BlobParts
 from headrace.types import CHUNK, InvalidRequest
 
@@ -88,7 +85,7 @@ class Sessions:
         assert own.path is not None
         self.folder = SessionFolder(own.path, own.most_bytes, own.most_tenant_bytes, own.per_tenant)
         self._thread = ThreadPoolExecutor(1, "headrace-sessions")
-        self._codec, self._states = _codecs(config, capacity, cache.identity, executor)
+        self._codec, self._states = codecs_of(config, capacity, cache.identity, executor)
         self._closing = threading.Event()
 
     def close(self) -> None:
@@ -104,7 +101,7 @@ class Sessions:
         check_name(call.name)
         self._check_tokens(call.tokens)
         offload = self._tiers(call)
-        table = self._open_table(call.tokens, call)
+        table = self._open_table(call.tokens, call, call.adapter)
         try:
             core.cache.reuse(table)
             state = self._encoded_state(table) if offload is None else None
@@ -122,10 +119,10 @@ class Sessions:
         return _told(call.tokens, chunks, chunks, size, began)
 
     def read(self, core: Stepping, call: ReadSession) -> Steps[dict[str, Any]]:
-        """Answer: the tokens of a session, and where its chunks are."""
+        """Answer: the tokens of a session, where its chunks are, and the adapter that they are of."""
         with (yield from self._waited(core, self._opened, call)) as reader:
             self._check_tokens(reader.tokens, "name")
-            return {"tokens": reader.tokens, "to": reader.metadata.place}
+            return {"tokens": reader.tokens, "to": reader.metadata.place, "adapter": reader.metadata.adapter}
 
     def load(self, core: Stepping, call: LoadSession) -> Steps[dict[str, Any]]:
         """Answer: see _told; `why` where not all came that was saved."""
@@ -134,16 +131,16 @@ class Sessions:
             if reader.metadata.salt != self._mark(call.salt):
                 raise InvalidRequest(f"no session {call.name!r} is saved under this cache_salt", "name", NOT_FOUND)
             self._check_tokens(reader.tokens, "name")
-            table = self._open_table(reader.tokens, call)
+            table = self._open_table(reader.tokens, call, reader.metadata.adapter)
             try:
                 if reader.metadata.place == "tier":
                     chunks = yield from self._found(core, self._tiers(call), table)
                     return _told(reader.tokens, chunks, chunks, reader.size, began)
-                _check_file(self._codec)
+                check_file(self._codec)
                 core.cache.reuse(table)
                 if core.cache.states is not None and table.length < reader.sizes.chunks * CHUNK:
                     core.cache.close(table)
-                    table = self._open_table(reader.tokens, call)
+                    table = self._open_table(reader.tokens, call, reader.metadata.adapter)
                 why = yield from self._fill(core, reader, table)
                 good = (node.digest is not None and node.complete for node in table.nodes)
                 chunks = next((i for i, there in enumerate(good) if not there), len(table.nodes))
@@ -180,8 +177,10 @@ class Sessions:
             told = f"sessions_dir {str(self.folder.root)!r}: {error.strerror or error}"
             raise InvalidRequest(told, None, NO_STORAGE) from None
 
-    def _open_table(self, tokens: list[int], call: SaveSession | LoadSession) -> ChunkTable:
-        """With one token more, so that the last whole chunk of the session may be taken as well."""
+    def _open_table(self, tokens: list[int], call: SaveSession | LoadSession, adapter: str) -> ChunkTable:
+        """With one token more, so that the last whole chunk of the session may be taken as well. adapter: its name.
+        Raises InvalidRequest."""
+        start = self._capacity.adapter_start(adapter, tokens)
         namespace, accounts = self._namespace(len(tokens)), self._cache.tree.accounts
         account = None if accounts is None else accounts.named.get(call.tenant)
         return self._cache.open(
@@ -191,6 +190,7 @@ class Sessions:
             namespace=namespace,
             account=account,
             tenant=call.tenant,
+            mark=self._capacity.adapter_mark(adapter, start),
         )
 
     def _let_go(self, table: ChunkTable) -> None:
@@ -212,7 +212,7 @@ class Sessions:
         engine does not have."""
         tiers = self._config.tiers
         if isinstance(call, SaveSession) and call.to == "file":
-            _check_file(self._codec)
+            check_file(self._codec)
             return None
         if tiers is None or not tiers.outlive:
             told = "a session in the tiers needs one that outlives the engine: set kv_offload_path or kv_remote_url"
@@ -302,12 +302,27 @@ class Sessions:
         if reader.metadata.identity != self._cache.identity.hex():
             reader.close()
             raise BadSession("is of another model, version or setting that its bits depend on; save it again")
+        if why := self._foreign(reader):
+            reader.close()
+            raise BadSession(why)
         if reader.metadata.place == "file" and self._codec is not None:
             state = 0 if self._states is None or not reader.sizes.chunks else self._states.blob_bytes
             if reader.sizes[1:3] != (self._codec.blob_bytes("k", "raw"), state):
                 reader.close()
                 raise BadSession("has chunks of another size than this engine's")
         return reader
+
+    def _foreign(self, reader: SessionReader) -> str:
+        """What is wrong with the adapter that a session is of; empty for nothing, and for one of the model."""
+        name, digest = reader.metadata.adapter, reader.metadata.adapter_digest
+        if not name:
+            return ""
+        told, own = f"is of the adapter {shown(repr(name[:100]))}", self._capacity.adapter_of(name)
+        if own is None:
+            return f"{told}, which this engine does not have; name it with lora_modules"
+        if own.digest != digest:
+            return f"{told} as other files made it; save it again"
+        return "" if own.start(reader.tokens) is not None else f"{told}, which none of its tokens invokes"
 
     def _write(self, call: SaveSession, chunks: list[tuple[int, bytes]], state: BlobParts | None) -> int:
         """chunks: slots and names. The size of the file."""
@@ -317,7 +332,9 @@ class Sessions:
         sizes = Sizes(len(chunks), each, state_bytes, len(call.tokens))
         place: Place = "tier" if call.to == "tier" else "file"
         identity = self._cache.identity.hex()
-        header = sizes.header(Metadata(identity, self._mark(call.salt), place, sum_of(tokens)))
+        own = self._capacity.adapter_of(call.adapter)
+        adapter = ("", "") if own is None else (own.name, own.digest)
+        header = sizes.header(Metadata(identity, self._mark(call.salt), place, sum_of(tokens), *adapter))
         with self.folder.writing(call.tenant, call.name, len(header) + sizes.end) as file:
             file.write(header)
             for slot, digest in chunks:
@@ -339,8 +356,8 @@ class Sessions:
         for number, digest in enumerate(digests):
             view = memoryview(blobs[number].numpy().data).cast("B")
             reader.chunk(first + number, view)
-            with _naming(f"chunk {first + number}"):
-                _check_blob(codec, view, digest)
+            with naming(f"chunk {first + number}"):
+                check_blob(codec, view, digest)
         at, size = codec.header_bytes, codec.section_bytes("k", "raw")
         for layer, own in enumerate(codec.sections("k")):
             sections = blobs[:, at + own.start * size : at + own.stop * size].contiguous()
@@ -350,45 +367,8 @@ class Sessions:
         assert self._states is not None
         blob = torch.empty(self._states.blob_bytes, dtype=torch.uint8)
         reader.state(memoryview(blob.numpy().data).cast("B"))
-        with _naming("the state"):
+        with naming("the state"):
             self._states.decode(blob, digest, slot)
-
-
-def _check_blob(codec: ChunkCodec, blob: memoryview, digest: bytes) -> None:
-    """Raises DamagedBlob unless all of it is what that chunk was when it was saved."""
-    header = codec.header(blob, digest, "k")
-    if header.format != "raw":
-        raise DamagedBlob(f"is stored as {header.format}")
-    start, size = codec.header_bytes, header.section_bytes
-    for section in range(header.layers):
-        header.check(section, blob[start + section * size : start + (section + 1) * size])
-
-
-@contextlib.contextmanager
-def _naming(what: str) -> Generator[None, None, None]:
-    try:
-        yield
-    except DamagedBlob as error:
-        raise DamagedBlob(f"is damaged or of other tokens: {what}: {error}") from None
-
-
-def _check_file(codec: ChunkCodec | None) -> None:
-    if codec is None:
-        told = "a session in a file needs one rank, and K and V in this host's memory; elsewhere save it to: tier"
-        raise InvalidRequest(told, "to")
-
-
-def _codecs(
-    config: EngineConfig, capacity: Capacity, identity: bytes, executor: Executor
-) -> tuple[ChunkCodec | None, StateCodec | None]:
-    """Of the pool, where one rank has all of it in this host's memory."""
-    if not isinstance(executor, Runner) or config.model.on_gpu:
-        return None, None
-    decoder = executor.decoder
-    spec = decoder.config.attention
-    layout = backend_of(capacity.backend).layout(decoder.dtype, spec.shape(0)[1])
-    codec = ChunkCodec(executor.storage, spec, identity, decoder.dtype, layout)
-    return codec, None if executor.states is None else StateCodec(executor.states, identity)
 
 
 def _told(tokens: list[int], saved: int, there: int, size: int, began: float, why: str = "") -> dict[str, Any]:

@@ -179,8 +179,7 @@ class Job:
     @property
     def caller(self) -> Hashable:
         """Whose requests it is compared with."""
-        own = self.tenant.name or (None, self.cache_salt)
-        return (own, self.adapter) if self.adapter else own
+        return caller_of(self.tenant, self.cache_salt, self.adapter)
 
     @property
     def reuse(self) -> Reuse | None:
@@ -322,6 +321,12 @@ class Job:
                     yield item
         finally:
             await cancel(*tasks)
+
+
+def caller_of(tenant: Tenant, salt: str | None, adapter: str) -> Hashable:
+    """Who is told of recent requests with this salt, the engine's, to that adapter."""
+    own = tenant.name or (None, salt)
+    return (own, adapter) if adapter else own
 
 
 async def _pump(stream: AsyncIterator[Any], queue: asyncio.Queue[Any], turn: asyncio.Semaphore) -> None:

@@ -13,12 +13,12 @@ from starlette.responses import Response
 from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, ReadSession, SaveSession, SessionCall
 from headrace.offload.sessions.names import NO_STORAGE, NOT_FOUND, check_name
 from headrace.server.admission import admit, check_public
-from headrace.server.answering import admitted, check_model, ended, start
+from headrace.server.answering import adapt, admitted, check_model, ended, start
 from headrace.server.chat_body import MAX_MESSAGES, MAX_TOOLS, Message, ToolBody, template_variables, tools_of
 from headrace.server.encoding import encoded
 from headrace.server.errors import ApiError, JsonReply, invalid
 from headrace.server.guard import TENANT
-from headrace.server.job import Job, Prompt
+from headrace.server.job import Job, Prompt, caller_of
 from headrace.server.protocol import AskingBody, Body, read_body
 from headrace.server.state import ServerState
 from headrace.server.stream import unless_gone
@@ -100,27 +100,28 @@ async def _save(state: ServerState, request: Request) -> Response:
     async with admitted(state, request) as raw:
         body = await read_body(SaveSessionBody, raw)
         if body.model is not None:
-            _check_model(state, body.model)
+            check_model(state, body.model)
         state.config.sessions.must_save(state.config.cache.prefix_caching)
         body.check()
         source = next(name for name in SOURCES if getattr(body, name) is not None)
         names: dict[str | None, str] = dict.fromkeys((None, "prompt", "prompt_token_ids", "max_tokens"), source)
         with naming(names):
-            ids = await unless_gone(request.receive, _tokens(state, body, tenant))
+            ids, adapter = await unless_gone(request.receive, _tokens(state, body, tenant))
             prompt = Prompt(ids, state.engine.check(ids, ONE_TOKEN))
         sharing = (body.cache_salt, body.public_prefix_tokens or 0)
         job = Job(f"session-{uuid4().hex}", [prompt], arrival_s, *sharing, names=names, priority=body.priority or 0)
+        adapt(state, job, adapter)
         with naming(names):
             admit(job, tenant, state.public, state.engine.capacity.max_model_len)
     run = await start(state, request, job)
     async with ended(run):
         await unless_gone(request.receive, run.drain(lambda event: None))
     public = max(job.public_prefix_tokens, prompt.public_tokens)
-    call = SaveSession(body.name, tenant.name, ids, job.cache_salt, public, body.to)
+    call = SaveSession(body.name, tenant.name, ids, job.cache_salt, public, body.to, adapter)
     told = await unless_gone(request.receive, _ask(state, call))
     reply = {name: told[name] for name in ("tokens", "saved_tokens", "bytes", "seconds")}
-    cached = {"cached_tokens": job.cached_tokens}
-    return JsonReply({"object": "session", "name": body.name, "to": body.to, **cached, **reply})
+    own = {"name": body.name, "model": adapter or state.names.main, "to": body.to}
+    return JsonReply({"object": "session", **own, "cached_tokens": job.cached_tokens, **reply})
 
 
 async def _load(state: ServerState, request: Request, name: str) -> Response:
@@ -129,23 +130,18 @@ async def _load(state: ServerState, request: Request, name: str) -> Response:
     async with admitted(state, request) as raw:
         body = await read_body(LoadSessionBody, raw or b"{}")
         if body.model is not None:
-            _check_model(state, body.model)
+            check_model(state, body.model)
         body.check()
         check_public(body.public_prefix_tokens or 0, tenant)
-    tokens = (await _ask(state, ReadSession(name, tenant.name)))["tokens"]
+    found = await _ask(state, ReadSession(name, tenant.name))
+    tokens, model = found["tokens"], found["adapter"] or state.names.main
+    if body.model is not None and state.names.adapter(body.model) != found["adapter"]:
+        raise invalid(f"this session is of {model!r}; name that, or leave model out", "model")
     salt, public = tenant.salt(body.cache_salt), body.public_prefix_tokens or 0
     if salt is not None:
         public = max(public, state.public.tokens(tokens))
     told = await unless_gone(request.receive, _ask(state, LoadSession(name, tenant.name, salt, public)))
-    return JsonReply({"object": "session", "name": name, **told})
-
-
-def _check_model(state: ServerState, name: str) -> None:
-    """Raises ApiError for a model that is not served, and for an adapter."""
-    check_model(state, name)
-    if state.names.adapter(name):
-        told = f"sessions are saved of the model itself, not of its adapter {name[:100]!r}; leave model out"
-        raise invalid(told, "model")
+    return JsonReply({"object": "session", "name": name, "model": model, **told})
 
 
 async def _ask(state: ServerState, call: SessionCall) -> Any:
@@ -160,22 +156,28 @@ async def _ask(state: ServerState, call: SessionCall) -> Any:
         raise ApiError(status, str(error), error.param, error.code or "invalid_value") from None
 
 
-async def _tokens(state: ServerState, body: SaveSessionBody, tenant: Tenant) -> list[int]:
+async def _tokens(state: ServerState, body: SaveSessionBody, tenant: Tenant) -> tuple[list[int], str]:
+    """A session's tokens, and the adapter that computes them; "": the model itself."""
+    adapter = state.names.adapter(body.model)
     if body.prompt_token_ids is not None:
-        return body.prompt_token_ids
+        return body.prompt_token_ids, adapter
     if body.prompt is not None:
-        return await encoded(state, tokenizer_of(state, "prompt").encode, body.prompt, "prompt")
-    if body.request_id is not None:
-        return _seen(state, body.request_id, tenant, tenant.salt(body.cache_salt))
-    return await tokens_of(state, await made(body.turn, len(body.messages or ())))
+        return await encoded(state, tokenizer_of(state, "prompt").encode, body.prompt, "prompt"), adapter
+    if body.request_id is None:
+        return await tokens_of(state, await made(body.turn, len(body.messages or ()))), adapter
+    asked = ("", *state.names.adapters) if body.model is None else (adapter,)
+    return _seen(state, body.request_id, tenant, tenant.salt(body.cache_salt), asked)
 
 
-def _seen(state: ServerState, request_id: str, tenant: Tenant, salt: str | None) -> list[int]:
-    """The tokens of a recent request of this caller, with its answer."""
-    seen = state.recent.find(tenant.name or (None, salt), request_id)
+def _seen(
+    state: ServerState, request_id: str, tenant: Tenant, salt: str | None, adapters: tuple[str, ...]
+) -> tuple[list[int], str]:
+    """The tokens of a recent request of this caller to one of the adapters, with its answer; and which."""
+    looked = ((each, state.recent.find(caller_of(tenant, salt, each), request_id)) for each in adapters)
+    adapter, seen = next(((each, found) for each, found in looked if found is not None), ("", None))
     if seen is None:
         raise ApiError(404, f"no recent request {request_id[:100]!r} of this caller", "request_id", "not_found")
     if seen.running:
         raise invalid("this request is not answered yet", "request_id")
     found: list[int] = seen.ids.tolist()
-    return found
+    return found, adapter

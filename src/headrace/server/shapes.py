@@ -338,6 +338,7 @@ class AnthropicError(TypedDict):
 class SavedSession(TypedDict):
     object: Literal["session"]
     name: str
+    model: str
     to: Literal["file", "tier"]
     tokens: int
     saved_tokens: int
@@ -349,6 +350,7 @@ class SavedSession(TypedDict):
 class LoadedSession(TypedDict):
     object: Literal["session"]
     name: str
+    model: str
     tokens: int
     saved_tokens: int
     restored_tokens: int

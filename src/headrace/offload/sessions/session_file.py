@@ -34,12 +34,15 @@ class BadSession(ValueError):
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """identity: of the engine, hexadecimal (offload.identity.chunk_identity). salt: what tells a cache_salt from
-    others, and not which it is. place: where the chunks are. sum: of the tokens."""
+    others, and not which it is. place: where the chunks are. sum: of the tokens. adapter: the name of the one that they
+    are of, and the digest of its files; empty: the model itself."""
 
     identity: str
     salt: str
     place: Place
     sum: str
+    adapter: str = ""
+    adapter_digest: str = ""
     format: str = FORMAT
     version: str = VERSION
 
