@@ -25,7 +25,7 @@ from tests.support.traces import prompts_of, run, same
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 FAMILIES = (
     "llama", "llama_tied", "llama_bias", "llama_linear", "llama3", "llama_yarn", "mistral_window", "qwen2", "qwen3"
 )  # fmt: skip

@@ -44,6 +44,36 @@ def _q4_0(rows: Tensor) -> Coded:
     return Coded(FORMATS["Q4_0"], _row(codes), _numbers(rows, 18, 0, 2, torch.float16)[..., 0])
 
 
+def _q4_1(rows: Tensor) -> Coded:
+    codes = _halves(_numbers(rows, 20, 4, 16, torch.uint8))
+    return _from_least("Q4_1", 20, rows, codes)
+
+
+def _q5_0(rows: Tensor) -> Coded:
+    """Codes of 0 to 31 less 16, which is a minimum of 16 scales."""
+    scales = _numbers(rows, 22, 0, 2, torch.float16)[..., 0]
+    smalls = torch.full(scales.shape, 16, dtype=torch.int8)
+    return Coded(FORMATS["Q5_0"], _row(_with_fifths(rows, 22, 2)), scales, None, scales, smalls)
+
+
+def _q5_1(rows: Tensor) -> Coded:
+    return _from_least("Q5_1", 24, rows, _with_fifths(rows, 24, 4))
+
+
+def _with_fifths(rows: Tensor, block: int, at: int) -> Tensor:
+    """Codes of five bits [N, B, 2, 16]: the fifth ones lie in 32 bits from byte `at` on, the others behind them."""
+    bytes_ = _numbers(rows, block, at, 4, torch.uint8).unflatten(-1, (2, 2, 1))
+    fifths = (bytes_ >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
+    return _halves(_numbers(rows, block, at + 4, 16, torch.uint8)) | fifths << 4
+
+
+def _from_least(name: str, block: int, rows: Tensor, codes: Tensor) -> Coded:
+    """Codes under a scale, above a least number of each block."""
+    numbers = _numbers(rows, block, 0, 4, torch.float16)
+    smalls = torch.ones(numbers.shape[:2], dtype=torch.int8)
+    return Coded(FORMATS[name], _row(codes), numbers[..., 0], None, -numbers[..., 1], smalls)
+
+
 def _mxfp4(rows: Tensor) -> Coded:
     codes = _halves(_numbers(rows, 17, 1, 16, torch.uint8))
     return Coded(FORMATS["MXFP4"], _row(codes), _numbers(rows, 17, 0, 1, torch.uint8)[..., 0])
@@ -84,5 +114,6 @@ def _q6_k(rows: Tensor) -> Coded:
 
 
 _READERS: dict[str, Callable[[Tensor], Coded]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "MXFP4": _mxfp4, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4, "Q4_K": _q4_k,
+    "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
