@@ -15,11 +15,12 @@ from gguf import GGUFWriter
 from headrace import LLM, SamplingParams
 from headrace.doctor.info import parameters
 from headrace.models.config import read_config
+from headrace.models.gguf.architectures import architecture_of
 from headrace.models.gguf.header import open_gguf
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
 from tests.support.gguf_families import KINDS, write_family
-from tests.support.gguf_files import KindOf, q4_k_m, tokens_of
+from tests.support.gguf_files import KindOf, finish, q4_k_m, tokens_of
 from tests.support.greedy_answers import greedy_behind
 from tests.support.traces import run, same
 
@@ -44,7 +45,8 @@ def compare(kind: str, path: Path, kind_of: KindOf) -> None:
     tokens = tokens_of(150)
     model = write_family(kind, path, kind_of)
     assert (config := read_config(path)) == plain_config(path)
-    assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    corrections = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert parameters(config) == sum(each.numel() for each in (*model.parameters(), *corrections))
     ours = LLM(str(path), dtype="float32", kv_cache_tokens=1024)
     expected = model(torch.tensor([tokens])).logits[0]
     assert float((ours.logits(tokens) - expected).abs().max()) <= TOLERANCE
@@ -114,6 +116,37 @@ def test_parts_of_which_the_first_has_no_tensor(tmp_path: Path) -> None:
         assert float((ours - model(torch.tensor([tokens])).logits[0]).abs().max()) <= TOLERANCE
 
 
+def test_a_file_of_glm_flash_need_not_name_its_router(tmp_path: Path) -> None:
+    """The first ones did not: they are known by their sizes, as in llama.cpp."""
+    for vocabulary, blocks, found in (
+        (154_880, 47, "V3"),
+        (154_880, 48, "V3"),
+        (154_881, 47, "V2"),
+        (154_880, 3, "V2"),
+    ):
+        writer = GGUFWriter(str(tmp_path / "m.gguf"), "deepseek2")
+        writer.add_vocab_size(vocabulary)
+        writer.add_block_count(blocks)
+        finish(writer)
+        assert architecture_of(open_gguf(tmp_path / "m.gguf")).architecture == f"Deepseek{found}ForCausalLM"
+
+
+@pytest.mark.parametrize("lost", ["attn_k_b", "attn_v_b", "heads"])
+def test_half_of_what_heads_make_of_latents(lost: str, tmp_path: Path) -> None:
+    """It is named: a tensor that is not there, and two that do not fit together."""
+
+    def lose(writer: GGUFWriter) -> None:
+        for tensors in writer.tensors:
+            if lost == "heads":
+                tensors["blk.1.attn_v_b.weight"].shape = (8, 32, 64)
+            else:
+                del tensors[f"blk.1.{lost}.weight"]
+
+    write_family("deepseek_v2", tmp_path / "m.gguf", lambda _: Kind.F16, lose)
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.kv_b_proj.weight|does not match config"):
+        LLM(str(tmp_path / "m.gguf"), kv_cache_tokens=640)
+
+
 REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
     "falcon in another layout": ("falcon7", lambda w: w.add_tensor_data_layout("other"), "layout of tensors"),
     "granite without positions": ("granite", lambda w: w.add_rope_scaling_finetuned(False), "without positions"),
@@ -130,6 +163,13 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
     ),
     "heads that differ": ("granite", lambda w: w.add_head_count_kv([2, 4]), "differs from layer to layer"),
     "a part of a head": ("smollm3", lambda w: w.add_rope_dimension_count(32), "rope.dimension_count other than"),
+    "another router": (
+        "deepseek_v3",
+        lambda w: w.add_uint32("deepseek2.expert_gating_func", 3),
+        "gating_func 3 is not",
+    ),
+    "shares of softmaxes": ("deepseek_v2", lambda w: w.add_expert_weights_norm(True), "expert_weights_norm with"),
+    "groups of experts of their own": ("deepseek_v3", lambda w: w.add_expert_group_scale(0.5), "expert_group_scale is"),
     "windows of other layers": (
         "gemma2",
         lambda w: w.add_sliding_window_pattern([True]),

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.cpu
 TEXTS = [
     "the quick brown fox", " the lazy  dog jumps", "naïve café 你好 👩‍👩‍👧", "12345 don't", "a\n\n b\t<tool>x", "",
     "hello<|user|>world", "a 12 345 6789 3.14", "x²y and м 999", "DON'T HTTPServer's we'Ve", "e\u0301 क्षि ที่",
-    "!!! ?\r\n //x", "  hello\u2581<|assistant|> \n the", "1234567 ½6789 `+=`",
+    "!!! ?\r\n //x", "ΑΒΓ Ωm 5\u212a ՠԱ ǅx 日本語のテスト 한국어 𝐀b", "  hello\u2581<|assistant|> \n the",
+    "1234567 ½6789 `+=`",
 ]  # fmt: skip
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -109,8 +110,9 @@ NEMO = (
 )
 
 
-def split(regex: str) -> list[dict[str, Any]]:
-    return [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}, BYTES]
+def split(*regexes: str, digits: bool = False) -> list[dict[str, Any]]:
+    cuts = [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in regexes]
+    return [*cuts, *([{"type": "Digits", "individual_digits": True}] * digits), BYTES]
 
 
 DIGITS = [{"type": "Digits", "individual_digits": True}, BYTES_OF_WORDS]
@@ -118,12 +120,27 @@ FALCON = [
     {"type": "Punctuation", "behavior": "Contiguous"}, BYTES_OF_WORDS, {"type": "Digits", "individual_digits": False},
     split("[0-9][0-9][0-9]")[0],
 ]  # fmt: skip
+LINES, HAN = "[\r\n]", "[一-龥ࠀ-一가-\ud7ff]+"
+WITH_CASE = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\u0386Έ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ"
+    "\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+V3 = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
+    " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
+)
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [BYTES_OF_WORDS], "phi-2": [BYTES_OF_WORDS], "olmo": [BYTES_OF_WORDS],
     "smollm": DIGITS, "refact": DIGITS, "starcoder": DIGITS, "falcon": FALCON, "default": FALCON,
     "llama-bpe": split(CL100K), "llama3": split(CL100K), "smaug-bpe": split(CL100K), "dbrx": split(CL100K),
     "glm4": split(CL100K), "chatglm-bpe": split(CL100K), "gpt-4o": split(O200K), "tekken": split(NEMO),
     "qwen2": split(CL100K.replace("{1,3}", "")), "deepseek-r1-qwen": split(CL100K.replace("{1,3}", "")),
+    "deepseek-llm": split(
+        LINES, f"\\s?[{WITH_CASE}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", "\\s+$", HAN, digits=True
+    ),
+    "deepseek-coder": split(LINES, "\\s?\\p{L}+", "\\s?\\p{P}+", HAN, digits=True),
+    "deepseek-v3": split("\\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", V3),
     "qwen35": split(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
         r"\s+(?!\S)|\s+"

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, quants
 from transformers import PreTrainedModel
 
-from tests.support import checkpoints, hybrid_checkpoints
+from tests.support import checkpoints, gguf_deepseek, hybrid_checkpoints
 from tests.support.gguf_files import SIZES, Array, KindOf, finish, raw_rows
 
 HYBRID = dict(
@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next_old": ("qwen3next", "next", HYBRID),
     "qwen3_5": ("qwen35", "3_5", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
-}  # fmt: skip
+} | gguf_deepseek.KINDS  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 NORM_BEHIND_ATTENTION = ("gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss")
@@ -80,7 +80,7 @@ NAMES = {
     "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-}  # fmt: skip
+} | gguf_deepseek.NAMES  # fmt: skip
 
 
 def _as_it_is(value: Array) -> Array:
@@ -104,6 +104,8 @@ def build(kind: str) -> PreTrainedModel:
     fields = {**SIZES, **own}
     if architecture == "falcon":
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
+    if architecture == "deepseek2":
+        del fields["head_dim"]
     if architecture in ("qwen3next", "qwen35"):
         return hybrid_checkpoints.build_model(base, **fields)
     if architecture in ("chatglm", "glm4"):
@@ -119,8 +121,14 @@ def write_family(
     model, architecture = build(kind), KINDS[kind][0]
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
     describe(writer, config, architecture)
+    latent, old = architecture == "deepseek2", kind.endswith("_old")
+    if latent:
+        gguf_deepseek.describe(writer, config, old)
+        gguf_deepseek.add_corrections(writer, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if latent and gguf_deepseek.add(writer, model, name, parameter, kind_of, old):
+                continue
             if not (config.tie_word_embeddings and name == "lm_head.weight"):
                 for place in _places(name, config, kind):
                     _add(writer, place, [parameter], kind_of)
@@ -244,9 +252,10 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         writer.add_tensor_data_layout("jploski")
         return
-    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if architecture not in ("phi3", "granite", "chatglm"):
+    if architecture != "deepseek2":
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if architecture not in ("phi3", "granite", "chatglm", "deepseek2"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     _describe_rope(writer, config, architecture)

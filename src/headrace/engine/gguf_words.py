@@ -28,6 +28,34 @@ def _by_capitals(ends: str, digits: str) -> str:
 TEKKEN = _by_capitals("", r"\p{N}")
 GPT4O = _by_capitals("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")
 
+CASED = (
+    r"A-Za-z\u00B5\u00C0-\u00D6\u00D8-\u00F6\u00F8-\u01BA\u01BC-\u01BF\u01C4-\u0293\u0295-\u02AF\u0370-\u0373\u0376\u0377"
+    r"\u037B-\u037D\u037F\u0386\u0388-\u038A\u038C\u038E-\u03A1\u03A3-\u03F5\u03F7-\u0481\u048A-\u052F\u0531-\u0556"
+    r"\u10A0-\u10C5\u13A0-\u13F5\u13F8-\u13FD\u1C90-\u1CBA\u1CBD-\u1CBF\u1D00-\u1D2B\u1D6B-\u1D77\u1D79-\u1D9A\u1E00-\u1F15"
+    r"\u1F18-\u1F1D\u1F20-\u1F45\u1F48-\u1F4D\u1F50-\u1F57\u1F59\u1F5B\u1F5D\u1F5F-\u1F7D\u1F80-\u1FB4\u1FB6-\u1FBC\u1FBE"
+    r"\u1FC2-\u1FC4\u1FC6-\u1FCC\u1FD0-\u1FD3\u1FD6-\u1FDB\u1FE0-\u1FEC\u1FF2-\u1FF4\u1FF6-\u1FFC\u2102\u2107\u210A-\u2113"
+    r"\u2115\u2119-\u211D\u2124\u2126\u2128\u212A-\u212D\u212F-\u2134\u2139\u213C-\u213F\u2145-\u2149\u214E\u2183\u2184"
+    r"\u2C00-\u2C7B\u2C7E-\u2CE4\u2CEB-\u2CEE\u2CF2\u2CF3\uA640-\uA66D\uA680-\uA69B\uA722-\uA76F\uA771-\uA787\uA78B-\uA78E"
+    r"\uAB70-\uABBF\uFB00-\uFB06\uFB13-\uFB17\uFF21-\uFF3A\uFF41-\uFF5A\x{10400}-\x{1044F}\x{104B0}-\x{104D3}"
+    r"\x{104D8}-\x{104FB}\x{10C80}-\x{10CB2}\x{10CC0}-\x{10CF2}\x{118A0}-\x{118DF}\x{1E900}-\x{1E943}"
+)
+"""Letters that have a case, as DeepSeek-V2's tokenizer.json lists them: some scripts and newer ones are not there."""
+EAST_ASIAN = r"[\u4E00-\u9FA5\u0800-\u4E00\uAC00-\uD7FF]+"
+DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?[{CASED}]+",
+    r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+",
+    r"\s+$",
+    EAST_ASIAN,
+)
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", EAST_ASIAN)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
 Step = Callable[[], Any]
 
 
@@ -48,8 +76,13 @@ def _bytes(words: bool) -> Step:
     return lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
 
 
-def _cut(regex: str) -> tuple[Step, ...]:
-    return (lambda: pre_tokenizers.Split(Regex(regex), "isolated"), _bytes(False))
+def _split(regex: str) -> Step:
+    return lambda: pre_tokenizers.Split(Regex(regex), "isolated")
+
+
+def _cut(*regexes: str, then: tuple[Step, ...] = ()) -> tuple[Step, ...]:
+    """By one after another."""
+    return (*map(_split, regexes), *then, _bytes(False))
 
 
 def _digits(apart: bool) -> Step:
@@ -75,6 +108,8 @@ WORDS = {
     "dbrx": Words(LLAMA.steps), "glm4": Words(LLAMA.steps), "chatglm-bpe": Words(LLAMA.steps),
     "qwen2": QWEN, "deepseek-r1-qwen": QWEN, "qwen35": Words(_cut(QWEN3_5), normal=True),
     "tekken": Words(_cut(TEKKEN), whole=True, begins=True), "gpt-4o": Words(_cut(GPT4O)),
+    "deepseek-llm": Words(_cut(*DEEPSEEK, then=(_digits(True),))),
+    "deepseek-coder": Words(_cut(*DEEPSEEK_CODER, then=(_digits(True),))), "deepseek-v3": Words(_cut(*DEEPSEEK_V3)),
     "falcon": FALCON, "default": FALCON,
 }  # fmt: skip
 """default: llama.cpp's rules where it knows no better, which are Falcon's."""

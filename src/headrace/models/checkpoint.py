@@ -37,6 +37,7 @@ FUSED = re.compile(
 """Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published, and as Granite is."""
 CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
+OF_KEYS, OF_VALUES, OF_BOTH = (f".self_attn.{part}_b_proj.weight" for part in ("k", "v", "kv"))
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -212,7 +213,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 
 class GgufCheckpoint:
     """A GGUF file, or all its parts, by the names that the family's checkpoints have; blocks behind the last layer,
-    which guess further tokens, by theirs."""
+    which guess further tokens, by theirs. What heads make of latents is one matrix here, of numbers, also where the
+    file has keys [Hq, rank, plain], transposed, and values [Hq, value, rank]."""
 
     def __init__(self, model: Path, config: ModelConfig) -> None:
         self.model = model
@@ -226,6 +228,8 @@ class GgufCheckpoint:
                     if name in self._where:
                         raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")
                     self._where[name] = file, each
+        pairs = [(name, name.replace(OF_KEYS, OF_VALUES)) for name in self._where if name.endswith(OF_KEYS)]
+        self._of_heads = {keys.replace(OF_KEYS, OF_BOTH): (keys, own) for keys, own in pairs if own in self._where}
 
     def __enter__(self) -> GgufCheckpoint:
         return self
@@ -235,23 +239,30 @@ class GgufCheckpoint:
 
     @property
     def names(self) -> set[str]:
-        return set(self._where)
+        return set(self._where) - {part for parts in self._of_heads.values() for part in parts} | set(self._of_heads)
 
     def form(self, family: Family) -> Family:
         form = turned if self._architecture.turned else self._architecture.form
         return form(family, self.names)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._of_heads:
+            keys, values = (self._where[part][1].shape for part in self._of_heads[name])
+            fit = len(keys) == len(values) == 3 and (keys[0], keys[1]) == (values[0], values[2])
+            return (keys[0] * (keys[2] + values[1]), keys[1]) if fit else keys
         shape = self._where[name][1].shape
         return (shape[0], 1, *shape[1:]) if name.endswith(".conv1d.weight") else shape
 
     def stored_as(self, name: str) -> str:
-        return self._where[name][1].type.name
+        return "F32" if name in self._of_heads else self._where[name][1].type.name
 
     def is_coded(self, name: str) -> bool:
-        return not self._where[name][1].type.plain
+        return name not in self._of_heads and not self._where[name][1].type.plain
 
     def read(self, name: str) -> Tensor:
+        if name in self._of_heads:
+            keys, values = map(self._wide, self._of_heads[name])
+            return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)
         numbers = self._bytes(name).view(PLAIN[self.stored_as(name)]).view(self.shape(name))
         if name.endswith(".A_log"):  # the file has -exp of it
             return numbers.float().neg().log()
@@ -261,6 +272,12 @@ class GgufCheckpoint:
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         stored, kind = self._bytes(name), self.stored_as(name)
         return lambda: coded(kind, stored if rows is None else stored[rows])
+
+    def _wide(self, name: str) -> Tensor:
+        """A tensor in fp32, multiplied out."""
+        if not self.is_coded(name):
+            return self.read(name).float()
+        return self.coded(name, None)().dequantised().view(self.shape(name))
 
     def _bytes(self, name: str) -> Tensor:
         """uint8 [rows, bytes of a row]."""

@@ -5,7 +5,6 @@ What config.json would say then goes through the same checks and the same famili
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from headrace.logs import shown
-from headrace.models.gguf import families
+from headrace.models.gguf import deepseek, families
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
+from headrace.models.gguf.rotations import rope_of
 from headrace.types import UnsupportedModel
 
-EMBED, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-LONGROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+EMBED, HEAD = "token_embd.weight", "output.weight"
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -53,6 +52,7 @@ def _with_experts(mlp: str, parts: tuple[str, str, str]) -> Mapping[str, str]:
 
 
 EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj", "down_proj"))
+LATENT_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.NAMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Architecture:
 
     form: how other rows lie; fields: what the family's config.json says beside what all do. epsilon: its key and its
     field. partial: a part of each head may be rotated. added_one: to weights of norms. tiled: see
-    ModelConfig.tiled_values.
+    ModelConfig.tiled_values. latent: sizes of heads, and experts, are the fields' alone.
     """
 
     architecture: str
@@ -75,6 +75,7 @@ class Architecture:
     partial: bool = False
     added_one: bool = False
     tiled: bool = False
+    latent: bool = False
 
     def modules(self, module: str) -> tuple[str, bool] | None:
         """What the checkpoint calls a module of the file, and whether that is one of each expert, with a `{}` for its
@@ -126,7 +127,12 @@ ARCHITECTURES = {
         "Qwen3_5ForCausalLM", "qwen3_5_text", LLAMA_NAMES | families.HYBRID_NAMES, form=families.qwen3_5_form,
         fields=families.qwen3_5, partial=True, added_one=True, tiled=True,
     ),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True
+    ),
 }  # fmt: skip
+DEEPSEEK_V3 = Architecture("DeepseekV3ForCausalLM", "deepseek_v3", LATENT_NAMES, fields=deepseek.v3, latent=True)
+"""A deepseek2 whose router has sigmoids: DeepSeek-V3 and R1, GLM-4.7-Flash."""
 WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True)
 """A llama whose layers all have a window."""
 MINISTRAL3 = Architecture("Ministral3ForCausalLM", "ministral3", LLAMA_NAMES, turned=True, fields=families.ministral3)
@@ -156,6 +162,8 @@ def architecture_of(file: GgufFile) -> Architecture:
         return MIXTRAL
     if name == "mistral3" and file.metadata.get("mistral3.attention.temperature_scale"):
         return MINISTRAL3
+    if name == "deepseek2" and deepseek.has_sigmoids(file):
+        return DEEPSEEK_V3
     windowed = name == "llama" and file.metadata.get("llama.attention.sliding_window")
     return WINDOWED if windowed else ARCHITECTURES[name]
 
@@ -194,7 +202,8 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     found = architecture_of(file)
     heads, hidden = facts.count("attention.head_count"), facts.count("embedding_length")
     head_dim = facts.count("attention.key_length", hidden // max(1, heads))
-    for name in ("attention.value_length", *(() if found.partial else ("rope.dimension_count",))):
+    sizes = ("attention.value_length", *(() if found.partial else ("rope.dimension_count",)))
+    for name in () if found.latent else sizes:
         if facts.count(name, head_dim) != head_dim:
             raise UnsupportedModel(f"{file.path}: {name} other than the head size, {head_dim}, is not supported")
     tensors = facts.tensors
@@ -223,13 +232,13 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
         fields["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     if found is WINDOWED:
         fields["sliding_window"] = facts.count("attention.sliding_window")
-    rope = _rope(facts, head_dim) | {"rope_theta": facts.number("rope.freq_base", 10_000.0)}
+    rope = rope_of(facts, head_dim) | {"rope_theta": facts.number("rope.freq_base", 10_000.0)}
     if found.partial:
         rope["partial_rotary_factor"] = facts.count("rope.dimension_count", head_dim) / max(1, head_dim)
     fields["rope_parameters"] = rope
     if found.model_type == "falcon":
         del fields["head_dim"]  # its class works it out and takes none
-    fields |= _experts(facts, found)
+    fields |= {} if found.latent else _experts(facts, found)
     return fields | (found.fields(facts, rope) if found.fields is not None else {})
 
 
@@ -241,7 +250,7 @@ class _Facts:
         self._where = {name: part for part in (file, *parts) for name in part.tensors}
         self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
         name = str(file.metadata.get("general.architecture"))
-        self.prefix, self.scaling = f"{name}.", families.YARN_KEYS if name == "mistral3" else set()
+        self.prefix, self.scaling = f"{name}.", families.YARN_KEYS if name in ("mistral3", "deepseek2") else set()
 
     def value(self, name: str) -> Any:
         return self.file.metadata.get(self.prefix + name)
@@ -325,71 +334,3 @@ def _experts(facts: _Facts, found: Architecture) -> dict[str, Any]:
         return fields | dict(norm_topk_prob=facts.flag("expert_weights_norm", False))
     inner = facts.count("expert_feed_forward_length", facts.count("feed_forward_length") // max(1, chosen))
     return fields | dict(moe_intermediate_size=inner, norm_topk_prob=facts.flag("expert_weights_norm", True))
-
-
-# ---- rotations -------------------------------------------------------------------------------------------------------
-
-SCALING = {"type", "factor", "original_context_length", "finetuned"}
-"""Of the keys under rope.scaling, those that are read."""
-IMPLIED = {
-    "attn_factor": 1.0,
-    "yarn_attn_factor": 1.0,
-    "yarn_ext_factor": 1.0,
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-}
-"""Others, and the value that says nothing new."""
-
-
-def _rope(facts: _Facts, head_dim: int) -> dict[str, Any]:
-    """rope_parameters but for rope_theta and the share of a head that is rotated."""
-    if ROPE_FACTORS in facts.tensors:
-        return _llama3(facts, head_dim)
-    if any(name in facts.tensors for name in LONGROPE_FACTORS.values()):
-        return _longrope(facts)
-    prefix = facts.prefix + "rope.scaling."
-    for key in facts.file.metadata:
-        name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name in SCALING | facts.scaling:
-            continue
-        if facts.number(f"rope.scaling.{name}") != IMPLIED.get(name):
-            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
-    kind = facts.value("rope.scaling.type") or "none"
-    if kind == "none":
-        return {"rope_type": "default"}
-    rope = {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
-    if kind == "yarn":
-        length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
-        rope["original_max_position_embeddings"] = length
-    return rope
-
-
-def _longrope(facts: _Facts) -> dict[str, Any]:
-    """Both sets of divisors, and the factor that llama.cpp's converter has made of the two lengths."""
-    length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
-    width = facts.count("rope.dimension_count")
-    factors = {field: facts.vector(name, width // 2).tolist() for field, name in LONGROPE_FACTORS.items()}
-    rope = {"rope_type": "longrope", "original_max_position_embeddings": length, **factors}
-    given = facts.value("rope.scaling.attn_factor")
-    return rope if given is None else rope | {"attention_factor": facts.number("rope.scaling.attn_factor")}
-
-
-def _llama3(facts: _Facts, head_dim: int) -> dict[str, Any]:
-    """The parameters of llama3's rotation that gave the divisors in the file: it has these alone."""
-    given = facts.vector(ROPE_FACTORS, head_dim // 2)
-    theta, factor = facts.number("rope.freq_base", 10_000.0), float(given.max())
-    lengths = 2 * math.pi * theta ** (2 * np.arange(head_dim // 2) / head_dim)
-    for exponent in range(5, 21):
-        made = _divisors(lengths, factor, 2**exponent)
-        if np.allclose(made, given, rtol=1e-4):
-            return {
-                "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 2**exponent,
-            }  # fmt: skip
-    raise UnsupportedModel(f"{facts.file.path}: {ROPE_FACTORS} is not as llama3's rotation makes it; use safetensors")
-
-
-def _divisors(lengths: np.ndarray[Any, Any], factor: float, original: int) -> np.ndarray[Any, Any]:
-    """Of each wave length: 1 for short ones, `factor` for those beyond the original length, between them a blend."""
-    smooth = np.clip((original / lengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
-    return 1.0 / ((1.0 - smooth) / factor + smooth)

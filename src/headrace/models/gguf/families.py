@@ -68,8 +68,14 @@ class Facts(Protocol):
 
     file: GgufFile
     tensors: Mapping[str, TensorInfo]
+    prefix: str
+    scaling: set[str]
 
     def value(self, name: str) -> Any: ...
+
+    def flag(self, name: str, default: bool) -> bool: ...
+
+    def vector(self, name: str, length: int) -> np.ndarray[Any, Any]: ...
 
     def count(self, name: str, default: int | None = None) -> int: ...
 
@@ -109,24 +115,24 @@ def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 YARN_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"}
-"""Under rope.scaling, of mistral3."""
+"""Under rope.scaling, of mistral3 and deepseek2."""
 
 
 def mistral3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Without windows, which its class has where nothing is said."""
-    return {"sliding_window": None, "rope_parameters": rope | _yarn(facts, rope)}
+    return {"sliding_window": None, "rope_parameters": rope | yarn(facts, rope)}
 
 
 def ministral3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     beta = {"llama_4_scaling_beta": facts.number("attention.temperature_scale")}
-    return {"sliding_window": None, "rope_parameters": rope | _yarn(facts, rope) | beta}
+    return {"sliding_window": None, "rope_parameters": rope | yarn(facts, rope) | beta}
 
 
-def _yarn(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    """The file has one of the two numbers whose quotient scales cos and sin; models have them alike."""
+def yarn(facts: Facts, rope: dict[str, Any], unit: float = 1.0) -> dict[str, Any]:
+    """The file has one of the two numbers whose quotient scales cos and sin, in this unit; models have them alike."""
     if rope["rope_type"] != "yarn":
         return {}
-    scale = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
+    scale = facts.number("rope.scaling.yarn_log_multiplier", 0.0) / unit
     betas = {f"beta_{end}": facts.number(f"rope.scaling.yarn_beta_{end}", default) for end, default in BETAS.items()}
     return betas | {"mscale": scale, "mscale_all_dim": scale}
 

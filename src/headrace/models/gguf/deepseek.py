@@ -1,0 +1,92 @@
+"""GGUF files of DeepSeek-V2, V3 and their kin: what config.json would say of latent attention, experts and routers.
+Imports no torch.
+
+Facts: llama.cpp's conversion/deepseek.py and src/models/deepseek2.cpp. Files from April 2025 on have what heads make of
+latents in two tensors, keys' transposed (models.checkpoint puts them together), and say sizes of heads by keys of
+their own; older ones have the checkpoint's tensor, and the sizes in the usual keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.logs import shown
+from headrace.models.gguf.families import LAYER, Facts, yarn
+from headrace.models.gguf.header import GgufFile
+from headrace.types import UnsupportedModel
+
+NAMES = {
+    "blk.{}.attn_q_a": LAYER + "self_attn.q_a_proj",
+    "blk.{}.attn_q_a_norm": LAYER + "self_attn.q_a_layernorm",
+    "blk.{}.attn_q_b": LAYER + "self_attn.q_b_proj",
+    "blk.{}.attn_kv_a_mqa": LAYER + "self_attn.kv_a_proj_with_mqa",
+    "blk.{}.attn_kv_a_norm": LAYER + "self_attn.kv_a_layernorm",
+    "blk.{}.attn_kv_b": LAYER + "self_attn.kv_b_proj",
+    "blk.{}.attn_k_b": LAYER + "self_attn.k_b_proj",
+    "blk.{}.attn_v_b": LAYER + "self_attn.v_b_proj",
+    "blk.{}.exp_probs_b.bias": LAYER + "mlp.gate.e_score_correction_bias",
+    "blk.{}.ffn_gate_shexp": LAYER + "mlp.shared_experts.gate_proj",
+    "blk.{}.ffn_up_shexp": LAYER + "mlp.shared_experts.up_proj",
+    "blk.{}.ffn_down_shexp": LAYER + "mlp.shared_experts.down_proj",
+}
+SOFTMAX, SIGMOID = 1, 2
+"""Of expert_gating_func."""
+FLASH = (154_880, (47, 48))
+"""Vocabulary and blocks of GLM-4.7-Flash, whose first files do not say that their router has sigmoids."""
+READ = {
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_count", "expert_group_count",
+    "expert_group_used_count", "expert_weights_scale", "expert_weights_norm", "expert_gating_func",
+}  # fmt: skip
+LOG_UNIT = 0.1
+"""That the converter multiplies mscale_all_dim by."""
+
+
+def has_sigmoids(file: GgufFile) -> bool:
+    """Whether the router of a deepseek2 file has sigmoids, and not the softmax of DeepSeek-V2."""
+    kind = file.metadata.get("deepseek2.expert_gating_func")
+    if kind is None:
+        vocabulary, blocks = (file.metadata.get(f"deepseek2.{name}") for name in ("vocab_size", "block_count"))
+        return vocabulary == FLASH[0] and blocks in FLASH[1]
+    if kind not in (SOFTMAX, SIGMOID):
+        raise UnsupportedModel(f"{file.path}: deepseek2.expert_gating_func {shown(str(kind))} is not supported")
+    return bool(kind == SIGMOID)
+
+
+def v2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    if facts.flag("expert_weights_norm", False):
+        raise UnsupportedModel(f"{facts.file.path}: deepseek2.expert_weights_norm with a softmax is not supported")
+    fields = _common(facts, rope)
+    return fields | {"topk_method": "greedy" if fields["n_group"] == 1 else "group_limited_greedy"}
+
+
+def v3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return _common(facts, rope) | {"norm_topk_prob": facts.flag("expert_weights_norm", False)}
+
+
+def _common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Experts are in one group where the file names none, as llama.cpp has it."""
+    for key in facts.file.metadata:
+        name = key.removeprefix(facts.prefix)
+        if name.startswith("expert_") and name not in READ:
+            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
+    rotated, heads = facts.count("rope.dimension_count"), facts.count("attention.head_count")
+    lengths = ("attention.key_length", "attention.value_length")
+    query, value = (facts.count(f"{length}_mla", facts.count(length)) for length in lengths)
+    return {
+        "head_dim": rotated,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
+        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": query - rotated,
+        "v_head_dim": value,
+        "rope_parameters": rope | yarn(facts, rope, LOG_UNIT),
+        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
+        "n_routed_experts": facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
+        "n_shared_experts": facts.count("expert_shared_count"),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+    }

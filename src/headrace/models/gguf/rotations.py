@@ -1,0 +1,79 @@
+"""From the facts of a GGUF file to the rotation that config.json would give. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from headrace.logs import shown
+from headrace.models.gguf.families import Facts
+from headrace.types import UnsupportedModel
+
+ROPE_FACTORS = "rope_freqs.weight"
+LONGROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+SCALING = {"type", "factor", "original_context_length", "finetuned"}
+"""Of the keys under rope.scaling, those that are read."""
+IMPLIED = {
+    "attn_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+}
+"""Others, and the value that says nothing new."""
+
+
+def rope_of(facts: Facts, head_dim: int) -> dict[str, Any]:
+    """rope_parameters but for rope_theta and the share of a head that is rotated."""
+    if ROPE_FACTORS in facts.tensors:
+        return _llama3(facts, head_dim)
+    if any(name in facts.tensors for name in LONGROPE_FACTORS.values()):
+        return _longrope(facts)
+    prefix = facts.prefix + "rope.scaling."
+    for key in facts.file.metadata:
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name in SCALING | facts.scaling:
+            continue
+        if facts.number(f"rope.scaling.{name}") != IMPLIED.get(name):
+            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
+    kind = facts.value("rope.scaling.type") or "none"
+    if kind == "none":
+        return {"rope_type": "default"}
+    rope = {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
+    if kind == "yarn":
+        length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
+        rope["original_max_position_embeddings"] = length
+    return rope
+
+
+def _longrope(facts: Facts) -> dict[str, Any]:
+    """Both sets of divisors, and the factor that llama.cpp's converter has made of the two lengths."""
+    length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
+    width = facts.count("rope.dimension_count")
+    factors = {field: facts.vector(name, width // 2).tolist() for field, name in LONGROPE_FACTORS.items()}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": length, **factors}
+    given = facts.value("rope.scaling.attn_factor")
+    return rope if given is None else rope | {"attention_factor": facts.number("rope.scaling.attn_factor")}
+
+
+def _llama3(facts: Facts, head_dim: int) -> dict[str, Any]:
+    """The parameters of llama3's rotation that gave the divisors in the file: it has these alone."""
+    given = facts.vector(ROPE_FACTORS, head_dim // 2)
+    theta, factor = facts.number("rope.freq_base", 10_000.0), float(given.max())
+    lengths = 2 * math.pi * theta ** (2 * np.arange(head_dim // 2) / head_dim)
+    for exponent in range(5, 21):
+        made = _divisors(lengths, factor, 2**exponent)
+        if np.allclose(made, given, rtol=1e-4):
+            return {
+                "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 2**exponent,
+            }  # fmt: skip
+    raise UnsupportedModel(f"{facts.file.path}: {ROPE_FACTORS} is not as llama3's rotation makes it; use safetensors")
+
+
+def _divisors(lengths: np.ndarray[Any, Any], factor: float, original: int) -> np.ndarray[Any, Any]:
+    """Of each wave length: 1 for short ones, `factor` for those beyond the original length, between them a blend."""
+    smooth = np.clip((original / lengths - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / factor + smooth)

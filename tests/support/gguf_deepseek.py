@@ -1,0 +1,115 @@
+"""GGUF files of DeepSeek's models and their kin as llama.cpp's converter writes them (conversion/deepseek.py): their
+metadata, their names, what heads make of latents in two tensors, and all experts of a layer in one.
+
+Nothing here is taken from headrace's reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import ExpertGatingFuncType, GGUFWriter, quants
+from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from tests.support.gguf_files import KindOf, raw_rows
+from tests.support.kind_sizes import rope
+
+SIZES: dict[str, Any] = dict(
+    num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=64,
+    v_head_dim=32, moe_intermediate_size=96, attention_bias=False,
+)  # fmt: skip
+YARN = rope(
+    "yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32.0, beta_slow=1.0, mscale=0.7,
+    mscale_all_dim=0.7,
+)  # fmt: skip
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek2", "deepseek_v2", SIZES | YARN),
+    "deepseek_v2_groups": ("deepseek2", "deepseek_v2_groups", SIZES),
+    "deepseek_v2_old": ("deepseek2", "deepseek_v2_lora", SIZES | YARN),
+    "deepseek_v3": ("deepseek2", "deepseek_v3", SIZES | YARN),
+    "glm_lite": ("deepseek2", "glm_lite", SIZES | dict(rope_interleave=True)),
+}
+"""As tests.support.gguf_families.KINDS. old: as the converter wrote them until April 2025."""
+NAMES = {
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+
+
+def describe(writer: GGUFWriter, config: Any, old: bool) -> None:
+    """The keys beside those of all families, but for rotations."""
+    writer.add_head_count_kv(config.num_attention_heads if old else 1)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    query = config.qk_nope_head_dim + config.qk_rope_head_dim
+    writer.add_key_length(query if old else config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.v_head_dim if old else config.kv_lora_rank)
+    if not old:
+        writer.add_key_length_mla(query)
+        writer.add_value_length_mla(config.v_head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    first = getattr(config, "first_k_dense_replace", None)
+    writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse") if first is None else first)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.model_type != "deepseek_v2":
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if config.n_group and config.n_group > 1:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    every = config.rope_parameters.get("mscale_all_dim")
+    if every is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * every)
+
+
+def add(writer: GGUFWriter, model: torch.nn.Module, name: str, parameter: Tensor, kind_of: KindOf, old: bool) -> bool:
+    """Writes a parameter that lies otherwise than elsewhere, and into it what is written; whether it is one."""
+    config: Any = model.config
+    prefix = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+    if name.endswith("kv_b_proj.weight") and not old:
+        both = parameter.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = both.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
+        _written(writer, prefix + "attn_k_b.weight", keys, kind_of, lambda part: part.swapaxes(1, 2))
+        _written(writer, prefix + "attn_v_b.weight", values, kind_of)
+        return True
+    if ".experts." not in name:
+        return False
+    parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+    for part, own in zip(parts, parameter.chunk(len(parts), dim=1), strict=True):
+        _written(writer, f"{prefix}ffn_{part}_exps.weight", own, kind_of)
+    return True
+
+
+def add_corrections(writer: GGUFWriter, model: torch.nn.Module) -> None:
+    """What is added to scores of experts, which is no parameter. It is drawn here: the model has zeros."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+            writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", buffer.numpy().astype(np.float32))
+
+
+def _written(
+    writer: GGUFWriter, name: str, part: Tensor, kind_of: KindOf, turn: Callable[[Any], Any] = lambda part: part
+) -> None:
+    """part [n, rows, columns], as `turn` lays it out. A type whose blocks do not fit is another one, as in llama.cpp's
+    quantisation."""
+    value = np.ascontiguousarray(turn(part.numpy().astype(np.float32)))
+    kind = kind_of(name)
+    if value.shape[-1] % 256 and kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
+        kind = {Kind.Q4_K: Kind.Q5_0, Kind.Q5_K: Kind.Q5_1, Kind.Q6_K: Kind.Q8_0}[kind]
+    rows = raw_rows(value.reshape(-1, value.shape[-1]), kind)
+    writer.add_tensor(name, rows.reshape(*value.shape[:-1], -1), raw_dtype=kind)
+    part.copy_(torch.from_numpy(np.ascontiguousarray(turn(quants.dequantize(rows, kind).reshape(value.shape)))))
