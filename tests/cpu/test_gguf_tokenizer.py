@@ -265,18 +265,26 @@ def test_a_file_without_a_vocabulary(tokens: list[str], tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "m.gguf") is None
 
 
-def test_what_ends_an_answer(tmp_path: Path) -> None:
-    """Besides the tokens that the file names: special ones whose text says so."""
+@pytest.mark.parametrize(
+    ("tokens", "types", "ends"),
+    [
+        (["<eos>", "<end_of_turn>", "<|im_end|>", "a", "<|end|>"], [3, 3, 1, 1, 3], (0, 1, 4)),
+        (["<|return|>", "<|end|>", "<|channel|>", "<|call|>"], [3, 3, 3, 3], (0, 3)),
+    ],
+    ids=["of a turn", "harmony"],
+)
+def test_what_ends_an_answer(tokens: list[str], types: list[int], ends: tuple[int, ...], tmp_path: Path) -> None:
+    """Besides the tokens that the file names: special ones whose text says so, but for the end of a message within a
+    gpt-oss's answer."""
     path = tmp_path / "m.gguf"
-    describe = dict(tokens=["<eos>", "<end_of_turn>", "<|im_end|>", "a", "<|end|>"], types=[3, 3, 1, 1, 3])
 
     def with_vocabulary(writer: GGUFWriter) -> None:
-        writer.add_token_list(describe["tokens"])
-        writer.add_token_types(describe["types"])
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
         writer.add_eos_token_id(0)
 
     write_family("granite", path, lambda _: GGMLQuantizationType.F16, with_vocabulary)
-    assert read_config(path).eos_token_ids == (0, 1, 4)
+    assert read_config(path).eos_token_ids == ends
 
 
 @pytest.mark.parametrize(

@@ -82,14 +82,14 @@ def add(writer: GGUFWriter, model: torch.nn.Module, name: str, parameter: Tensor
     if name.endswith("kv_b_proj.weight") and not old:
         both = parameter.view(config.num_attention_heads, -1, config.kv_lora_rank)
         keys, values = both.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
-        _written(writer, prefix + "attn_k_b.weight", keys, kind_of, lambda part: part.swapaxes(1, 2))
-        _written(writer, prefix + "attn_v_b.weight", values, kind_of)
+        write_each(writer, prefix + "attn_k_b.weight", keys, kind_of, lambda part: part.swapaxes(1, 2))
+        write_each(writer, prefix + "attn_v_b.weight", values, kind_of)
         return True
     if ".experts." not in name:
         return False
     parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
     for part, own in zip(parts, parameter.chunk(len(parts), dim=1), strict=True):
-        _written(writer, f"{prefix}ffn_{part}_exps.weight", own, kind_of)
+        write_each(writer, f"{prefix}ffn_{part}_exps.weight", own, kind_of)
     return True
 
 
@@ -101,7 +101,7 @@ def add_corrections(writer: GGUFWriter, model: torch.nn.Module) -> None:
             writer.add_tensor(f"blk.{name.split('.')[2]}.exp_probs_b.bias", buffer.numpy().astype(np.float32))
 
 
-def _written(
+def write_each(
     writer: GGUFWriter, name: str, part: Tensor, kind_of: KindOf, turn: Callable[[Any], Any] = lambda part: part
 ) -> None:
     """part [n, rows, columns], as `turn` lays it out. A type whose blocks do not fit is another one, as in llama.cpp's

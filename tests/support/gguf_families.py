@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, quants
 from transformers import PreTrainedModel
 
-from tests.support import checkpoints, gguf_deepseek, hybrid_checkpoints
+from tests.support import checkpoints, gguf_deepseek, gguf_gpt_oss, hybrid_checkpoints
 from tests.support.gguf_files import SIZES, Array, KindOf, finish, raw_rows
 
 HYBRID = dict(
@@ -60,10 +60,10 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next_old": ("qwen3next", "next", HYBRID),
     "qwen3_5": ("qwen35", "3_5", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
-} | gguf_deepseek.KINDS  # fmt: skip
+} | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
-NORM_BEHIND_ATTENTION = ("gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss")
+NORM_BEHIND_ATTENTION = ("gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss", "gpt-oss")
 """Architectures that call post_attention_layernorm so, whatever it is."""
 NAMES = {
     "embed_tokens": "token_embd", "word_embeddings": "token_embd", "norm": "output_norm", "ln_f": "output_norm",
@@ -80,7 +80,7 @@ NAMES = {
     "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
-} | gguf_deepseek.NAMES  # fmt: skip
+} | gguf_deepseek.NAMES | gguf_gpt_oss.NAMES  # fmt: skip
 
 
 def _as_it_is(value: Array) -> Array:
@@ -125,9 +125,13 @@ def write_family(
     if latent:
         gguf_deepseek.describe(writer, config, old)
         gguf_deepseek.add_corrections(writer, model)
+    if architecture == "gpt-oss":
+        gguf_gpt_oss.describe(writer, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if latent and gguf_deepseek.add(writer, model, name, parameter, kind_of, old):
+                continue
+            if architecture == "gpt-oss" and gguf_gpt_oss.add(writer, name, parameter, kind_of):
                 continue
             if not (config.tie_word_embeddings and name == "lm_head.weight"):
                 for place in _places(name, config, kind):

@@ -53,6 +53,7 @@ def _with_experts(mlp: str, parts: tuple[str, str, str]) -> Mapping[str, str]:
 
 EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj", "down_proj"))
 LATENT_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.NAMES}
+GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class Architecture:
 
     form: how other rows lie; fields: what the family's config.json says beside what all do. epsilon: its key and its
     field. partial: a part of each head may be rotated. added_one: to weights of norms. tiled: see
-    ModelConfig.tiled_values. latent: sizes of heads, and experts, are the fields' alone.
+    ModelConfig.tiled_values. latent: sizes of heads are the fields' alone. routed: what is said of experts is read as
+    of all, and not by the fields alone.
     """
 
     architecture: str
@@ -76,6 +78,7 @@ class Architecture:
     added_one: bool = False
     tiled: bool = False
     latent: bool = False
+    routed: bool = True
 
     def modules(self, module: str) -> tuple[str, bool] | None:
         """What the checkpoint calls a module of the file, and whether that is one of each expert, with a `{}` for its
@@ -128,10 +131,15 @@ ARCHITECTURES = {
         fields=families.qwen3_5, partial=True, added_one=True, tiled=True,
     ),
     "deepseek2": Architecture(
-        "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True
+        "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
+    ),
+    "gpt-oss": Architecture(
+        "GptOssForCausalLM", "gpt_oss", GPT_OSS_NAMES, form=families.gpt_oss_form, fields=families.gpt_oss, routed=False
     ),
 }  # fmt: skip
-DEEPSEEK_V3 = Architecture("DeepseekV3ForCausalLM", "deepseek_v3", LATENT_NAMES, fields=deepseek.v3, latent=True)
+DEEPSEEK_V3 = Architecture(
+    "DeepseekV3ForCausalLM", "deepseek_v3", LATENT_NAMES, fields=deepseek.v3, latent=True, routed=False
+)
 """A deepseek2 whose router has sigmoids: DeepSeek-V3 and R1, GLM-4.7-Flash."""
 WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True)
 """A llama whose layers all have a window."""
@@ -145,10 +153,15 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MODULE = re.compile(r"blk\.(\d+)\.")
 CONTROL = 3
 """Type of special tokens."""
-ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<|return|>", "<|call|>",
+)  # fmt: skip
 """Those of them that end an answer, whatever else the file says: most name one of several, as in llama.cpp."""
-FILTER = ".ssm_conv1d.weight"
-"""Of a convolution: always F32."""
+HARMONY, WITHIN = "<|return|>", "<|end|>"
+"""Where there is the one, as in gpt-oss, the other ends a message within an answer."""
+F32_ALONE = (".ssm_conv1d.weight", ".bias")
+"""Filters of convolutions, and biases of experts: always F32."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -187,7 +200,7 @@ def checkpoint_tensors(
     name, apart = found
     if not apart:
         return {f"{name}.{kind}": info}
-    if len(info.shape) != 3 or info.shape[0] != experts:
+    if len(info.shape) != (2 if kind == "bias" else 3) or info.shape[0] != experts:
         raise ValueError(
             f"{file.path}: {shown(info.name)} is of shape {list(info.shape)} where matrices of {experts} experts are "
             f"expected; download it again"
@@ -238,7 +251,7 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     fields["rope_parameters"] = rope
     if found.model_type == "falcon":
         del fields["head_dim"]  # its class works it out and takes none
-    fields |= {} if found.latent else _experts(facts, found)
+    fields |= _experts(facts, found) if found.routed else {}
     return fields | (found.fields(facts, rope) if found.fields is not None else {})
 
 
@@ -295,13 +308,15 @@ class _Facts:
         types, tokens = (self.file.metadata.get(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens"))
         if isinstance(types, np.ndarray) and tokens is not None:
             texts = self.file.strings("tokenizer.ggml.tokens")
-            found += [int(token) for token in np.flatnonzero(types[: len(texts)] == CONTROL) if texts[token] in ENDS]
+            ends = {token: texts[token] for token in np.flatnonzero(types[: len(texts)] == CONTROL).tolist()}
+            within = WITHIN if HARMONY in ends.values() else None
+            found += [token for token, text in ends.items() if text in ENDS and text != within]
         return list(dict.fromkeys(token for token in found if token is not None)) or None
 
 
 def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     """The type computed in: that of numbers where all are numbers, else bfloat16."""
-    matrices = [info for name, info in tensors.items() if len(info.shape) > 1 and not name.endswith(FILTER)]
+    matrices = [info for name, info in tensors.items() if len(info.shape) > 1 and not name.endswith(F32_ALONE)]
     kinds = {info.type.name for info in matrices}
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 

@@ -32,6 +32,11 @@ GLM4_NAMES = FUSED_NAMES | {
     "blk.{}.post_attention_norm": LAYER + "post_self_attn_layernorm",
     "blk.{}.post_ffw_norm": LAYER + "post_mlp_layernorm",
 }
+GPT_OSS_NAMES = {
+    "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
+    "blk.{}.attn_sinks.weight": LAYER + "self_attn.sinks",
+    "blk.{}.ffn_gate_inp": LAYER + "mlp.router",
+}
 SEED_OSS_NAMES = {"blk.{}.post_attention_norm": LAYER + "post_attention_layernorm"}
 BLOCK = "transformer.h.{}."
 FALCON_NAMES = {
@@ -146,6 +151,20 @@ def seed_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return {name: f"blk.0.{module}.bias" in facts.tensors for name, module in places.items()}
 
 
+def gpt_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Ramps of yarn end between whole numbers, which no key says."""
+    ramps = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False} if rope["rope_type"] == "yarn" else {}
+    return {
+        "attention_bias": True,
+        "intermediate_size": facts.count("expert_feed_forward_length"),
+        "num_local_experts": facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "sliding_window": facts.count("attention.sliding_window"),
+        "layer_types": _layer_types(facts, every=2),
+        "rope_parameters": rope | ramps,
+    }
+
+
 def _layer_types(facts: Facts, every: int) -> list[str]:
     """Windows in all layers but each `every`th, if the file says nothing else: a number like that, or one by one."""
     name, layers = "attention.sliding_window_pattern", min(facts.count("block_count"), MOST_LAYERS)
@@ -256,6 +275,12 @@ def as_named(family: Family, present: Set[str]) -> Family:
 def turned(family: Family, present: Set[str]) -> Family:
     """Rows of queries and keys lie as llama.cpp rotates them, elements 2 i and 2 i + 1 of a head."""
     return replace(family, qkv_rows=lambda config: paired_rows(config.attention, config.attention.head_dim))
+
+
+def gpt_oss_form(family: Family, present: Set[str]) -> Family:
+    """Gates and ups of experts are two tensors."""
+    parts = tuple("layers.{}.mlp.experts.{}." + part for part in ("gate_proj", "up_proj"))
+    return replace(_renamed(family, {"layers.{}.experts.{}.up": parts}), rows=None)
 
 
 def glm_form(family: Family, present: Set[str]) -> Family:
