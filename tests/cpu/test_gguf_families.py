@@ -151,6 +151,7 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
     "falcon in another layout": ("falcon7", lambda w: w.add_tensor_data_layout("other"), "layout of tensors"),
     "granite without positions": ("granite", lambda w: w.add_rope_scaling_finetuned(False), "without positions"),
     "glm with vision": ("glm4", lambda w: w.add_rope_dimension_sections([8, 8, 0, 0]), "models with vision"),
+    "glm4_moe with vision": ("glm4_moe", lambda w: w.add_rope_dimension_sections([8, 8, 0, 0]), "models with vision"),
     "one set of factors": (
         "phi3",
         lambda w: w.add_tensor("rope_factors_long.weight", np.ones(32, np.float32)),

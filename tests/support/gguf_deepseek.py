@@ -1,5 +1,5 @@
-"""GGUF files of DeepSeek's models and their kin as llama.cpp's converter writes them (conversion/deepseek.py): their
-metadata, their names, what heads make of latents in two tensors, and all experts of a layer in one.
+"""GGUF files of DeepSeek's models and their kin, and of GLM-4.5's, as llama.cpp's converter writes them: metadata, names,
+what heads make of latents in two tensors, and all experts of a layer in one.
 
 Nothing here is taken from headrace's reader.
 """
@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = dict(
     num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=64,
     v_head_dim=32, moe_intermediate_size=96, attention_bias=False,
 )  # fmt: skip
+GLM = dict(num_hidden_layers=3, moe_intermediate_size=96)
 YARN = rope(
     "yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32.0, beta_slow=1.0, mscale=0.7,
     mscale_all_dim=0.7,
@@ -31,6 +32,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2_groups": ("deepseek2", "deepseek_v2_groups", SIZES),
     "deepseek_v2_old": ("deepseek2", "deepseek_v2_lora", SIZES | YARN),
     "deepseek_v3": ("deepseek2", "deepseek_v3", SIZES | YARN),
+    "glm4_moe": ("glm4moe", "glm4_moe", GLM),
+    "glm4_moe_groups": ("glm4moe", "glm4_moe_groups", GLM),
     "glm_lite": ("deepseek2", "glm_lite", SIZES | dict(rope_interleave=True)),
 }
 """As tests.support.gguf_families.KINDS. old: as the converter wrote them until April 2025."""
@@ -57,6 +60,13 @@ def describe(writer: GGUFWriter, config: Any, old: bool) -> None:
         writer.add_value_length_mla(config.v_head_dim)
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    every = config.rope_parameters.get("mscale_all_dim")
+    if every is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * every)
+    describe_experts(writer, config)
+
+
+def describe_experts(writer: GGUFWriter, config: Any) -> None:
     first = getattr(config, "first_k_dense_replace", None)
     writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse") if first is None else first)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -70,9 +80,6 @@ def describe(writer: GGUFWriter, config: Any, old: bool) -> None:
     if config.n_group and config.n_group > 1:
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
-    every = config.rope_parameters.get("mscale_all_dim")
-    if every is not None:
-        writer.add_rope_scaling_yarn_log_mul(0.1 * every)
 
 
 def add(writer: GGUFWriter, model: torch.nn.Module, name: str, parameter: Tensor, kind_of: KindOf, old: bool) -> bool:

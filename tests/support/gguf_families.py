@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
-NORM_BEHIND_ATTENTION = ("gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss", "gpt-oss")
+NORM_BEHIND_ATTENTION = ("gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss", "gpt-oss", "glm4moe")
 """Architectures that call post_attention_layernorm so, whatever it is."""
 NAMES = {
     "embed_tokens": "token_embd", "word_embeddings": "token_embd", "norm": "output_norm", "ln_f": "output_norm",
@@ -121,9 +121,12 @@ def write_family(
     model, architecture = build(kind), KINDS[kind][0]
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
     describe(writer, config, architecture)
-    latent, old = architecture == "deepseek2", kind.endswith("_old")
-    if latent:
+    latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
+    if architecture == "deepseek2":
         gguf_deepseek.describe(writer, config, old)
+    if architecture == "glm4moe":
+        gguf_deepseek.describe_experts(writer, config)
+    if latent:
         gguf_deepseek.add_corrections(writer, model)
     if architecture == "gpt-oss":
         gguf_gpt_oss.describe(writer, config)

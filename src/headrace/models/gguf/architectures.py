@@ -53,6 +53,7 @@ def _with_experts(mlp: str, parts: tuple[str, str, str]) -> Mapping[str, str]:
 
 EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj", "down_proj"))
 LATENT_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.NAMES}
+GLM_MOE_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.GLM_NAMES}
 GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
 
 
@@ -132,6 +133,9 @@ ARCHITECTURES = {
     ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM", "glm4_moe", GLM_MOE_NAMES, fields=deepseek.glm4_moe, partial=True, routed=False
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM", "gpt_oss", GPT_OSS_NAMES, form=families.gpt_oss_form, fields=families.gpt_oss, routed=False

@@ -1,9 +1,9 @@
-"""GGUF files of DeepSeek-V2, V3 and their kin: what config.json would say of latent attention, experts and routers.
-Imports no torch.
+"""GGUF files of DeepSeek-V2, V3 and their kin, and of GLM-4.5: what config.json would say of latent attention, experts
+and routers. Imports no torch.
 
-Facts: llama.cpp's conversion/deepseek.py and src/models/deepseek2.cpp. Files from April 2025 on have what heads make of
-latents in two tensors, keys' transposed (models.checkpoint puts them together), and say sizes of heads by keys of
-their own; older ones have the checkpoint's tensor, and the sizes in the usual keys.
+Facts: llama.cpp's conversion/deepseek.py and glm.py, and src/models/deepseek2.cpp. Files from April 2025 on have what
+heads make of latents in two tensors, keys' transposed (models.checkpoint puts them together), and say sizes of heads by
+keys of their own; older ones have the checkpoint's tensor, and the sizes in the usual keys.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.logs import shown
-from headrace.models.gguf.families import LAYER, Facts, yarn
+from headrace.models.gguf.families import LAYER, Facts, refuse_sections, yarn
 from headrace.models.gguf.header import GgufFile
 from headrace.types import UnsupportedModel
 
-NAMES = {
+SHARED = {
+    "blk.{}.exp_probs_b.bias": LAYER + "mlp.gate.e_score_correction_bias",
+    "blk.{}.ffn_gate_shexp": LAYER + "mlp.shared_experts.gate_proj",
+    "blk.{}.ffn_up_shexp": LAYER + "mlp.shared_experts.up_proj",
+    "blk.{}.ffn_down_shexp": LAYER + "mlp.shared_experts.down_proj",
+}
+GLM_NAMES = SHARED | {"blk.{}.post_attention_norm": LAYER + "post_attention_layernorm"}
+NAMES = SHARED | {
     "blk.{}.attn_q_a": LAYER + "self_attn.q_a_proj",
     "blk.{}.attn_q_a_norm": LAYER + "self_attn.q_a_layernorm",
     "blk.{}.attn_q_b": LAYER + "self_attn.q_b_proj",
@@ -24,10 +31,6 @@ NAMES = {
     "blk.{}.attn_kv_b": LAYER + "self_attn.kv_b_proj",
     "blk.{}.attn_k_b": LAYER + "self_attn.k_b_proj",
     "blk.{}.attn_v_b": LAYER + "self_attn.v_b_proj",
-    "blk.{}.exp_probs_b.bias": LAYER + "mlp.gate.e_score_correction_bias",
-    "blk.{}.ffn_gate_shexp": LAYER + "mlp.shared_experts.gate_proj",
-    "blk.{}.ffn_up_shexp": LAYER + "mlp.shared_experts.up_proj",
-    "blk.{}.ffn_down_shexp": LAYER + "mlp.shared_experts.down_proj",
 }
 SOFTMAX, SIGMOID = 1, 2
 """Of expert_gating_func."""
@@ -63,24 +66,24 @@ def v3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return _common(facts, rope) | {"norm_topk_prob": facts.flag("expert_weights_norm", False)}
 
 
-def _common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    """Experts are in one group where the file names none, as llama.cpp has it."""
+def glm4_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    refuse_sections(facts)
+    if facts.count("expert_gating_func", SIGMOID) != SIGMOID:
+        raise UnsupportedModel(f"{facts.file.path}: glm4moe.expert_gating_func other than {SIGMOID} is not supported")
+    return _experts(facts) | {
+        "norm_topk_prob": facts.flag("expert_weights_norm", True),
+        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
+    }
+
+
+def _experts(facts: Facts) -> dict[str, Any]:
+    """They are in one group where the file names none, as llama.cpp has it."""
     for key in facts.file.metadata:
         name = key.removeprefix(facts.prefix)
         if name.startswith("expert_") and name not in READ:
             raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
-    rotated, heads = facts.count("rope.dimension_count"), facts.count("attention.head_count")
-    lengths = ("attention.key_length", "attention.value_length")
-    query, value = (facts.count(f"{length}_mla", facts.count(length)) for length in lengths)
     return {
-        "head_dim": rotated,
-        "num_key_value_heads": heads,
-        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
-        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": query - rotated,
-        "v_head_dim": value,
-        "rope_parameters": rope | yarn(facts, rope, LOG_UNIT),
         "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
         "n_routed_experts": facts.count("expert_count"),
         "num_experts_per_tok": facts.count("expert_used_count"),
@@ -89,4 +92,20 @@ def _common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "n_group": facts.count("expert_group_count", 1),
         "topk_group": facts.count("expert_group_used_count", 1),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+    }
+
+
+def _common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    rotated, heads = facts.count("rope.dimension_count"), facts.count("attention.head_count")
+    lengths = ("attention.key_length", "attention.value_length")
+    query, value = (facts.count(f"{length}_mla", facts.count(length)) for length in lengths)
+    return _experts(facts) | {
+        "head_dim": rotated,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
+        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": query - rotated,
+        "v_head_dim": value,
+        "rope_parameters": rope | yarn(facts, rope, LOG_UNIT),
     }

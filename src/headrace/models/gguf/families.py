@@ -208,9 +208,14 @@ def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     } | _biases(facts)
 
 
-def glm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+def refuse_sections(facts: Facts) -> None:
+    """Raises UnsupportedModel for a GLM whose positions are of images, too."""
     if facts.value("rope.dimension_sections") is not None:
         raise UnsupportedModel(f"{facts.file.path}: the rotation of GLM models with vision is not supported")
+
+
+def glm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    refuse_sections(facts)
     names = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
     return {"attention_bias": any(name in facts.tensors for name in names)}
 
