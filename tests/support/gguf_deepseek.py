@@ -1,5 +1,5 @@
-"""GGUF files of DeepSeek's models and their kin, and of GLM-4.5's, as llama.cpp's converter writes them: metadata, names,
-what heads make of latents in two tensors, and all experts of a layer in one.
+"""GGUF files of DeepSeek's models and their kin, and of GLM-4.5's, as llama.cpp's converter writes them: metadata and
+names, what heads make of latents in two tensors, and all experts of a layer in one.
 
 Nothing here is taken from headrace's reader.
 """
