@@ -169,6 +169,11 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
         lambda w: w.add_uint32("deepseek2.expert_gating_func", 3),
         "gating_func 3 is not",
     ),
+    "routers in an array": (
+        "deepseek_v3",
+        lambda w: w.add_array("deepseek2.expert_gating_func", [2, 2]),
+        "gating_func .2 2. is not",
+    ),
     "shares of softmaxes": ("deepseek_v2", lambda w: w.add_expert_weights_norm(True), "expert_weights_norm with"),
     "groups of experts of their own": ("deepseek_v3", lambda w: w.add_expert_group_scale(0.5), "expert_group_scale is"),
     "windows of other layers": (

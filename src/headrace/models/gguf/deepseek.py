@@ -34,8 +34,9 @@ NAMES = SHARED | {
 }
 SOFTMAX, SIGMOID = 1, 2
 """Of expert_gating_func."""
-FLASH = (154_880, (47, 48))
-"""Vocabulary and blocks of GLM-4.7-Flash, whose first files do not say that their router has sigmoids."""
+FLASH = ([154_880, 47], [154_880, 48])
+"""Vocabulary and blocks of GLM-4.7-Flash, without the layer behind the last one and with it. Its first files do not say
+that the router has sigmoids."""
 READ = {
     "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_count", "expert_group_count",
     "expert_group_used_count", "expert_weights_scale", "expert_weights_norm", "expert_gating_func",
@@ -48,9 +49,9 @@ def has_sigmoids(file: GgufFile) -> bool:
     """Whether the router of a deepseek2 file has sigmoids, and not the softmax of DeepSeek-V2."""
     kind = file.metadata.get("deepseek2.expert_gating_func")
     if kind is None:
-        vocabulary, blocks = (file.metadata.get(f"deepseek2.{name}") for name in ("vocab_size", "block_count"))
-        return vocabulary == FLASH[0] and blocks in FLASH[1]
-    if kind not in (SOFTMAX, SIGMOID):
+        sizes = [file.metadata.get(f"deepseek2.{name}") for name in ("vocab_size", "block_count")]
+        return all(isinstance(size, int) for size in sizes) and sizes in FLASH
+    if not isinstance(kind, int) or kind not in (SOFTMAX, SIGMOID):
         raise UnsupportedModel(f"{file.path}: deepseek2.expert_gating_func {shown(str(kind))} is not supported")
     return bool(kind == SIGMOID)
 
