@@ -68,6 +68,17 @@ def test_it_goes_on_with_the_same_bits(
     assert other.engine.stats().tokens.cached == 384, "all of it was taken from the cache"
 
 
+def test_nothing_is_told_under_another_salt(tmp_path: Path) -> None:
+    """Neither its tokens nor whose it is."""
+    llm = engine(tmp_path)
+    session = words(llm, CHUNK, seed=1)
+    computed(llm, session, "mine")
+    ask(llm, SaveSession("a", "", session, "mine"))
+    for salt in (None, "other"):
+        assert refusal(llm, ReadSession("a", "", salt)).code == NOT_FOUND
+    assert ask(llm, ReadSession("a", "", "mine"))["tokens"] == session
+
+
 def test_every_whole_chunk_counts_and_the_file_is_safetensors(tmp_path: Path) -> None:
     llm = engine(tmp_path)
     session = words(llm, 3 * CHUNK, seed=1)

@@ -78,10 +78,12 @@ class SaveSession(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReadSession(msgspec.Struct, tag=True, frozen=True):
-    """Answer: {tokens: the session's, to: where its chunks are, adapter: whose, by name; empty: the model's}."""
+    """salt: as for saving it. Answer: {tokens: the session's, to: where its chunks are, adapter: whose, by name; empty:
+    the model's}."""
 
     name: str
     tenant: str
+    salt: str | None = None
 
 
 class LoadSession(msgspec.Struct, tag=True, frozen=True):

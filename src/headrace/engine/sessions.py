@@ -121,16 +121,14 @@ class Sessions:
     def read(self, core: Stepping, call: ReadSession) -> Steps[dict[str, Any]]:
         """Answer: the tokens of a session, where its chunks are, and the adapter that they are of."""
         with (yield from self._waited(core, self._opened, call)) as reader:
-            self._check_tokens(reader.tokens, "name")
+            self._check_found(reader, call)
             return {"tokens": reader.tokens, "to": reader.metadata.place, "adapter": reader.metadata.adapter}
 
     def load(self, core: Stepping, call: LoadSession) -> Steps[dict[str, Any]]:
         """Answer: see _told; `why` where not all came that was saved."""
         began = time.monotonic()
         with (yield from self._waited(core, self._opened, call)) as reader:
-            if reader.metadata.salt != self._mark(call.salt):
-                raise InvalidRequest(f"no session {call.name!r} is saved under this cache_salt", "name", NOT_FOUND)
-            self._check_tokens(reader.tokens, "name")
+            self._check_found(reader, call)
             table = self._open_table(reader.tokens, call, reader.metadata.adapter)
             try:
                 if reader.metadata.place == "tier":
@@ -196,6 +194,11 @@ class Sessions:
     def _let_go(self, table: ChunkTable) -> None:
         if table in self._cache.tables or table in self._cache.parked:
             self._cache.close(table)
+
+    def _check_found(self, reader: SessionReader, call: ReadSession | LoadSession) -> None:
+        if reader.metadata.salt != self._mark(call.salt):
+            raise InvalidRequest(f"no session {call.name!r} is saved under this cache_salt", "name", NOT_FOUND)
+        self._check_tokens(reader.tokens, "name")
 
     def _check_tokens(self, tokens: list[int], param: str = "prompt") -> None:
         capacity = self._capacity

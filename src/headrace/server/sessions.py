@@ -133,11 +133,11 @@ async def _load(state: ServerState, request: Request, name: str) -> Response:
             check_model(state, body.model)
         body.check()
         check_public(body.public_prefix_tokens or 0, tenant)
-    found = await _ask(state, ReadSession(name, tenant.name))
+    salt, public = tenant.salt(body.cache_salt), body.public_prefix_tokens or 0
+    found = await _ask(state, ReadSession(name, tenant.name, salt))
     tokens, model = found["tokens"], found["adapter"] or state.names.main
     if body.model is not None and state.names.adapter(body.model) != found["adapter"]:
         raise invalid(f"this session is of {model!r}; name that, or leave model out", "model")
-    salt, public = tenant.salt(body.cache_salt), body.public_prefix_tokens or 0
     if salt is not None:
         public = max(public, state.public.tokens(tokens))
     told = await unless_gone(request.receive, _ask(state, LoadSession(name, tenant.name, salt, public)))
