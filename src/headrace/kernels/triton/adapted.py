@@ -30,7 +30,7 @@ class GpuRows:
 
 def arranged(numbers: Tensor, adapters: int) -> GpuRows:
     """Rows that have adapters of these numbers, of so many; -1: none."""
-    own = torch.where(numbers < 0, adapters, numbers).int()
+    own = numbers.masked_fill(numbers < 0, adapters).int()
     return GpuRows(own, grouped(own[:, None], adapters))
 
 
