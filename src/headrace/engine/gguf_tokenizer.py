@@ -42,10 +42,13 @@ def load_tokenizer(model: Path) -> Any:
     read, ValueError (or what the tokenizers library raises) for a vocabulary that is not sound."""
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = _Vocabulary(_file(model))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary.tokenizer(), clean_up_tokenization_spaces=False, **vocabulary.named()
-    )
+    class FromGguf(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def __init__(self, vocabulary: _Vocabulary) -> None:
+            # Set as transformers' own classes do it: one given as an argument is copied, which takes seconds.
+            self._tokenizer = vocabulary.tokenizer()
+            super().__init__(clean_up_tokenization_spaces=False, **vocabulary.named())
+
+    return FromGguf(_Vocabulary(_file(model)))
 
 
 def _file(model: Path) -> GgufFile:
@@ -150,17 +153,19 @@ class _Vocabulary:
     def _merges(self) -> list[tuple[str, str]]:
         """All ways to make a token of two, those of the best scores first, as transformers' generate_merges has them.
         Tokens that users have defined go before all others, as in sentencepiece; the converter drops their scores."""
-        scores, found = np.where(self.types == USER_DEFINED, np.inf, self._numbers("scores", 0.0)), []
-        for number in np.flatnonzero((self.types != CONTROL) & (self.types != BYTE) & (self.types != UNKNOWN)):
+        scores = np.where(self.types == USER_DEFINED, np.inf, self._numbers("scores", 0.0))
+        ids, numbers, pairs = self.ids, [], []
+        for number in np.flatnonzero(~np.isin(self.types, (CONTROL, BYTE, UNKNOWN))).tolist():
             token = self.tokens[number]
             if len(token) > MAX_PIECE:
                 continue
-            cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-            ways = [(self.ids[left], self.ids[right]) for left, right in cuts if left in self.ids and right in self.ids]
-            found += [(-float(scores[number]), way) for way in sorted(ways)]
-        pairs = [(score, (self.tokens[left], self.tokens[right])) for score, (left, right) in found]
-        pairs.sort(key=lambda each: (each[0], -len(each[1][0]), -len(each[1][1])))
-        return [pair for _, pair in pairs]
+            for cut in range(1, len(token)):
+                if (right := token[cut:]) in ids and (left := token[:cut]) in ids:
+                    numbers.append(number)
+                    pairs.append((left, right))
+        lefts, rights = (np.array([len(pair[side]) for pair in pairs], int) for side in (0, 1))
+        order = np.lexsort((-rights, -lefts, -scores[np.array(numbers, int)]))
+        return [pairs[each] for each in order.tolist()]
 
     def _add_ends(self, made: Tokenizer) -> None:
         """Tokens that a text begins and ends with, where the file asks for them."""
