@@ -226,6 +226,22 @@ def test_gemmas(tmp_path: Path) -> None:
         assert ours.decode(tokens) == own.decode(tokens)
 
 
+def test_long_runs(tmp_path: Path) -> None:
+    """InternLM2 has tokens of 128 spaces."""
+    runs = ["\u2581" * (1 << power) for power in range(8)]
+    writer = GGUFWriter(str(tmp_path / "m.gguf"), "internlm2")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", *runs])
+    writer.add_token_scores([0.0, *(-float(number) for number in range(8))])
+    writer.add_token_types([UNKNOWN, *[NORMAL] * 8])
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(False)
+    close(writer)
+    tokenizer = Tokenizer(tmp_path / "m.gguf")
+    assert tokenizer.encode(" " * 255) == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert tokenizer.decode([8]) == " " * 128
+
+
 def test_phi3s_special_tokens_take_spaces_in(tmp_path: Path) -> None:
     backend = small_tokenizers.byte_fallback()
     added = [AddedToken(token, normalized=False, special=True, rstrip=token != "<s>") for token in SPECIAL]

@@ -19,8 +19,9 @@ from headrace.types import UnsupportedModel
 
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 """Types of tokens."""
-MAX_PIECE = 64
-"""Characters of a token that is made of others at most; only files that are meant ill have longer ones."""
+MAX_PIECE = 256
+"""Characters of a token that is made of others at most; InternLM2's runs of spaces have 128, and only files that are
+meant ill have longer ones."""
 SPACE = "\u2581"
 BESIDE = "put the model's tokenizer.json beside the file"
 NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
