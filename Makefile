@@ -23,7 +23,7 @@ NATIVE := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/*/*)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo docs test test-matrix test-schemas test-clients soak test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
+.PHONY: help install demo docs test test-matrix test-schemas test-clients test-published soak test-sanitize test-arm fuzz lint bench bench-peers gpu-check train-tiny wheel mutants clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ test-sanitize: $(DEV) ## kernel tests under the address, undefined-behaviour and
 
 test-arm: $(DEV) ## kernel tests on kernels built for 64-bit ARM, emulated (Debian; an hour)
 	@$(BIN)/python tools/arm/run.py
+
+test-published: $(DEV) ## published models and tokenizers against transformers (fetches 450 MB from registries)
+	@$(BIN)/python -m pytest -c tools/published/pytest.ini tools/published
 
 test-schemas: $(DEV) ## that answers fit their schemas: the official suite's and 200 as clients send them (ten minutes)
 	@mkdir -p build/schemas

@@ -146,9 +146,18 @@ MODELS = (
     WrongUse("a model that is not there", "serve /no/such/model", "no folder with a config.json; give a path"),
     WrongUse("a slip in a name", "serve tinny", "did you mean tiny?"),
     WrongUse(
+        "a published model that was not fetched",
+        "chat smollm2",
+        "not here yet: `headrace pull smollm2` fetches it (93.8 MiB)",
+        {"HEADRACE_CACHE_DIR": "cache"},
+    ),
+    WrongUse("no model to fetch", "pull smolm2", "did you mean smollm2?"),
+    WrongUse("nothing to fetch", "pull", "pull takes smollm2, or a name of the hub as ORG/NAME"),
+    WrongUse("a GGUF file as a prompt", "generate m.gguf", "give the model as -m m.gguf", {}, {"m.gguf": "GGUF"}),
+    WrongUse(
         "a name of the hub",
         "serve Qwen/Qwen3-0.6B",
-        "`hf download Qwen/Qwen3-0.6B` fetches it",
+        "`headrace pull Qwen/Qwen3-0.6B` fetches it",
         {"HF_HUB_CACHE": "hub"},
     ),
     WrongUse(

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 from headrace.engine.capacity import SHIPPED
+from headrace.models.gguf.header import SUFFIX
+from headrace.models.published import PUBLISHED
 
 LINES_OF_JSON = (".jsonl", ".ndjson")
 
@@ -18,9 +20,11 @@ def check_prompts(prompts: list[str]) -> None:
 
 
 def names_a_model(text: str) -> bool:
-    """Whether this is the name of a shipped model or the folder of one."""
+    """Whether this is the name of a model, the folder of one or a GGUF file."""
     try:
-        return text in SHIPPED or (Path(text).expanduser() / "config.json").is_file()
+        path = Path(text).expanduser()
+        gguf = path.suffix == SUFFIX and path.is_file()
+        return text in SHIPPED or text in PUBLISHED or gguf or (path / "config.json").is_file()
     except (OSError, ValueError):  # too long for a path, or with a null byte
         return False
 

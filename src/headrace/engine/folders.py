@@ -1,38 +1,47 @@
-"""Where a model is, and what to do where it is not: folders, GGUF files, names of the hub that were downloaded."""
+"""Where a model is, and what to do where it is not: folders, GGUF files, names of models that were fetched."""
 
 from __future__ import annotations
 
-import os
-import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from headrace.files import read_given
 from headrace.logs import shown
 from headrace.models.gguf.header import PART, SUFFIX, parts_of
+from headrace.models.hub_cache import gguf_of_the_hub, hub_cache, revisions
+from headrace.models.hub_names import HubName, hub_name
+from headrace.models.published import PUBLISHED
+from headrace.progress import sized
 
 SHIPPED = {"tiny": Path(__file__).parent.parent / "assets" / "tiny"}
 """Models that come with the package, by name."""
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FORM = "a folder in Hugging Face form (config.json, safetensors files, tokenizer.json) or a GGUF file"
-MAX_REVISION = 1024
-"""Bytes of a file that names one."""
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model, or its GGUF file: a shipped one by name, a path, or what Hugging Face's tools have
-    downloaded under a name of the hub. Raises ValueError if there is none."""
+    """The folder of a model, or its GGUF file: a shipped one by name, a path, what `headrace pull` has fetched, what
+    Hugging Face's tools have downloaded under a name of the hub. Raises ValueError if there is none."""
     path = SHIPPED.get(model, Path(model).expanduser())
     try:
         found = _model_at(path)
-        if found is None and not path.exists() and HUB_NAME.fullmatch(model):
-            found = _of_the_hub(model)
-        if found is not None:
-            return found
-        raise ValueError(f"model {shown(repr(model))}: {_why(model, path)}")
-    except OSError as error:
-        raise ValueError(f"model {shown(repr(model))}: {error.strerror or error}") from None
+        if found is None and not path.exists():
+            found = _fetched(model)
+        told = _why(model, path) if found is None else ""
+    except (OSError, RuntimeError) as error:
+        found, told = None, getattr(error, "strerror", None) or str(error)
+    except ValueError as error:
+        found, told = None, str(error)
+    if found is None:
+        raise ValueError(f"model {shown(repr(model))}: {told}")
+    return found
+
+
+def _fetched(model: str) -> Path | None:
+    if model in PUBLISHED:
+        path = PUBLISHED[model].path
+        return path if path.is_file() else None
+    name = hub_name(model)
+    return _of_the_hub(name) if name is not None else None
 
 
 def _model_at(path: Path) -> Path | None:
@@ -57,13 +66,16 @@ def _why(model: str, folder: Path) -> str:
         return _folder_without_config(folder)
     if folder.exists():
         return f"this is a file; give its folder, {folder.parent}, or a GGUF file"
-    if HUB_NAME.fullmatch(model):
+    if model in PUBLISHED:
+        return f"not here yet: `headrace pull {model}` fetches it ({sized(PUBLISHED[model].size)})"
+    if hub_name(model) is not None:
         return (
             f"there is no such folder, and nothing of this name in {hub_cache()}: "
-            f"`hf download {model}` fetches it, or give the folder where it is"
+            f"`headrace pull {model}` fetches it, or give the folder where it is"
         )
-    near = get_close_matches(model, SHIPPED, 1)
-    meant = f"did you mean {near[0]}?" if near else f"give a path, or one of: {', '.join(SHIPPED)}"
+    names = (*SHIPPED, *PUBLISHED)
+    near = get_close_matches(model, names, 1)
+    meant = f"did you mean {near[0]}?" if near else f"give a path, or one of: {', '.join(names)}"
     return f"no folder with a config.json; {meant}"
 
 
@@ -84,27 +96,16 @@ def _folder_without_config(folder: Path) -> str:
 
 def hub_folder(name: str, file: str) -> Path | None:
     """What has been downloaded under a name of the hub, and holds such a file; None where nothing has."""
-    if not HUB_NAME.fullmatch(name):
+    known = hub_name(name)
+    if known is None or known.quant is not None:
         return None
-    return next((path for path in _revisions(name) if (path / file).is_file()), None)
+    return next((path for path in revisions(known.repo) if (path / file).is_file()), None)
 
 
-def _of_the_hub(name: str) -> Path | None:
-    """The model that has been downloaded under a name of the hub."""
-    return next((found for path in _revisions(name) if (found := _model_at(path)) is not None), None)
-
-
-def _revisions(name: str) -> list[Path]:
-    """What has been downloaded under a name of the hub: its main revision first, then the one that came last."""
-    stored = hub_cache() / f"models--{name.replace('/', '--')}"
-    main = stored / "refs" / "main"
-    snapshots = sorted(stored.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if main.is_file():
-        snapshots.insert(0, stored / "snapshots" / read_given(main, MAX_REVISION).decode(errors="replace").strip())
-    return snapshots
-
-
-def hub_cache() -> Path:
-    """Where Hugging Face's tools keep what they have downloaded."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+def _of_the_hub(name: HubName) -> Path | None:
+    """The model that has been downloaded under a name of the hub: a folder, or a GGUF file."""
+    if name.quant is None:
+        folders = [path for path in revisions(name.repo) if (path / "config.json").is_file()]
+        whole = [path for path in folders if next(path.glob("*.safetensors"), None) is not None]
+        return next(iter(whole), None) or gguf_of_the_hub(name) or next(iter(folders), None)
+    return gguf_of_the_hub(name)

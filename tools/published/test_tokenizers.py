@@ -1,0 +1,68 @@
+"""Published vocabularies, as GGUF files have them, cut texts as the published tokenizer.json does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+from tokenizers import Tokenizer
+
+from headrace.engine.gguf_tokenizer import CONTROL, USER_DEFINED, load_tokenizer
+from tools.published.files import GEMMA, TOKENIZERS, model, tokenizer
+from tools.published.texts import texts
+
+NORMAL, UNUSED = 1, 5
+WORDS = {
+    "command_r_plus": "command-r", "deepseek_v3": "deepseek-v3", "gpt2": "gpt-2", "gptoss": "gpt-4o",
+    "llama3_2": "llama-bpe", "mistral_nemo": "tekken", "qwen3": "qwen2",
+}  # fmt: skip
+"""Tokenizer -> what tokenizer.ggml.pre calls its way of cutting words."""
+
+all_texts = cache(texts)
+
+
+def write(path: Path, published: Tokenizer, words: str) -> Path:
+    """A GGUF file with the vocabulary, as llama.cpp's converter writes it."""
+    by_id = {number: token for token, number in published.get_vocab().items()}
+    added = published.get_added_tokens_decoder()
+    size = max(by_id) + 1
+    tokens = [added[i].content if i in added else by_id.get(i, f"[PAD{i}]") for i in range(size)]
+    types = [
+        (CONTROL if added[i].special else USER_DEFINED) if i in added else NORMAL if i in by_id else UNUSED
+        for i in range(size)
+    ]
+    merges: Iterable[Any] = json.loads(published.to_str())["model"]["merges"]
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def same(ours: Any, published: Tokenizer) -> None:
+    for text in all_texts():
+        tokens = published.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == tokens, text
+        assert ours.decode(tokens) == published.decode(tokens, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", sorted(WORDS))
+def test_byte_level(name: str, tmp_path: Path) -> None:
+    assert set(WORDS) | {"gemma3"} == set(TOKENIZERS)
+    published = Tokenizer.from_file(str(tokenizer(name)))
+    same(load_tokenizer(write(tmp_path / "model.gguf", published, WORDS[name])), published)
+
+
+def test_gemmas_own_file() -> None:
+    same(load_tokenizer(model(GEMMA)), Tokenizer.from_file(str(tokenizer("gemma3"))))
