@@ -118,6 +118,6 @@ train-tiny: $(USE) ## train the shipped model again
 	@$(BIN)/python tools/train_tiny/train.py
 
 clean: ## remove .venv, the built kernels and caches
-	rm -rf $(VENV) .venv-clients .venv-clients-newest build/arm build/clients-node build/cmake build/kernels build/docs build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .published .venv-clients .venv-clients-newest build/arm build/clients-node build/cmake build/kernels build/docs build/sanitize dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f src/headrace/kernels/*.so src/headrace/kernels/_unbuilt.txt
 	find src tests tools bench -name __pycache__ -type d -prune -exec rm -rf {} +
