@@ -41,6 +41,7 @@ REPOS = {
         "BF16/m-BF16-00001-of-00002.gguf": CODES[8:], "BF16/m-BF16-00002-of-00002.gguf": CODES[12:],
     },
     "org/odd-GGUF": {"a-Q4_0.gguf": CODES, "b-Q4_0.gguf": CODES},
+    "org/outside": {"../../m-Q4_0.gguf": CODES, "/m-Q8_0.gguf": CODES},
     "org/pickles": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
 }  # fmt: skip
 
@@ -124,13 +125,14 @@ def test_of_two_that_are_here_the_usual_one_or_the_one_asked_for(hub: Hub) -> No
         ("org/none", "has no org/none, or shows it to its owners alone"),
         ("org/kept", "given to those who agree to its terms: agree at .*/org/kept"),
         ("org/pickles", r"no GGUF file \(weights in .bin can run code when read, and are refused\)"),
+        ("org/outside", "no GGUF file$"),
         ("org/odd-GGUF", "several GGUF models; give one of them as NAME:QUANT: a-Q4_0, b-Q4_0"),
         ("org/m-GGUF:Q4", "there is no Q4; there are: BF16, Q4_K_M, UD-Q8_K_XL"),
         ("org/plain:Q8_0", "there is no GGUF file; leave the part behind the colon out"),
         ("smolm2", "pull takes smollm2, or a name of the hub .* did you mean smollm2?"),
         ("a/b/c", "pull takes smollm2, or a name of the hub"),
     ],
-    ids=["missing", "gated", "pickles", "several", "no-such-quant", "no-gguf", "slip", "no-name"],
+    ids=["missing", "gated", "pickles", "outside", "several", "no-such-quant", "no-gguf", "slip", "no-name"],
 )
 def test_what_is_refused(asked: str, told: str, hub: Hub) -> None:
     hub.gated.add("org/kept")

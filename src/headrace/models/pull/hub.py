@@ -48,7 +48,7 @@ def find(name: HubName) -> Wanted:
 
     with _told(name.repo):
         info = HfApi().model_info(name.repo, files_metadata=True)
-        files = {each.rfilename: each for each in info.siblings or ()}
+        files = {each.rfilename: each for each in info.siblings or () if _within(PurePosixPath(each.rfilename))}
         model, names = _read_by_us(name, list(files))
     return Wanted(
         name.repo, str(info.sha), {each: files[each].size or 0 for each in names},
@@ -98,6 +98,11 @@ def _read_by_us(name: HubName, files: list[str]) -> tuple[str | None, list[str]]
     weights = _weights(name.repo, files)
     beside = [each for each in files if _lies_beside(PurePosixPath(each))]
     return None, sorted({*weights, *beside})
+
+
+def _within(path: PurePosixPath) -> bool:
+    """The hub's word is not taken for where a file belongs."""
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _lies_beside(path: PurePosixPath) -> bool:
