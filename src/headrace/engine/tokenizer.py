@@ -15,6 +15,7 @@ from typing import Any
 from headrace.engine.pieces import piece_rule
 from headrace.engine.plain_messages import check_text, plain_messages
 from headrace.engine.templates import Renderer
+from headrace.engine.tokenizer_file import follow
 from headrace.logs import shown
 from headrace.models.files import is_gguf, read_json
 from headrace.types import InvalidRequest, UnsupportedModel
@@ -279,9 +280,11 @@ def _of_gguf(model: Path) -> Any:
 
 def _of_folder(folder: Path) -> Any:
     options = dict(trust_remote_code=False, local_files_only=True)
-    if _cuts_wrongly(folder):
-        options["fix_mistral_regex"] = True
-    return _loader(folder).from_pretrained(str(folder), **options)
+    wrong = _cuts_wrongly(folder)
+    made = _loader(folder).from_pretrained(str(folder), **options | ({"fix_mistral_regex": True} if wrong else {}))
+    if not wrong:
+        follow(made, folder)
+    return made
 
 
 def _cuts_wrongly(folder: Path) -> bool:
