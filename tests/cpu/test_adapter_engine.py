@@ -28,7 +28,7 @@ from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.hybrid_checkpoints import build_model as build_hybrid
 from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
 from tests.support.kind_sizes import VOCAB
-from tests.support.offloading import counters, flush, forced, look_at_once, watched
+from tests.support.offloading import MIXES, counters, flush, forced, look_at_once, watched
 from tests.support.traces import Trace, random_tokens, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -155,6 +155,8 @@ def test_it_outlives_its_engine_on_disk(
 
     def restored(name: str) -> int:
         with LLM(folder_of(KIND), lora_modules=f"one={folders / 'one'},mine={mine}", **settings) as llm:  # type: ignore[arg-type]
+            llm.engine.offload.choose = forced(*MIXES["load"])  # type: ignore[union-attr]
+            look_at_once(llm)
             [output] = llm.generate([CONTEXT], BRIEF, adapter=name)
             return output.metrics.restored_tokens
 

@@ -5,14 +5,13 @@ reads of a repository and nothing else, so no code and no pickles.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headrace.models.files import INDEX, SINGLE
+from headrace.models.files import INDEX, SINGLE, read_json
 from headrace.models.hub_cache import stored
 from headrace.models.hub_names import HubName, chosen, quants
 
@@ -116,7 +115,7 @@ def _weights(repo: str, files: list[str]) -> list[str]:
     if INDEX in files:
         from huggingface_hub import hf_hub_download
 
-        placed = json.loads(Path(hf_hub_download(repo, INDEX)).read_bytes()).get("weight_map", {})
+        placed = read_json(Path(hf_hub_download(repo, INDEX))).get("weight_map", {})
         return sorted({str(shard) for shard in placed.values()} & set(files))
     found = [each for each in (SINGLE, ADAPTER) if each in files]
     if not found:
