@@ -20,7 +20,6 @@ BESIDE = (".json", ".jinja")
 TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "merges.txt")
 NOT_READ = ("pytorch_model.bin.index.json", "tf_model.h5.index.json", "trainer_state.json")
 ADAPTER = "adapter_model.safetensors"
-BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
