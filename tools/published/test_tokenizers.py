@@ -13,6 +13,7 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer
 
 from headrace.engine.gguf_tokenizer import CONTROL, USER_DEFINED, load_tokenizer
+from headrace.engine.tokenizer import Tokenizer as Loaded
 from tools.published.files import GEMMA, TOKENIZERS, model, tokenizer
 from tools.published.texts import texts
 
@@ -62,6 +63,15 @@ def test_byte_level(name: str, tmp_path: Path) -> None:
     assert set(WORDS) | {"gemma3"} == set(TOKENIZERS)
     published = Tokenizer.from_file(str(tokenizer(name)))
     same(load_tokenizer(write(tmp_path / "model.gguf", published, WORDS[name])), published)
+
+
+@pytest.mark.parametrize("name", ["command_r_plus", "llama3_2"])
+def test_a_folder_that_names_another_class(name: str, tmp_path: Path) -> None:
+    """SmolLM2's does, whose words are like Command R's."""
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer(name).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    same(Loaded(tmp_path)._hf, Tokenizer.from_file(str(tokenizer(name))))
 
 
 def test_gemmas_own_file() -> None:
