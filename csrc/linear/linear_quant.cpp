@@ -60,7 +60,7 @@ constexpr int64_t FETCHED = 8192;  // bytes that few rows fetch ahead
 // sums[R][64] += x[R][pairs] . w[pairs][64], folded after each `run` pairs, fetching LINES cache lines of `next` for each pair
 // meanwhile.
 template <int R, typename Codes, int LINES>
-void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t run, Folding fold, float *sums,
+void tile(Codes format, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t run, Folding fold, float *sums,
           const byte *next) {
   constexpr int64_t STEP = Codes::FILLS_L1 ? LINES * LINE_BYTES : Codes::BYTES;
   const bool folds = fold.scales;
@@ -74,7 +74,7 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t
         (Codes::FILLS_L1 && small_l1) ? fetch_lines<1, TO_L2>(from) : fetch_lines<1>(from);
       }
       __m512bh weight[4];
-      Codes::decode(w + i * Codes::BYTES, weight);
+      format.decode(w + i * Codes::BYTES, weight);
       for (int r = 0; r < R; ++r) {
         const __m512bh input = splat_pair(x + r * x_stride + 2 * i);
         for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], input, weight[c]);
@@ -90,9 +90,10 @@ void tile(const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t
 }
 
 template <typename Codes, int LINES, int MOST = MOST_ROWS>
-void tile_of(int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t run, const Folding &fold,
-             float *sums, const byte *next) {
-  with_tile_rows<MOST>(rows, [&](auto count) { tile<count, Codes, LINES>(x, x_stride, w, pairs, run, fold, sums, next); });
+void tile_of(Codes format, int rows, const bf16 *x, int64_t x_stride, const byte *w, int64_t pairs, int64_t run,
+             const Folding &fold, float *sums, const byte *next) {
+  with_tile_rows<MOST>(rows,
+                       [&](auto count) { tile<count, Codes, LINES>(format, x, x_stride, w, pairs, run, fold, sums, next); });
 }
 
 // folds(k, pairs): of the pairs from the k-th on.
@@ -101,6 +102,7 @@ void multiply_pairs(const LinearOf<Codes> &a, const byte *codes, F folds, int64_
                     byte *decoded) {
   const bf16 *x = static_cast<const bf16 *>(a.x) + first * a.x_stride;
   constexpr int LINES = (Codes::BYTES + LINE_BYTES - 1) / LINE_BYTES;  // of a pair
+  const Codes format = format_of(a);
   const int64_t pairs = a.inputs / 2;
   const Tiling tiling(last - first);
   memset(sums, 0, tiling.rows * COLUMNS * sizeof(float));
@@ -110,21 +112,21 @@ void multiply_pairs(const LinearOf<Codes> &a, const byte *codes, F folds, int64_
     const byte *from_codes = codes + k * Codes::BYTES, *next = from_codes + count * Codes::BYTES;
     const Folding fold = folds(k, count);
     if (tiling.rows <= TILE_ROWS) {
-      tile_of<Codes, LINES, TILE_ROWS>(tiling.rows, x + 2 * k, a.x_stride, from_codes, count, run, fold, sums,
+      tile_of<Codes, LINES, TILE_ROWS>(format, tiling.rows, x + 2 * k, a.x_stride, from_codes, count, run, fold, sums,
                                        from_codes + FETCHED);
       continue;
     }
-    decode_block<Codes>(from_codes, count, decoded);
+    decode_block<Codes>(format, from_codes, count, decoded);
     for (int turn = 0; turn < tiling.tiles; ++turn) {
       const int row = tiling.first(turn), n = tiling.first(turn + 1) - row;
       const bf16 *from = x + row * a.x_stride + 2 * k;
       const Folding own = fold.from(row);
       float *to = sums + row * COLUMNS;
       // The first tiles fetch the next block meanwhile, one line for each pair; a lone one fetches all of it.
-      if (tiling.tiles == 1) tile_of<Decoded, LINES>(n, from, a.x_stride, decoded, count, run, own, to, next);
+      if (tiling.tiles == 1) tile_of<Decoded, LINES>({}, n, from, a.x_stride, decoded, count, run, own, to, next);
       else if (turn < LINES)
-        tile_of<Decoded, 1>(n, from, a.x_stride, decoded, count, run, own, to, next + turn * count * LINE_BYTES);
-      else tile_of<Decoded, 0>(n, from, a.x_stride, decoded, count, run, own, to, next);
+        tile_of<Decoded, 1>({}, n, from, a.x_stride, decoded, count, run, own, to, next + turn * count * LINE_BYTES);
+      else tile_of<Decoded, 0>({}, n, from, a.x_stride, decoded, count, run, own, to, next);
     }
   }
 }
@@ -149,7 +151,7 @@ template <typename Codes> struct CodeSource {
   }
 
   const bf16 *ready(int64_t block, int64_t step, int64_t count) const {
-    decode_block<Codes>(reinterpret_cast<const byte *>(at(block, step)), count * TILE, decoded);
+    decode_block<Codes>({}, reinterpret_cast<const byte *>(at(block, step)), count * TILE, decoded);
     return reinterpret_cast<const bf16 *>(decoded);
   }
 
@@ -166,9 +168,9 @@ HEADRACE_APART void multiply_strip(const bf16 *x, int64_t x_stride, int64_t rows
   tiles.take(static_cast<int>(rows));
   if (Codes::GROUPED) memset(sums, 0, rows * COLUMNS * sizeof(float));
   ScaledSums scaled(rows);
-  decode_block<Codes, AHEAD>(codes, TILE, decoded);
+  decode_block<Codes, AHEAD>({}, codes, TILE, decoded);
   for (int64_t i = 0; i < steps; ++i) {
-    if (i + 1 < steps) decode_block<Codes, AHEAD>(codes + (i + 1) * STEP, TILE, decoded + (i + 1) % 2 * ROOM);
+    if (i + 1 < steps) decode_block<Codes, AHEAD>({}, codes + (i + 1) * STEP, TILE, decoded + (i + 1) % 2 * ROOM);
     const bf16 *w = reinterpret_cast<const bf16 *>(decoded + i % 2 * ROOM);
     tile_steps<0>(x + i * STEP_INPUTS, x_stride, w, 2 * COLUMNS, 1, {w, 0, 0});
     if (Codes::GROUPED && i % GROUP_STEPS == GROUP_STEPS - 1) scaled.take(scales + i / GROUP_STEPS * GROUP, sums);
@@ -193,7 +195,7 @@ void multiply_groups(const bf16 *x, int64_t x_stride, int64_t rows, const byte *
   ScaledSums scaled(TILE);
   for (int64_t k = 0; k < steps; k += GROUP_STEPS) {
     const int64_t count = steps - k < GROUP_STEPS ? steps - k : GROUP_STEPS;
-    decode_block<Codes, AHEAD>(codes + k * TILE * Codes::BYTES, count * TILE, decoded);
+    decode_block<Codes, AHEAD>({}, codes + k * TILE * Codes::BYTES, count * TILE, decoded);
     for (int64_t row = 0; row < rows; row += TILE) {
       const bf16 *from = x + (row < full ? row : rows - TILE) * x_stride + k * STEP_INPUTS;
       float *to = row < full ? sums + row * COLUMNS : last;
@@ -266,11 +268,11 @@ void multiply(const LinearOf<Codes> &a, const T *x, int64_t x_stride, F folds, i
 #ifdef __AVX512BF16__
   if constexpr (sizeof(T) == sizeof(bf16)) return multiply_bf16(a, codes, folds, block, first, last, sums, memory);
 #endif
-  using Reader = typename Codes::Reader;
+  const Codes format = format_of(a);
   const int64_t run = Codes::GROUPED ? a.scaling.run : 0;
   pass_all(
       x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
-      [codes](int64_t k) { return Reader{codes + k * Reader::BYTES}; }, static_cast<int>(run),
+      [=](int64_t k) { return format.reader(codes + k * Codes::Reader::BYTES); }, static_cast<int>(run),
       [&](int64_t k) { return folds(k, run); }, sums, memory);
 }
 

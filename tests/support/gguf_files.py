@@ -153,9 +153,20 @@ def finish(writer: GGUFWriter) -> None:
     writer.close()
 
 
+DRAWN: dict[Kind, tuple[int, float]] = {
+    Kind.Q2_K: (80, 13.9), Kind.Q3_K: (108, 43.4), Kind.Q4_K: (0, 32 * 4.6), Kind.Q5_K: (0, 32 * 9.2),
+    Kind.Q6_K: (208, 64 * 18.0), Kind.IQ4_NL: (0, 67.1), Kind.IQ4_XS: (0, 1250.0), Kind.IQ3_S: (0, 140.0),
+    Kind.IQ3_XXS: (0, 142.0), Kind.IQ2_S: (0, 56.4), Kind.IQ2_XS: (0, 56.1), Kind.IQ2_XXS: (0, 53.6),
+    Kind.IQ1_S: (0, 7.2), Kind.IQ1_M: (48, 7.2),
+}  # fmt: skip
+"""Types that are drawn: where a block's scale lies, and the standard deviation of random blocks under a scale of 1."""
+LEAST = {Kind.Q2_K: 1.5, Kind.Q4_K: 7.5, Kind.Q5_K: 15.5}
+"""Of those with minima: scales that the second one is, so that numbers lie around 0."""
+
+
 def raw_rows(value: Array, kind: Kind) -> Array:
-    """Rows of that type, fp32 as they are, the k-quants drawn."""
-    if kind not in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
+    """Rows of that type, fp32 as they are, what the gguf package does not write drawn."""
+    if kind not in DRAWN:
         return quants.quantize(np.ascontiguousarray(value), kind)
     return drawn(value.shape, kind, float(value.std()))
 
@@ -168,14 +179,16 @@ def drawn(shape: tuple[int, ...], kind: Kind, width: float, seed: int = 0) -> Ar
 
     def put(at: int, scale: float) -> None:
         scales = (scale * made.uniform(0.5, 1.0, rows.shape[:2])).astype(np.float16)
-        rows[..., at : at + 2] = scales.view(np.uint8).reshape(*rows.shape[:2], 2)
+        if kind == Kind.IQ1_M:  # in the highest four bits of four words
+            nibbles = scales.view(np.uint16)[..., None] >> np.array([0, 4, 8, 12], dtype=np.uint16) & 15
+            rows[..., at + 1 : at + 8 : 2] = rows[..., at + 1 : at + 8 : 2] & 15 | nibbles.astype(np.uint8) << 4
+        else:
+            rows[..., at : at + 2] = scales.view(np.uint8).reshape(*rows.shape[:2], 2)
 
-    if kind == Kind.Q6_K:
-        put(208, width / 64 / 18)
-    else:
-        step = width / 32 / (4.6 if kind == Kind.Q4_K else 9.2)
-        put(0, step)
-        put(2, step * (7.5 if kind == Kind.Q4_K else 15.5))
+    at, deviation = DRAWN[kind]
+    put(at, width / deviation)
+    if kind in LEAST:
+        put(at + 2, width / deviation * LEAST[kind])
     return rows.reshape(shape[0], -1)
 
 

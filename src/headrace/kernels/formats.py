@@ -21,24 +21,37 @@ NUMBERS: dict[torch.dtype, Number] = {
 }  # fmt: skip
 """By the type of a tensor of scales. e8m0: a power of 2 as its exponent plus 127 (OCP Microscaling Formats 1.0)."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
+IQ3_XXS = (1, 3, 5, 7, 9, 11, 13, 15.5, -1, -3, -5, -7, -9, -11, -13, -15.5)
+IQ2 = (1, 3.125, 5.375, 0, -1, -3.125, -5.375, 0)
+IQ1 = (-1.125, -0.125, 0.875, 0, -0.875, 0.125, 1.125, 0)
+"""What codes of ggml's types stand for, its scales being taken in the units in which sub-scales are whole. The zeros of
+IQ2 and IQ1 are of no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What codes of so many bits stand for: themselves from `least` on, or a table. By their name in csrc/kernels.h,
+    """What codes of so many bits stand for: themselves from `least` on, or `table`. By their name in csrc/kernels.h,
     where csrc/linear/codes.h says how they lie."""
 
     name: str
     bits: int
     least: int = 0
+    table: tuple[float, ...] = ()
 
     def values(self, codes: Tensor) -> Tensor:
         """fp32 of codes int8."""
-        if self.name == "e2m1":
-            return torch.tensor(E2M1)[codes.long()]
+        if self.table:
+            return torch.tensor(self.table, dtype=torch.float32)[codes.long()]
         if self.name == "e4m3":
             return codes.view(torch.float8_e4m3fn).float()
         return codes.float()
+
+    def whole(self) -> tuple[Tensor, int]:
+        """The table in units of one of its numbers' halves, quarters ... that are whole: (int8, units of a 1)."""
+        unit = next(unit for unit in (1, 2, 4, 8) if all(unit * each % 1 == 0 for each in self.table))
+        return torch.tensor([unit * each for each in self.table]).to(torch.int8), unit
 
     def pack(self, codes: Tensor) -> Tensor:
         """Codes int8 [64 n, K] as C++ reads them: uint8 [n, K / 2, bytes of a pair of inputs]; of w8a8 [n, K / 4 + 1,
@@ -51,14 +64,16 @@ class Codes:
         if self.bits == 8:
             order = (0, 3, 1, 2, 4) if self.name == "e4m3" else (0, 3, 1, 4, 2)
             return blocks.permute(order).contiguous().view(torch.uint8).flatten(2)
-        each = (blocks - self.least).view(torch.uint8).unbind(1)  # four of [n, 16, K / 2, 2]
-        low = each if self.bits == 4 else [one & 15 for one in each]
-        high = [one >> 4 for one in each] if self.bits > 4 else []
-        packed = [_turned(torch.stack((low[0] | low[1] << 4, low[2] | low[3] << 4), -1), torch.int32)]
-        if self.bits == 6:
-            packed.append(_turned(high[0] | high[1] << 2 | high[2] << 4 | high[3] << 6, torch.int16))
-        if self.bits == 5:
-            packed.append(_bits(torch.stack(high, 1)))
+        each = list((blocks - self.least).view(torch.uint8).unbind(1))  # four of [n, 16, K / 2, 2]
+        packed = []
+        if self.bits >= 4:
+            low, each = [one & 15 for one in each], [one >> 4 for one in each]
+            packed.append(_turned(torch.stack((low[0] | low[1] << 4, low[2] | low[3] << 4), -1), torch.int32))
+        if self.bits in (2, 3, 6):
+            low, each = [one & 3 for one in each], [one >> 2 for one in each]
+            packed.append(_turned(low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6, torch.int16))
+        if self.bits in (3, 5):
+            packed.append(_bits(torch.stack(each, 1)))
         return torch.cat(packed, -1) if len(packed) > 1 else packed[0]
 
 
@@ -80,7 +95,9 @@ CODES = {
     each.name: each
     for each in (
         Codes("int8", 8, -128), Codes("bytes", 8, -128), Codes("int4", 4, -8), Codes("uint4", 4), Codes("uint5", 5),
-        Codes("int6", 6, -32), Codes("e2m1", 4), Codes("e4m3", 8), Codes("w8a8", 8, -128),
+        Codes("int6", 6, -32), Codes("e2m1", 4, table=E2M1), Codes("e4m3", 8), Codes("w8a8", 8, -128),
+        Codes("uint2", 2), Codes("int3", 3, -4), Codes("iq4", 4, table=IQ4), Codes("iq3_s", 4, table=IQ3_S),
+        Codes("iq3_xxs", 4, table=IQ3_XXS), Codes("iq2", 3, table=IQ2), Codes("iq1", 3, table=IQ1),
     )
 }  # fmt: skip
 """int8: one scale for all inputs of an output; bytes: the same codes in groups; w8a8: for rows that are rounded."""
@@ -136,6 +153,17 @@ FORMATS = _listed(
     Format("Q5_K", CODES["uint5"], "fp16", 256, 32, "minimum"),
     Format("Q6_K", CODES["int6"], "fp16", 256, 16),
     Format("MXFP4", CODES["e2m1"], "e8m0", 32, 32),
+    Format("Q2_K", CODES["uint2"], "fp16", 256, 16, "minimum"),
+    Format("Q3_K", CODES["int3"], "fp16", 256, 16),
+    Format("IQ4_NL", CODES["iq4"], "fp16", 32, 32),
+    Format("IQ4_XS", CODES["iq4"], "fp16", 256, 32),
+    Format("IQ3_S", CODES["iq3_s"], "fp16", 256, 32),
+    Format("IQ3_XXS", CODES["iq3_xxs"], "fp16", 256, 32),
+    Format("IQ2_S", CODES["iq2"], "fp16", 256, 16),
+    Format("IQ2_XS", CODES["iq2"], "fp16", 256, 16),
+    Format("IQ2_XXS", CODES["iq2"], "fp16", 256, 32),
+    Format("IQ1_M", CODES["iq1"], "fp16", 256, 16),
+    Format("IQ1_S", CODES["iq1"], "fp16", 256, 32),
     Format("W4", CODES["int4"], "fp16", 128, 128),
     Format("W4 zeros", CODES["int4"], "fp16", 128, 128, "zero"),
     Format("W8", CODES["bytes"], "fp16", 128, 128),

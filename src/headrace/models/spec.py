@@ -76,8 +76,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Matrices that a checkpoint holds quantised. bytes: of its weights, but for an embedding that is no head;
-    formats: their names, the most used first; scheme: how the tensors of safetensors lie."""
+    """Matrices that a checkpoint holds quantised. bytes: of its weights in memory, but for an embedding that is no
+    head; formats: their names, the most used first; scheme: how the tensors of safetensors lie."""
 
     bytes: int
     formats: tuple[str, ...]

@@ -33,6 +33,5 @@ def _of_gguf(model: Path) -> StoredWeights | None:
     for info in infos.values():
         if not info.type.plain:
             sizes[info.type.name] += info.size
-    looked_up = infos[EMBED].size if EMBED in infos and HEAD in infos else 0
-    every = sum(info.size for info in infos.values()) - looked_up
+    every = sum(info.held for name, info in infos.items() if name != EMBED or HEAD not in infos)
     return StoredWeights(every, tuple(name for name, _ in sizes.most_common())) if sizes else None

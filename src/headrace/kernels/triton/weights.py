@@ -24,9 +24,12 @@ Codes = Literal["int8", "int4", "uint4", "e2m1", "e4m3", "plain"]
 """What a byte, or half of one, stands for; plain: weights are numbers."""
 KINDS: dict[str, Codes] = {
     "int8": "int8", "bytes": "int8", "uint5": "int8", "int6": "int8", "int4": "int4", "uint4": "uint4", "e2m1": "e2m1",
-    "e4m3": "e4m3",
+    "e4m3": "e4m3", "uint2": "uint4", "int3": "int8", "iq4": "int8", "iq3_s": "int8", "iq3_xxs": "int8", "iq2": "int8",
+    "iq1": "int8",
 }  # fmt: skip
-"""Of kernels.formats.CODES: codes of five and six bits take a byte. `rounded` has those that rows are rounded for."""
+"""Of kernels.formats.CODES: codes of three, five and six bits take a byte, and so do numbers of a table, as whole ones.
+`rounded` has those that rows are rounded for."""
+HALF_BYTES = ("int4", "uint4", "e2m1")
 STEP, STEPS = 64, 2
 """Inputs of one product of a tile at most, and such products by which codes and segments are whole."""
 LEAST_STEP = 16
@@ -86,10 +89,14 @@ class GpuQuantized:
         scales, offsets = coded.scales_and_offsets()
         groups = scales.shape[1]
         self.step = STEP if groups == 1 else step_of(self.shape[1] // groups)
-        self.bits = 4 if coded.format.codes.bits == 4 and self.step >= 32 else 8
+        self.bits = 4 if self.kind in HALF_BYTES and self.step >= 32 else 8
         self.group = self.shape[1] // groups if groups > 1 else 0 if offsets is None else ONE_GROUP
         self.order = None if coded.order is None else coded.order.to(device, torch.int64)
-        self.codes = self._packed(coded.codes.to(device))
+        codes = coded.codes
+        if self.kind == "int8" and coded.format.codes.table:
+            table, unit = coded.format.codes.whole()
+            codes, scales = table[codes.long()], scales / unit
+        self.codes = self._packed(codes.to(device))
         self.scales = self._by_group(scales.to(device))
         self.offsets = None if offsets is None else self._by_group(offsets.to(device))
 

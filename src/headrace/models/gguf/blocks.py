@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.formats import FORMATS, Coded
+from headrace.models.gguf import codebooks
+from headrace.models.gguf.bits import at_bits, halves, numbers, row
 
 
 def coded(name: str, rows: Tensor) -> Coded:
@@ -20,40 +22,26 @@ def coded(name: str, rows: Tensor) -> Coded:
     return _READERS[name](rows)
 
 
-def _numbers(rows: Tensor, block: int, at: int, size: int, dtype: torch.dtype) -> Tensor:
-    """`size` bytes from `at` on in each block: [N, B, size / bytes of dtype]."""
-    return rows.view(len(rows), -1, block)[..., at : at + size].contiguous().view(dtype)
-
-
-def _row(codes: Tensor) -> Tensor:
-    return codes.reshape(len(codes), -1).to(torch.int8)
-
-
-def _halves(bytes_: Tensor) -> Tensor:
-    """[..., n] -> [..., 2, n]: the low four bits of each, then the high four."""
-    return torch.stack((bytes_ & 15, bytes_ >> 4), -2)
-
-
 def _q8_0(rows: Tensor) -> Coded:
-    codes = _numbers(rows, 34, 2, 32, torch.int8)
-    return Coded(FORMATS["Q8_0"], _row(codes), _numbers(rows, 34, 0, 2, torch.float16)[..., 0])
+    codes = numbers(rows, 34, 2, 32, torch.int8)
+    return Coded(FORMATS["Q8_0"], row(codes), numbers(rows, 34, 0, 2, torch.float16)[..., 0])
 
 
 def _q4_0(rows: Tensor) -> Coded:
-    codes = _halves(_numbers(rows, 18, 2, 16, torch.uint8)).to(torch.int8) - 8
-    return Coded(FORMATS["Q4_0"], _row(codes), _numbers(rows, 18, 0, 2, torch.float16)[..., 0])
+    codes = halves(numbers(rows, 18, 2, 16, torch.uint8)).to(torch.int8) - 8
+    return Coded(FORMATS["Q4_0"], row(codes), numbers(rows, 18, 0, 2, torch.float16)[..., 0])
 
 
 def _q4_1(rows: Tensor) -> Coded:
-    codes = _halves(_numbers(rows, 20, 4, 16, torch.uint8))
+    codes = halves(numbers(rows, 20, 4, 16, torch.uint8))
     return _from_least("Q4_1", 20, rows, codes)
 
 
 def _q5_0(rows: Tensor) -> Coded:
     """Codes of 0 to 31 less 16, which is a minimum of 16 scales."""
-    scales = _numbers(rows, 22, 0, 2, torch.float16)[..., 0]
+    scales = numbers(rows, 22, 0, 2, torch.float16)[..., 0]
     smalls = torch.full(scales.shape, 16, dtype=torch.int8)
-    return Coded(FORMATS["Q5_0"], _row(_with_fifths(rows, 22, 2)), scales, None, scales, smalls)
+    return Coded(FORMATS["Q5_0"], row(_with_fifths(rows, 22, 2)), scales, None, scales, smalls)
 
 
 def _q5_1(rows: Tensor) -> Coded:
@@ -62,58 +50,89 @@ def _q5_1(rows: Tensor) -> Coded:
 
 def _with_fifths(rows: Tensor, block: int, at: int) -> Tensor:
     """Codes of five bits [N, B, 2, 16]: the fifth ones lie in 32 bits from byte `at` on, the others behind them."""
-    bytes_ = _numbers(rows, block, at, 4, torch.uint8).unflatten(-1, (2, 2, 1))
+    bytes_ = numbers(rows, block, at, 4, torch.uint8).unflatten(-1, (2, 2, 1))
     fifths = (bytes_ >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2)
-    return _halves(_numbers(rows, block, at + 4, 16, torch.uint8)) | fifths << 4
+    return halves(numbers(rows, block, at + 4, 16, torch.uint8)) | fifths << 4
 
 
 def _from_least(name: str, block: int, rows: Tensor, codes: Tensor) -> Coded:
     """Codes under a scale, above a least number of each block."""
-    numbers = _numbers(rows, block, 0, 4, torch.float16)
-    smalls = torch.ones(numbers.shape[:2], dtype=torch.int8)
-    return Coded(FORMATS[name], _row(codes), numbers[..., 0], None, -numbers[..., 1], smalls)
+    pair = numbers(rows, block, 0, 4, torch.float16)
+    smalls = torch.ones(pair.shape[:2], dtype=torch.int8)
+    return Coded(FORMATS[name], row(codes), pair[..., 0], None, -pair[..., 1], smalls)
 
 
 def _mxfp4(rows: Tensor) -> Coded:
-    codes = _halves(_numbers(rows, 17, 1, 16, torch.uint8))
-    return Coded(FORMATS["MXFP4"], _row(codes), _numbers(rows, 17, 0, 1, torch.uint8)[..., 0])
+    codes = halves(numbers(rows, 17, 1, 16, torch.uint8))
+    return Coded(FORMATS["MXFP4"], row(codes), numbers(rows, 17, 0, 1, torch.uint8)[..., 0])
 
 
 def _small_scales(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """The sub-scales and small minima of Q4_K and Q5_K, int8 [N, 8 B]: 6 bits each, in 12 bytes."""
-    low, middle, high = _numbers(rows, block, 4, 12, torch.uint8).split(4, dim=-1)
+    low, middle, high = numbers(rows, block, 4, 12, torch.uint8).split(4, dim=-1)
     scales = torch.cat((low & 63, (high & 15) | (low >> 6) << 4), -1)
     minima = torch.cat((middle & 63, high >> 4 | (middle >> 6) << 4), -1)
-    return _row(scales), _row(minima)
+    return row(scales), row(minima)
 
 
 def _with_minima(name: str, block: int, rows: Tensor, codes: Tensor) -> Coded:
-    numbers = _numbers(rows, block, 0, 4, torch.float16)
+    pair = numbers(rows, block, 0, 4, torch.float16)
     subs, smalls = _small_scales(rows, block)
-    return Coded(FORMATS[name], _row(codes), numbers[..., 0], subs, numbers[..., 1], smalls)
+    return Coded(FORMATS[name], row(codes), pair[..., 0], subs, pair[..., 1], smalls)
 
 
 def _q4_k(rows: Tensor) -> Coded:
-    quarters = _numbers(rows, 144, 16, 128, torch.uint8).unflatten(-1, (4, 32))
-    return _with_minima("Q4_K", 144, rows, _halves(quarters))
+    quarters = numbers(rows, 144, 16, 128, torch.uint8).unflatten(-1, (4, 32))
+    return _with_minima("Q4_K", 144, rows, halves(quarters))
 
 
 def _q5_k(rows: Tensor) -> Coded:
-    quarters = _numbers(rows, 176, 48, 128, torch.uint8).unflatten(-1, (4, 32))
-    fifth = _numbers(rows, 176, 16, 32, torch.uint8)[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    return _with_minima("Q5_K", 176, rows, _halves(quarters).flatten(-3, -2) | fifth << 4)
+    quarters = numbers(rows, 176, 48, 128, torch.uint8).unflatten(-1, (4, 32))
+    fifth = numbers(rows, 176, 16, 32, torch.uint8)[..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    return _with_minima("Q5_K", 176, rows, halves(quarters).flatten(-3, -2) | fifth << 4)
 
 
 def _q6_k(rows: Tensor) -> Coded:
-    low = _halves(_numbers(rows, 210, 0, 128, torch.uint8).unflatten(-1, (2, 64))).unflatten(-1, (2, 32))
+    low = halves(numbers(rows, 210, 0, 128, torch.uint8).unflatten(-1, (2, 64))).unflatten(-1, (2, 32))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = _numbers(rows, 210, 128, 64, torch.uint8).unflatten(-1, (2, 1, 32)) >> shifts & 3  # [N, B, 2, 4, 32]
+    high = numbers(rows, 210, 128, 64, torch.uint8).unflatten(-1, (2, 1, 32)) >> shifts & 3  # [N, B, 2, 4, 32]
     codes = (low.flatten(-3, -2) | high << 4).to(torch.int8) - 32
-    subs = _row(_numbers(rows, 210, 192, 16, torch.int8))
-    return Coded(FORMATS["Q6_K"], _row(codes), _numbers(rows, 210, 208, 2, torch.float16)[..., 0], subs)
+    subs = row(numbers(rows, 210, 192, 16, torch.int8))
+    return Coded(FORMATS["Q6_K"], row(codes), numbers(rows, 210, 208, 2, torch.float16)[..., 0], subs)
+
+
+def _q2_k(rows: Tensor) -> Coded:
+    quarters = at_bits(numbers(rows, 84, 16, 64, torch.uint8).unflatten(-1, (2, 32)), 2)
+    pair, both = numbers(rows, 84, 80, 4, torch.float16), numbers(rows, 84, 0, 16, torch.uint8)
+    return Coded(FORMATS["Q2_K"], row(quarters), pair[..., 0], row(both & 15), pair[..., 1], row(both >> 4))
+
+
+def _q3_k(rows: Tensor) -> Coded:
+    """A third bit of 0 takes 4 away. Sub-scales of 6 bits, less 32: the lower four in 8 bytes, the others in four."""
+    low = at_bits(numbers(rows, 110, 32, 64, torch.uint8).unflatten(-1, (2, 32)), 2).flatten(-3, -2)
+    third = at_bits(numbers(rows, 110, 0, 32, torch.uint8), 1)
+    codes = (low | third << 2).to(torch.int8) - 4
+    lower, upper = numbers(rows, 110, 96, 12, torch.uint8).split((8, 4), -1)
+    subs = row(halves(lower).flatten(-2) | at_bits(upper, 2).flatten(-2) << 4) - 32
+    return Coded(FORMATS["Q3_K"], row(codes), numbers(rows, 110, 108, 2, torch.float16)[..., 0], subs)
+
+
+def _iq4_nl(rows: Tensor) -> Coded:
+    codes = halves(numbers(rows, 18, 2, 16, torch.uint8))
+    return Coded(FORMATS["IQ4_NL"], row(codes), numbers(rows, 18, 0, 2, torch.float16)[..., 0])
+
+
+def _iq4_xs(rows: Tensor) -> Coded:
+    """Sub-scales of 6 bits, less 32: the upper two of all eight, then the lower four."""
+    codes = halves(numbers(rows, 136, 8, 128, torch.uint8).unflatten(-1, (8, 16)))
+    upper = at_bits(numbers(rows, 136, 2, 2, torch.uint8)[..., None], 2).flatten(-3)
+    lower = halves(numbers(rows, 136, 4, 4, torch.uint8)[..., None]).flatten(-3)
+    subs = row(lower | upper << 4) - 32
+    return Coded(FORMATS["IQ4_XS"], row(codes), numbers(rows, 136, 0, 2, torch.float16)[..., 0], subs)
 
 
 _READERS: dict[str, Callable[[Tensor], Coded]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4, "Q4_K": _q4_k,
-    "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4, "Q2_K": _q2_k,
+    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+    **codebooks.READERS,
 }  # fmt: skip

@@ -7,6 +7,7 @@ format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -46,6 +47,11 @@ class TensorInfo:
     type: TensorType
     begin: int
     size: int
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory, once it is packed."""
+        return int(math.prod(self.shape) * self.type.held / 8)
 
     def apart(self) -> list[TensorInfo]:
         """The tensors [...] that one [count, ...] of two dimensions or more is made of."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A type of which `block` numbers in a row take `size` bytes."""
+    """A type of which `block` numbers in a row take `size` bytes, and `held` bits each in memory."""
 
     name: str
     block: int
     size: int
+    held: float
 
     def row_bytes(self, columns: int) -> int:
         """Of a row of so many numbers, whole blocks."""
@@ -31,25 +32,34 @@ class TensorType:
 
 
 TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    30: TensorType("BF16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    39: TensorType("MXFP4", 32, 17),
+    0: TensorType("F32", 1, 4, 32),
+    1: TensorType("F16", 1, 2, 16),
+    30: TensorType("BF16", 1, 2, 16),
+    2: TensorType("Q4_0", 32, 18, 4.5),
+    3: TensorType("Q4_1", 32, 20, 5.25),
+    6: TensorType("Q5_0", 32, 22, 6.25),
+    7: TensorType("Q5_1", 32, 24, 6.25),
+    8: TensorType("Q8_0", 32, 34, 8.5),
+    10: TensorType("Q2_K", 256, 84, 3.125),
+    11: TensorType("Q3_K", 256, 110, 3.5625),
+    12: TensorType("Q4_K", 256, 144, 4.625),
+    13: TensorType("Q5_K", 256, 176, 5.625),
+    14: TensorType("Q6_K", 256, 210, 6.5625),
+    16: TensorType("IQ2_XXS", 256, 66, 3.3125),
+    17: TensorType("IQ2_XS", 256, 74, 3.5625),
+    18: TensorType("IQ3_XXS", 256, 98, 4.3125),
+    19: TensorType("IQ1_S", 256, 50, 3.3125),
+    20: TensorType("IQ4_NL", 32, 18, 4.5),
+    21: TensorType("IQ3_S", 256, 110, 4.3125),
+    22: TensorType("IQ2_S", 256, 82, 3.5625),
+    23: TensorType("IQ4_XS", 256, 136, 4.3125),
+    29: TensorType("IQ1_M", 256, 56, 3.5625),
+    39: TensorType("MXFP4", 32, 17, 4.25),
 }
 """Those that are read."""
 
 OTHERS = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS",
-    18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
-    27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 """Names of the others, to refuse them by."""
 

@@ -1,0 +1,57 @@
+"""Blocks of every type of GGUF stand for the numbers that ggml's own package finds in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, quants
+from gguf import GGMLQuantizationType as Kind
+
+from headrace.kernels.formats import CODES, FORMATS
+from headrace.models.gguf.blocks import coded
+from headrace.models.gguf.types import OTHERS, TYPES, TensorType
+
+pytestmark = pytest.mark.cpu
+QUANTISED = [each for each in TYPES.values() if not each.plain]
+MOST = 1e4
+"""Scales of random bits that are larger, or no number, are drawn again."""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def random_rows(kind: TensorType, rows: int = 9, numbers: int = 768) -> np.ndarray:
+    """uint8 [rows, bytes] of random bits."""
+    made = np.random.default_rng(3)
+    blocks = made.integers(0, 256, (rows * numbers // kind.block, kind.size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        while (bad := ~(np.abs(quants.dequantize(blocks, Kind[kind.name])) < MOST).all(-1)).any():
+            blocks[bad] = made.integers(0, 256, (bad.sum(), kind.size), dtype=np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_numbers_are_those_of_the_package(kind: TensorType) -> None:
+    """To the bit, of random bits."""
+    rows = random_rows(kind)
+    found = coded(kind.name, torch.from_numpy(rows))
+    assert np.array_equal(found.dequantised().numpy(), quants.dequantize(rows, Kind[kind.name]))
+    table = found.format.codes.table
+    if table and kind.name != "MXFP4":
+        used = set(found.codes.unique().tolist())
+        assert used == {code for code, value in enumerate(table) if value}, "every number but the zeros of no file"
+
+
+def test_types_are_those_of_the_package() -> None:
+    for number, kind in TYPES.items():
+        assert (Kind(number).name, *GGML_QUANT_SIZES[Kind(number)]) == (kind.name, kind.block, kind.size)
+        assert kind.held == (kind.size * 8 if kind.plain else FORMATS[kind.name].bits)
+    known = {each.value: each.name for each in Kind}
+    assert all(known[number] == name for number, name in OTHERS.items())
+
+
+def test_tables_in_whole_numbers() -> None:
+    """As a GPU has them, in a byte each."""
+    for codes in CODES.values():
+        if codes.table and codes.name != "e2m1":
+            table, unit = codes.whole()
+            assert (table.float() / unit).tolist() == list(codes.table)
