@@ -91,9 +91,9 @@ HEADRACE_INLINE vu pairs_of_bits(const byte *pair, int odd, int at) {
 HEADRACE_INLINE vu bits_of(const byte *words, int odd, int at) {
   uint32_t bits;
   memcpy(&bits, words + at / 16 * 4, sizeof bits);
-  vu own = vu{} + bits;
-  for (int lane = 0; lane < W; ++lane) own[lane] >>= 2 * (at % 16 + lane) + odd;
-  return own & 1u;
+  vu places;
+  for (int lane = 0; lane < W; ++lane) places[lane] = 2 * lane;
+  return (vu{} + bits) >> (places + (2 * (at % 16) + odd)) & 1u;
 }
 
 #ifdef __AVX512BF16__

@@ -4,7 +4,7 @@
 // instruction set (kernels.quantized.Quantized).
 //   8 bits: [N / 64][K / 2][4][2][16], by input of the pair and then 16 outputs; e4m3: [N / 64][K / 2][64][2].
 //   4 bits: words of 16 bits [N / 64][K / 2][16][2]: bits 4c..4c+3 of word [l][p] are q, from 0 on, of output 16 c + l and
-//   input p of the pair. 5 and 6 bits: the lower four so, and what is above behind them (codes.h).
+//   input p of the pair. 5 and 6 bits: the lower four so, and what is above behind them; 2 and 3 bits: few_bits.h.
 // Every output is one chain of sums, whatever M, tile, block or thread: int8, with one scale for all inputs, over these in
 // ascending order; all others over the inputs of a run (Scaling) from 0, then acc = sum * scale + acc over ascending runs,
 // and acc = (sum of the run's x) * offset + acc where there are offsets. With AMX the chains of int8 and of int4 in groups of

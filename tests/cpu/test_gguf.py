@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu, dispatch
+from headrace.kernels.quantized import Quantized
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.gguf import types
@@ -127,6 +128,20 @@ def test_weights_outside(schedule: str, tmp_path: Path) -> None:
     resident = run(LLM(path, kv_cache_tokens=1024), prompts, SHORT)
     streamed = LLM(path, offload_schedule=schedule, weight_offload=True, kv_offloading_size=0.01)
     same(run(streamed, prompts, SHORT), resident)
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+@pytest.mark.parametrize("name", ["Q4_K", "Q2_K", "IQ3_S", "IQ2_XXS", "IQ1_M"])
+def test_memory_is_reckoned(name: str, tmp_path: Path) -> None:
+    """Before it is taken: codes of few bits and codebooks take more of it than of the file."""
+    path = write_gguf(theirs(), tmp_path / "m.gguf", lambda _: Kind[name])
+    decoder = load_decoder(path, "bfloat16")
+    tensors = GgufFile(path).tensors.values()
+    numbers = sum(info.size for info in tensors if info.type.plain)
+    stored = decoder.config.stored
+    assert stored is not None and all(isinstance(each, Quantized) for each in decoder.matrices.values())
+    assert stored.bytes - numbers == sum(each.nbytes for each in decoder.matrices.values())
+    assert stored.bytes > sum(info.size for info in tensors if info.name != "token_embd.weight")
 
 
 def test_scales_that_are_not_finite_are_named(tmp_path: Path) -> None:
