@@ -332,4 +332,4 @@ def test_all_of_it_compiles_for_gpus(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 23 and all(found.values()), found
+    assert len(found) == 25 and all(found.values()), found
