@@ -39,6 +39,8 @@ class Structured:
         choice: Any = (),
         grammar: str | None = None,
     ) -> None:
+        if isinstance(choice, list) and not choice:
+            self._check_choice(())
         listed = tuple(choice or ()) if isinstance(choice, list | tuple | None) else choice
         given = {"json": _schema_text(json), "json_object": json_object, "regex": regex, "choice": listed,
                  "grammar": grammar}  # fmt: skip
@@ -67,8 +69,8 @@ class Structured:
 
     @staticmethod
     def _check_choice(value: Any) -> None:
-        if not isinstance(value, tuple) or len(value) > MAX_CHOICES:
-            raise InvalidRequest(f"choice must be a list of at most {MAX_CHOICES} texts", "structured")
+        if not isinstance(value, tuple) or not 0 < len(value) <= MAX_CHOICES:
+            raise InvalidRequest(f"choice must be a list of 1 to {MAX_CHOICES} texts", "structured")
         if not all(isinstance(text, str) and 0 < len(text) <= MAX_LENGTH for text in value):
             raise InvalidRequest("choice: every entry must be a text that is not empty", "structured")
 

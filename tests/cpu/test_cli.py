@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -224,6 +225,8 @@ def test_generate_from_pipe_and_arguments() -> None:
     piped = run("generate", "--max-tokens", "8", *SMALL, stdin="And God said\n")
     assert piped.exit_code == 0, piped.stderr
     assert piped.stdout.strip() and "prompt" in piped.stderr and "tokens/s" in piped.stderr
+    dashed = run("generate", "-m", "tiny", "-", "--max-tokens", "8", *SMALL, stdin="And God said\n")
+    assert dashed.stdout == piped.stdout
     several = run("generate", "-m", "tiny", "And God said", "In the", "--max-tokens", "8", "--json", *SMALL)
     assert several.stderr.splitlines()[-1].startswith("answered 2 prompts in ") and "\x1b" not in several.stderr
     rows = [json.loads(line) for line in several.stdout.splitlines()]
@@ -310,6 +313,15 @@ def test_chat_from_a_pipe(tmp_path: Path) -> None:
     assert first == second == "The code of Lisbon is 4821."
     assert ran.stderr.count("tokens/s") == 3 and "(0 cached, " in ran.stderr and "(576 cached, " in ran.stderr
     assert "turns: 1 (2 with earlier conversations)" in ran.stderr and "of 16,384 tokens in use" in ran.stderr
+
+
+def test_chat_without_a_template_is_refused_before_the_first_turn(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(SHIPPED["tiny"], folder, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": None}))
+    ran = run("chat", str(folder), *SMALL, stdin="")
+    check_error(ran, 2, "the model has no chat template, so it cannot take messages")
 
 
 def test_doctor() -> None:

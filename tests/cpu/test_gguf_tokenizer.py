@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import generate_merges
 from headrace.engine.gguf_words import WORDS
 from headrace.engine.tokenizer import Tokenizer
 from headrace.models.config import read_config
-from headrace.types import UnsupportedModel
+from headrace.types import InvalidRequest, UnsupportedModel
 from tests.support import small_tokenizers
 from tests.support.gguf_families import write_family
 from tests.support.small_tokenizers import SPECIAL, TEMPLATE, save
@@ -196,6 +196,28 @@ def test_as_transformers_own(words: str, theirs: Any, tmp_path: Path) -> None:
     for text in TEXTS:
         if "<" not in text:  # special tokens are each one's own
             assert ours.encode(text) == own.encode(text, add_special_tokens=False), text
+
+
+def test_a_template_beside_the_file(tmp_path: Path) -> None:
+    """Is that of a file without one, and what cannot be read is told."""
+    beside = tmp_path / "chat_template.jinja"
+    beside.write_text("{{ messages[0]['content'] }} é")
+    path = write(tmp_path / "own.gguf", trained(), "gpt2", lambda writer: writer.add_tokenizer_pre("gpt-2"))
+    assert Tokenizer(path).chat_template == TEMPLATE
+    bare = write(tmp_path / "bare.gguf", trained(), "gpt2", without_template)
+    assert Tokenizer(bare).chat_template == beside.read_text()
+    beside.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja cannot be read"):
+        Tokenizer(bare)
+    beside.unlink()
+    assert not Tokenizer(bare).has_chat_template
+    with pytest.raises(InvalidRequest, match=r"put the model's chat_template\.jinja into its folder"):
+        Tokenizer(bare).apply_chat([{"role": "user", "content": "hello"}])
+
+
+def without_template(writer: GGUFWriter) -> None:
+    writer.add_tokenizer_pre("gpt-2")
+    del writer.kv_data[0]["tokenizer.chat_template"]
 
 
 def test_gemmas(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.errors import InvalidRequest
 from headrace.server.parsers.constraint import constraint
-from headrace.server.parsers.lark import MOST_CALLS, bare
+from headrace.server.parsers.lark import MOST_CALLS, arguments_schema, bare
 from headrace.server.parsers.parts import Answer
 from headrace.server.parsers.registry import NONE, TOOL_FORMATS, Formats, make_parser
 from headrace.server.turn import Reasoning, Tool, ToolChoice
@@ -38,6 +38,16 @@ PARAMETERS = {
 }  # fmt: skip
 TOOLS = [Tool(name, parameters=parameters) for name, parameters in PARAMETERS.items()]
 REQUIRED, ONE = ToolChoice("required"), ToolChoice("required", parallel=False)
+
+
+def test_a_tool_without_parameters_has_no_arguments() -> None:
+    """Where a schema names its properties and says no more of others, a forced call has none of these."""
+    for given in ({}, {"type": "object"}, {"type": "object", "properties": {}}, {"properties": {"x": {}}}):
+        closed = arguments_schema(Tool("now", parameters=given))
+        assert closed["additionalProperties"] is False
+        assert closed.get("properties", {}) == given.get("properties", {})
+    for more in ({"additionalProperties": True}, {"required": ["x"]}, {"anyOf": [{"required": ["x"]}]}):
+        assert arguments_schema(Tool("now", parameters=more)).get("additionalProperties") is not False
 
 
 def marks_of(name: str) -> tuple[str, ...]:

@@ -60,6 +60,35 @@ def test_openai_client_raises_its_own_errors(fast: Running) -> None:
     assert missing.value.code == "model_not_found"
 
 
+FUNCTION = {"name": "a b", "parameters": {"type": "object"}}
+PATHS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a function's name": (
+        {"tools": [{"type": "function", "function": FUNCTION}]}, "tools", "tools[0].function.name: String should",
+    ),
+    "a schema's name": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format",
+        "response_format.json_schema.name is required",
+    ),
+    "logprobs by the client's name": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be"),
+    "no choice": (
+        {"structured_outputs": {"choice": []}}, "structured_outputs", "structured_outputs: choice must be a list of 1",
+    ),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        "messages[0].content[0].type: 'image_url' is not supported here; possible: 'text'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_refusals_name_the_field_as_the_client_wrote_it(fast: Running, name: str) -> None:
+    more, param, told = PATHS[name]
+    reply = fast.http.post(CHAT, json=ask(**more) if "messages" not in more else more)
+    check_refusal(reply, 400, param)
+    assert reply.json()["error"]["message"].startswith(told)
+
+
 def test_body_too_large(fast: Running) -> None:
     check_refusal(fast.http.post(TEXT, content=b" " * (33 * 2**20)), 413, None)
     assert fast.http.post(TEXT, json=text()).status_code == 200

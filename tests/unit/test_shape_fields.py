@@ -78,7 +78,7 @@ def test_fields_become_a_shape(fields: dict[str, Any], expected: Structured | No
         ({"structured_outputs": {}}, "structured_outputs", "got none"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got regex and choice"),
         ({"structured_outputs": {"whitespace_pattern": "a", "regex": "a"}}, "structured_outputs", "whitespace_pattern"),
-        ({"guided_choice": []}, "guided_choice", "got none"),
+        ({"guided_choice": []}, "guided_choice", "choice must be a list of 1 to"),
         ({"guided_choice": ["a", ""]}, "guided_choice", "not empty"),
         ({"guided_regex": "a", "guided_json": SCHEMA}, "guided_regex", "guided_json and guided_regex"),
         (

@@ -26,10 +26,10 @@ LONGEST = 2**28
 
 
 def read_prompts(given: list[str], file: Path | None) -> list[str]:
-    """From the command line, a file or standard input; ValueError where there is none, or more than one source."""
+    """From the command line, a file or standard input (- as well); ValueError where there is none, or more than one."""
     if given and file is not None:
         raise ValueError("give prompts or --file, not both")
-    if given:
+    if given and given != ["-"]:
         prompts = given
     elif file is not None:
         prompts = [read_text(file).removesuffix("\n")]

@@ -83,7 +83,7 @@ def generate(
     params: SamplingParams,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPTS", help="Texts to continue. Default: what comes on standard input."),
+        typer.Argument(metavar="PROMPTS", help="Texts to continue. Default, and -: what comes on standard input."),
     ] = None,
     file: Annotated[
         Path | None,

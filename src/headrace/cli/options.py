@@ -101,6 +101,7 @@ def with_sampling(command: Callable[..., None], **defaults: Any) -> Callable[...
             flags = _flags("--" + name.replace("_", "-"), kind)
             place = COMMON_PANEL if name in defaults else SAMPLING_PANEL
             shown = False if default in (None, []) else shown_default(default)
+            told = told if not shown else told.partition(" Default:")[0]
             info = typer.Option(*flags, help=told, metavar=metavar(kind), show_default=shown, rich_help_panel=place)
             options.append(_option(name, str | None if name in TOKEN_COUNTS else kind, default, info))
     names = [option.name for option in options]

@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.engine.gguf_words import WORDS, Words
+from headrace.files import read_given
 from headrace.logs import shown
 from headrace.models.gguf.header import GgufFile, open_gguf, parts_of
 from headrace.types import UnsupportedModel
@@ -24,6 +25,7 @@ MAX_PIECE = 256
 meant ill have longer ones."""
 SPACE = "\u2581"
 BESIDE = "put the model's tokenizer.json beside the file"
+TEMPLATE, MOST_TEMPLATE = "chat_template.jinja", 1 << 20
 NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """Of Phi-3's special tokens, those that leave the spaces behind them alone."""
 
@@ -54,6 +56,15 @@ def load_tokenizer(model: Path) -> Any:
 
 def _file(model: Path) -> GgufFile:
     return open_gguf(parts_of(model)[0])
+
+
+def _template_beside(path: Path) -> str | None:
+    """What a folder in safetensors has its template in; for files that bring none."""
+    found = path.with_name(TEMPLATE)
+    try:
+        return read_given(found, MOST_TEMPLATE).decode() if found.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{found} cannot be read: {error}") from None
 
 
 class _Vocabulary:
@@ -94,10 +105,11 @@ class _Vocabulary:
         return self.tokens[number] if known and not isinstance(number, bool) else None
 
     def named(self) -> dict[str, Any]:
-        """Special tokens and the template, by the names of transformers' arguments."""
+        """Special tokens and the template, by the names of transformers' arguments. Raises ValueError for a template
+        beside the file that cannot be read."""
         tokens = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         found: dict[str, Any] = {ours: self._token(theirs) for ours, theirs in tokens.items()}
-        found["chat_template"] = self.file.metadata.get("tokenizer.chat_template")
+        found["chat_template"] = self.file.metadata.get("tokenizer.chat_template") or _template_beside(self.file.path)
         return {name: value for name, value in found.items() if isinstance(value, str)}
 
     def tokenizer(self) -> Tokenizer:

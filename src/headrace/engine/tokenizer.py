@@ -28,6 +28,10 @@ _PLAIN_MODELS = {"falcon", "llama", "opt", "qwen3"}
 _TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
 """Options of transformers' apply_chat_template that a request may set; its other options are not the user's to set."""
 
+NO_TEMPLATE = (
+    "the model has no chat template, so it cannot take messages; send a plain prompt (headrace generate, or POST "
+    "/v1/completions), or put the model's chat_template.jinja into its folder, of a GGUF file beside it"
+)
 NO_LIMIT = 1 << 62
 """model_max_length of a tokenizer, which transformers only warns by; the model's own length is what counts."""
 
@@ -169,11 +173,7 @@ class Tokenizer:
         the template refuses, and a rendering beyond a limit.
         """
         if not self.has_chat_template:
-            raise InvalidRequest(
-                "the model has no chat template, so it cannot take messages; send a plain prompt to the completions "
-                "endpoint, or add chat_template.jinja to the model folder",
-                "messages",
-            )
+            raise InvalidRequest(NO_TEMPLATE, "messages")
         self._check_template_kwargs(template_kwargs)
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise InvalidRequest("tools must be a list of JSON objects", "tools")

@@ -255,6 +255,8 @@ def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
         told = f"{fault['ctx']['tag'][:100]!r} is not supported here; possible: {fault['ctx']['expected_tags']}"
         return invalid(f"{path}: {told}", param, "unsupported_parameter")
     told = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        told = f"{fault['input'][:100]!r} is not supported here; possible: {fault['ctx']['expected']}"
     return invalid(f"{path}: {told}", param, "invalid_type" if "type" in fault["type"] else None)
 
 
@@ -264,12 +266,13 @@ UNION_TAGS = ("a function", "a namespace")
 
 def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
     """Without pydantic's names of a union's members, which stand behind the place of an object with a type or role. The
-    last part is the field at fault."""
+    last part is the field at fault. An object under the name of the type is a field: a function's `function`."""
     out: list[int | str] = []
     for place, part in enumerate(loc):
         if out and place < len(loc) - 1 and part in UNION_TAGS:
             continue
-        if out and place < len(loc) - 1 and isinstance(value, dict) and part in (value.get("type"), value.get("role")):
+        tagged = out and place < len(loc) - 1 and isinstance(value, dict)
+        if tagged and part in (value.get("type"), value.get("role")) and not _is_field(value, part, loc[place + 1]):
             value = {name: held for name, held in value.items() if name not in ("type", "role")}
             continue
         out.append(part)
@@ -278,6 +281,10 @@ def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
         else:
             value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
     return tuple(out)
+
+
+def _is_field(value: dict[str, Any], part: int | str, after: int | str) -> bool:
+    return isinstance(part, str) and isinstance(value.get(part), dict) and after != part
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -60,7 +60,7 @@ class StructuredOutputs(Strict):
     grammar: str | None = None
 
     def structured(self) -> Structured:
-        return Structured(self.json_, bool(self.json_object), self.regex, self.choice or (), self.grammar)
+        return Structured(self.json_, bool(self.json_object), self.regex, self.choice, self.grammar)
 
 
 GUIDED: dict[str, str] = {

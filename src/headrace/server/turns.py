@@ -54,7 +54,10 @@ def naming(names: Mapping[str | None, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise invalid(str(error), names.get(error.param, error.param), error.code) from None
+        name, told = names.get(error.param, error.param), str(error)
+        if error.param and told.startswith(f"{error.param} must"):
+            told = f"{name}{told[len(error.param) :]}"
+        raise invalid(told, name, error.code) from None
 
 
 async def made(turn: Callable[[], T], messages: int) -> T:

@@ -95,7 +95,8 @@ def _lark_of(structured: Structured) -> str:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """What the schema of a tool's arguments, which are an object, says of them. Raises InvalidRequest, naming the tool,
+    """What the schema of a tool's arguments, which are an object, says of them. Where it names them and says no more,
+    there are no others: a tool without parameters is called without arguments. Raises InvalidRequest, naming the tool,
     if it wants another type or cannot be forced."""
     kind = tool.parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -107,6 +108,8 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
         fault = "nested too deeply"
     if fault:
         raise refused(tool, f"its calls cannot be forced: {fault}")
+    if set(schema) <= _SIMPLE and set(schema.get("required", [])) <= set(schema.get("properties", {})):
+        schema.setdefault("additionalProperties", False)
     return schema
 
 
