@@ -48,6 +48,17 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ministral3": ("mistral3", "ministral3", {}),
     "mistral3": ("mistral3", "mistral", dict(sliding_window=None)),
     "seed_oss": ("seed_oss", "seed_oss", dict(mlp_bias=False)),
+    "olmo2": ("olmo2", "olmo2", {}),
+    "olmo3": ("olmo2", "olmo3", dict(num_hidden_layers=4, rope_parameters=dict(
+        full_attention=checkpoints.YARN_ROPE["rope_parameters"] | dict(attention_factor=1.3),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    ))),
+    "exaone4": ("exaone4", "exaone4", dict(num_hidden_layers=3)),
+    "exaone4_plain": ("exaone4", "exaone4_plain", {}),
+    "cohere2": ("cohere2", "cohere2", dict(num_hidden_layers=4, attention_bias=False, layer_types=None)),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {}),
+    "arcee": ("arcee", "arcee", {}),
+    "hunyuan": ("hunyuan-dense", "hunyuan", {}),
     "smollm3": ("smollm3", "smollm3", dict(num_hidden_layers=4, no_rope_layer_interval=4)),
     "granite": ("granite", "granite", {}),
     "glm": ("chatglm", "glm", {}),
@@ -63,7 +74,9 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
-NORM_BEHIND_ATTENTION = ("gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss", "gpt-oss", "glm4moe")
+NORM_BEHIND_ATTENTION = (
+    "gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss", "gpt-oss", "glm4moe", "olmo2", "exaone4",
+)  # fmt: skip
 """Architectures that call post_attention_layernorm so, whatever it is."""
 NAMES = {
     "embed_tokens": "token_embd", "word_embeddings": "token_embd", "norm": "output_norm", "ln_f": "output_norm",
@@ -73,6 +86,7 @@ NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "self_attention.query_key_value": "attn_qkv",
     "self_attention.dense": "attn_output", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.dense_h_to_4h": "ffn_up",
@@ -184,7 +198,8 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
     if module == "post_attention_layernorm" and architecture in NORM_BEHIND_ATTENTION:
         theirs = "post_attention_norm.weight"
     place = Place(prefix + theirs)
-    if architecture in ("smollm3", "granite", "mistral3") and module in ("self_attn.q_proj", "self_attn.k_proj"):
+    turned = architecture in ("smollm3", "granite", "mistral3", "arcee")
+    if turned and module in ("self_attn.q_proj", "self_attn.k_proj"):
         place.rows = _in_pairs(config.num_attention_heads if "q_proj" in module else config.num_key_value_heads, config)
     if architecture == "falcon" and "query_key_value" in module:
         place.rows = _by_part(config)
@@ -259,7 +274,10 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         writer.add_tensor_data_layout("jploski")
         return
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if architecture != "deepseek2":
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture not in ("phi3", "granite", "chatglm", "deepseek2"):
@@ -271,7 +289,8 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if architecture in ("qwen2vl", "qwen3vl"):
         writer.add_rope_dimension_sections([12, 10, 10, 0])
-    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, "qwen3next": _linear, "qwen35": _linear}
+    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, "qwen3next": _linear, "qwen35": _linear,
+            "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
 
@@ -281,6 +300,12 @@ def _describe_rope(writer: GGUFWriter, config: Any, architecture: str) -> None:
     if architecture == "gemma2":
         return  # its base is the usual one
     every = rope.get("full_attention", rope)
+    if every["rope_type"] == "dynamic":  # HunYuan's: a base that is stretched once
+        writer.add_rope_freq_base(every["rope_theta"] * every["alpha"] ** (64 / 62))
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1.0)
+        writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
+        return
     writer.add_rope_freq_base(every["rope_theta"])
     if every["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -289,8 +314,11 @@ def _describe_rope(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(every["factor"])
         writer.add_rope_scaling_orig_ctx_len(every["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(every["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(every["beta_slow"])
+        for end in ("fast", "slow"):
+            if f"beta_{end}" in every:
+                getattr(writer, f"add_rope_scaling_yarn_beta_{end}")(every[f"beta_{end}"])
+        if "attention_factor" in every:
+            writer.add_rope_scaling_yarn_attn_factor(every["attention_factor"])
     if "partial_rotary_factor" in rope:
         writer.add_rope_dimension_count(int(64 * rope["partial_rotary_factor"]))
     if architecture in ("smollm3", "granite", "phi3") and "partial_rotary_factor" not in rope:
@@ -322,6 +350,19 @@ def _granite(writer: GGUFWriter, config: Any) -> None:
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
     writer.add_logit_scale(config.logits_scaling)
+
+
+def _windows(writer: GGUFWriter, config: Any) -> None:
+    if getattr(config, "sliding_window", None) is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def _cohere2(writer: GGUFWriter, config: Any) -> None:
+    writer.add_logit_scale(config.logit_scale)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_dimension_count(64)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
 
 
 def _linear(writer: GGUFWriter, config: Any) -> None:

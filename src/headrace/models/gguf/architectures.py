@@ -103,6 +103,22 @@ ARCHITECTURES = {
         "SeedOssForCausalLM", "seed_oss", LLAMA_NAMES | families.SEED_OSS_NAMES, fields=families.seed_oss
     ),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", EXPERT_NAMES),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM", "olmo2", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.olmo2
+    ),
+    "exaone4": Architecture(
+        "Exaone4ForCausalLM", "exaone4", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.exaone4
+    ),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM", "cohere2", LLAMA_NAMES, fields=families.cohere2,
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA_NAMES, fields=families.ernie4_5),
+    "arcee": Architecture("ArceeForCausalLM", "arcee", LLAMA_NAMES, turned=True, fields=families.arcee),
+    "hunyuan-dense": Architecture(
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", LLAMA_NAMES | families.HUNYUAN_NAMES,
+        fields=families.with_biases,
+    ),
     "olmoe": Architecture("OlmoeForCausalLM", "olmoe", EXPERT_NAMES),
     "gemma2": Architecture(
         "Gemma2ForCausalLM", "gemma2", LLAMA_NAMES | families.GEMMA_NAMES, fields=families.gemma2, added_one=True
@@ -149,6 +165,8 @@ WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=Tru
 """A llama whose layers all have a window."""
 MINISTRAL3 = Architecture("Ministral3ForCausalLM", "ministral3", LLAMA_NAMES, turned=True, fields=families.ministral3)
 """A mistral3 whose queries are multiplied by a factor of their position."""
+OLMO3 = Architecture("Olmo3ForCausalLM", "olmo3", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.olmo3)
+"""An olmo2 with windows."""
 MIXTRAL = Architecture(
     "MixtralForCausalLM", "mixtral", _with_experts("block_sparse_moe", ("w1", "w3", "w2")), turned=True
 )
@@ -179,6 +197,8 @@ def architecture_of(file: GgufFile) -> Architecture:
         return MIXTRAL
     if name == "mistral3" and file.metadata.get("mistral3.attention.temperature_scale"):
         return MINISTRAL3
+    if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
+        return OLMO3
     if name == "deepseek2" and deepseek.has_sigmoids(file):
         return DEEPSEEK_V3
     windowed = name == "llama" and file.metadata.get("llama.attention.sliding_window")
@@ -267,7 +287,7 @@ class _Facts:
         self._where = {name: part for part in (file, *parts) for name in part.tensors}
         self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
         name = str(file.metadata.get("general.architecture"))
-        self.prefix, self.scaling = f"{name}.", families.YARN_KEYS if name in ("mistral3", "deepseek2") else set()
+        self.prefix, self.scaling = f"{name}.", families.READ_KEYS.get(name, set())
 
     def value(self, name: str) -> Any:
         return self.file.metadata.get(self.prefix + name)

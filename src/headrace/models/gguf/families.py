@@ -37,6 +37,14 @@ GPT_OSS_NAMES = {
     "blk.{}.attn_sinks.weight": LAYER + "self_attn.sinks",
     "blk.{}.ffn_gate_inp": LAYER + "mlp.router",
 }
+BEHIND_NAMES = {
+    "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
+    "blk.{}.post_ffw_norm": LAYER + "post_feedforward_layernorm",
+}
+HUNYUAN_NAMES = {
+    "blk.{}.attn_q_norm": LAYER + "self_attn.query_layernorm",
+    "blk.{}.attn_k_norm": LAYER + "self_attn.key_layernorm",
+}
 SEED_OSS_NAMES = {"blk.{}.post_attention_norm": LAYER + "post_attention_layernorm"}
 BLOCK = "transformer.h.{}."
 FALCON_NAMES = {
@@ -96,6 +104,18 @@ Form = Callable[[Family, Set[str]], Family]
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
+def _biased(**places: str) -> Fields:
+    """Fields that say which modules of the first block have biases."""
+    return lambda facts, rope: {field: f"blk.0.{module}.bias" in facts.tensors for field, module in places.items()}
+
+
+seed_oss = _biased(attention_bias="attn_q", attention_out_bias="attn_output", mlp_bias="ffn_gate")
+ernie4_5 = _biased(use_bias="attn_q")
+arcee = _biased(attention_bias="attn_q", mlp_bias="ffn_up")
+with_biases = _biased(attention_bias="attn_q")
+_biases = _biased(attention_bias="attn_q", mlp_bias="ffn_gate")
+
+
 def gemma2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": _layer_types(facts, every=2),
@@ -121,6 +141,8 @@ def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 YARN_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"}
 """Under rope.scaling, of mistral3 and deepseek2."""
+READ_KEYS = {"mistral3": YARN_KEYS, "deepseek2": YARN_KEYS, "olmo2": {"yarn_attn_factor"}}
+"""By architecture."""
 
 
 def mistral3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
@@ -146,9 +168,40 @@ BETAS = {"fast": 32.0, "slow": 1.0}
 """Where the file says nothing."""
 
 
-def seed_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    places = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_gate"}
-    return {name: f"blk.0.{module}.bias" in facts.tensors for name, module in places.items()}
+def olmo2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """The file may say what yarn scales cos and sin by."""
+    name = "rope.scaling.yarn_attn_factor"
+    scaled = {} if facts.value(name) is None else {"attention_factor": facts.number(name)}
+    return {"rope_parameters": rope | scaled} | with_biases(facts, rope)
+
+
+def olmo3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Layers with windows are not stretched."""
+    fields, theta = olmo2(facts, rope), facts.number("rope.freq_base_swa", rope["rope_theta"])
+    local = {"rope_type": "default", "rope_theta": theta}
+    return fields | {
+        "layer_types": _layer_types(facts, every=4),
+        "sliding_window": facts.count("attention.sliding_window"),
+        "rope_parameters": dict(zip(LAYER_TYPES, (fields["rope_parameters"], local), strict=True)),
+    }
+
+
+def exaone4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Layers behind the last one guess further tokens."""
+    window = facts.count("attention.sliding_window", 0) or None
+    layers = max(0, facts.count("block_count") - facts.count("nextn_predict_layers", 0))
+    kinds = _layer_types(facts, every=1 if window is None else 4)
+    return {"layer_types": kinds[:layers], "sliding_window": window}
+
+
+def cohere2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Without biases, which the converter leaves out where they are 0, and refuses else."""
+    return {
+        "layer_types": _layer_types(facts, every=4),
+        "sliding_window": facts.count("attention.sliding_window"),
+        "logit_scale": facts.number("logit_scale"),
+        "attention_bias": False,
+    }
 
 
 def gpt_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +247,7 @@ def phi3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def smollm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """No key says which layers have no positions: each fourth."""
-    return {"no_rope_layer_interval": 4, "use_sliding_window": False} | _biases(facts)
+    return {"no_rope_layer_interval": 4, "use_sliding_window": False} | _biases(facts, rope)
 
 
 def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
@@ -205,7 +258,7 @@ def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "embedding_multiplier": facts.number("embedding_scale"),
         "residual_multiplier": facts.number("residual_scale"),
         "logits_scaling": facts.number("logit_scale"),
-    } | _biases(facts)
+    } | _biases(facts, rope)
 
 
 def refuse_sections(facts: Facts) -> None:
@@ -262,11 +315,6 @@ def _recurrent_layers(facts: Facts, layers: int) -> list[str]:
         return [kinds[bool(recurrent)] for recurrent in given[:layers]]
     every = max(1, facts.count("full_attention_interval", 4))
     return [kinds[(layer + 1) % every != 0] for layer in range(layers)]
-
-
-def _biases(facts: Facts) -> dict[str, bool]:
-    names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
-    return {field: name in facts.tensors for field, name in names.items()}
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
