@@ -45,6 +45,9 @@ BAD = [
     ({**line(), "body": "x"}, "missing_required_parameter", "body", "a"),
     ({"prompt": "x"}, "missing_required_parameter", "prompt where url and body should be", None),
     (line(prompt="x", stream=True), "unsupported_parameter", "stream", "a"),
+    (line(prompt="\ud800"), "invalid_value", "half a surrogate pair is not text", "a"),
+    (line("good", prompt="\ud800"), "invalid_value", "half a surrogate pair is not text", None),
+    (line("\ud800"), "invalid_json_line", "not valid JSON", None),
 ]
 
 

@@ -147,7 +147,7 @@ def read_requests(lines: Iterable[bytes]) -> BatchInput:
 
 def _request(number: int, raw: bytes, seen: dict[str, int]) -> tuple[BatchRequest, bytes]:
     """A request and what it is sorted by. Raises BadLine."""
-    line = _parsed(number, raw)
+    line = _parsed(number, raw, seen)
     known = line.custom_id if isinstance(line.custom_id, str) and line.custom_id else None
     url = _url(line)
 
@@ -178,7 +178,7 @@ def _request(number: int, raw: bytes, seen: dict[str, int]) -> tuple[BatchReques
     return request, _prefix(line.url, peeked)
 
 
-def _parsed(number: int, raw: bytes) -> _Line:
+def _parsed(number: int, raw: bytes, seen: dict[str, int]) -> _Line:
     if number == 1:
         raw = raw.removeprefix(b"\xef\xbb\xbf")
     try:
@@ -186,8 +186,24 @@ def _parsed(number: int, raw: bytes) -> _Line:
     except msgspec.ValidationError:
         raise BadLine(number, "invalid_json_line", "it is JSON, but no object", looks_like=FORM[CHAT]) from None
     except (ValueError, RecursionError) as error:
+        if (known := _id_of_no_text(raw)) is not None:
+            first = seen.setdefault(known, number) == number
+            raise BadLine(number, "invalid_value", HALF, known if first else None) from None
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BadLine(number, "invalid_json_line", f"it is not valid JSON ({why})", looks_like=FORM[CHAT]) from None
+
+
+HALF = "half a surrogate pair is not text"
+
+
+def _id_of_no_text(raw: bytes) -> str | None:
+    """The custom_id of a line that is JSON, but for half a surrogate pair in it; None: it is no such line."""
+    try:
+        line = json.loads(raw) if b"\\ud" in raw.lower() else None
+        known = line.get("custom_id") if isinstance(line, dict) else None
+        return known if isinstance(known, str) and known.encode() else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _url(line: _Line) -> str:
