@@ -110,7 +110,6 @@ WORDS = {
     "tekken": Words(_cut(TEKKEN), whole=True, begins=True), "gpt-4o": Words(_cut(GPT4O)),
     "deepseek-llm": Words(_cut(*DEEPSEEK, then=(_digits(True),))),
     "deepseek-coder": Words(_cut(*DEEPSEEK_CODER, then=(_digits(True),))), "deepseek-v3": Words(_cut(*DEEPSEEK_V3)),
-    "hunyuan-dense": Words(_cut(*DEEPSEEK_V3)), "exaone4": PLAIN,
     "falcon": FALCON, "default": FALCON,
 }  # fmt: skip
 """default: llama.cpp's rules where it knows no better, which are Falcon's."""
