@@ -206,6 +206,20 @@ struct LinearQuant {
   Groups groups = {};
 };
 
+// out [T, inputs] = scale * the rows [index[t]] of a table that lies as such a weight, or as one of Linear's: rounded, then
+// multiplied and rounded again. The indices are those of rows that there are. No form w8a8.
+struct PackedRows {
+  const void *weight, *scales;
+  const int64_t *index;
+  void *out;
+  int64_t rows, inputs;
+  Form form;
+  Scaling scaling;
+  const int32_t *order;  // as in LinearQuant
+  float scale;
+  int threads;
+};
+
 // How scores choose (config.RoutingSpec). sigmoid: they are the sigmoids of logits, else their softmax. Of `groups` of experts the
 // met_groups best are open, by the sum of their `summed` greatest scores. scale: of shares.
 struct Routing {
@@ -336,6 +350,7 @@ extern const bool multiplies_bf16;
   PER_TYPE(gated_delta, GatedDelta)                                           \
   PER_TYPE(linear_quant, LinearQuant)                                         \
   PER_TYPE(linear_plain, Linear)                                              \
+  PER_TYPE(packed_rows, PackedRows)                                           \
   PER_TYPE(combine, Combine)                                                  \
   PAIRS(linear_pairs, void, (const Linear &))                                 \
   FUNCTION(merge_partials, void, (const MergePartials &))                     \

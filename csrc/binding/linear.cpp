@@ -57,6 +57,10 @@ void linear(int type, Address x, const Matrix &m, Address out, int64_t rows, int
   multiply(kernels(), m, {type, at<void>(x), rows, x_stride, at<void>(out), wide, threads, epilogue});
 }
 
+void packed_rows(int type, const Matrix &m, Address index, Address out, int64_t rows, int threads) {
+  look_up(kernels(), m, type, at<int64_t>(index), rows, at<void>(out), 1.0f, threads);
+}
+
 // Rows begin[e] .. begin[e + 1] - 1 by matrix e.
 void linear_groups(int type, Address x, const Matrices &matrices, const std::vector<int64_t> &begin, Address out, int64_t rows,
                    int64_t x_stride, Gate gate, int threads) {
@@ -94,6 +98,7 @@ void combine(int type, Address y, Address place, Address share, Address out, int
 void bind_linear(nb::module_ &m) {
   m.def("linear", linear, unlocked, "type"_a, "x"_a, "matrix"_a, "out"_a, named, "rows"_a, "x_stride"_a, "wide"_a, "gate"_a,
         "threads"_a);
+  m.def("packed_rows", packed_rows, unlocked, "type"_a, "matrix"_a, "index"_a, "out"_a, named, "rows"_a, "threads"_a);
   m.def("linear_groups", linear_groups, unlocked, "type"_a, "x"_a, "matrices"_a, "begin"_a, "out"_a, named, "rows"_a,
         "x_stride"_a, "gate"_a, "threads"_a);
   nb::class_<Routing>(m, "Routing")

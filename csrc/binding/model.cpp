@@ -185,8 +185,9 @@ void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &l
 }
 
 void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head,
-               float embed_scale, float logit_scale, float logit_cap) {
+               float embed_scale, float logit_scale, float logit_cap, const Matrix *packed) {
   new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head, embed_scale, logit_scale, logit_cap};
+  if (packed) self->packed = *packed;
 }
 
 void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
@@ -259,7 +260,7 @@ void bind_model(nb::module_ &m) {
       .def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a,
            "states"_a.none(), "segments"_a, "count"_a, named, "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a, "adapted"_a = 0);
   nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends, "embed"_a, "vocabulary"_a, "norm"_a, "eps"_a, "head"_a,
-                                              named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a);
+                                              named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a, "packed"_a = nb::none());
   nb::class_<ModelStep>(m, "ModelStep")
       .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a,
            "adapted"_a = 0)

@@ -14,6 +14,11 @@ inline std::string text(int64_t number) { return std::to_string(number); }
 // Throws std::invalid_argument with these words and numbers, one behind the other.
 template <typename... T> [[noreturn]] void refuse(T... words) { throw std::invalid_argument((text(words) + ...)); }
 
+inline void check_index(const char *what, const int64_t *index, int64_t rows, int64_t count) {
+  for (int64_t t = 0; t < rows; ++t)
+    if (index[t] < 0 || index[t] >= count) refuse(what, " of row ", t, " is ", index[t], ", of ", count);
+}
+
 inline void check_items(const Attend &a, int64_t slots) {
   for (int64_t n = 0; n < a.item_count; ++n) {
     const Item &item = a.items[n];

@@ -86,6 +86,15 @@ inline void multiply(const Kernels &kernels, const Matrix &m, const Rows &r) {
   }
 }
 
+// out [rows, inputs] = scale * the matrix's rows [index[t]], in a type as in Rows: see PackedRows. Throws for an index that is not
+// in it, and for a matrix that has no rows of its own.
+inline void look_up(const Kernels &kernels, const Matrix &m, int type, const int64_t *index, int64_t rows, void *out,
+                    float scale, int threads) {
+  if (m.gated || !m.parts.empty() || m.form == Form::w8a8) refuse("rows of a table cannot be read from such a matrix");
+  check_index("token", index, rows, m.outputs);
+  kernels.packed_rows[type]({m.weight, m.scales, index, out, rows, m.inputs, m.form, m.scaling, m.order, scale, threads});
+}
+
 // Whether one product takes either's weight for some of its rows.
 inline bool alike(const Matrix &a, const Matrix &b) {
   const Scaling &s = a.scaling, &t = b.scaling;

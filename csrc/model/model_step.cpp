@@ -42,11 +42,6 @@ LayerSizes::LayerSizes(const Blocks &blocks, int64_t rows) {
 
 namespace {
 
-void check_index(const char *what, const int64_t *index, int64_t rows, int64_t count) {
-  for (int64_t t = 0; t < rows; ++t)
-    if (index[t] < 0 || index[t] >= count) refuse(what, " of row ", t, " is ", index[t], ", of ", count);
-}
-
 // rows [index[t]] of a table [count, width] -> out [T, width]. Throws for an index that is not in it.
 template <typename T>
 void look_up(const char *what, const T *table, int64_t count, int64_t width, const int64_t *index, int64_t rows, T *out) {
@@ -55,7 +50,8 @@ void look_up(const char *what, const T *table, int64_t count, int64_t width, con
 }
 
 // The embeddings x [T, H] of tokens [T]. Throws for a token that is not in the table.
-void embed(const EmbeddingAndHead &ends, const int64_t *tokens, int64_t rows, int64_t hidden, bf16 *x) {
+void embed(const EmbeddingAndHead &ends, const int64_t *tokens, int64_t rows, int64_t hidden, bf16 *x, int threads) {
+  if (ends.packed) return look_up(kernels(), *ends.packed, Operations::BF16, tokens, rows, x, ends.embed_scale, threads);
   if (ends.embed_scale == 1.0f) return look_up<bf16>("token", ends.embed, ends.vocabulary, hidden, tokens, rows, x);
   check_index("token", tokens, rows, ends.vocabulary);
   kernels().embed[Operations::BF16]({ends.embed, tokens, x, rows, hidden, ends.embed_scale});
@@ -86,7 +82,7 @@ void ModelStep::run(const int64_t *tokens, const Recurrence *recurrence, bf16 *s
   r.attended = memory.take<bf16>(sizes.attended);
   r.scratch = memory.take<bf16>(sizes.scratch);
   float *tops = memory.take<float>(tops_size(rows, ends.head.outputs));
-  embed(ends, tokens, rows, hidden, r.x);
+  embed(ends, tokens, rows, hidden, r.x, threads);
   if (turns) look_up<float>("position", turns, turn_rows, rotary, step.positions(), rows, cos_sin);
   run_layers(blocks, layers, step, recurrence, r);
   const Operations run = {kernels(), rows, threads};

@@ -36,12 +36,13 @@ struct LayerSizes {
 
 // What a model has before its layers and after them.
 struct EmbeddingAndHead {
-  Borrowed<const bf16> embed;  // [V, H]
+  Borrowed<const bf16> embed;  // [V, H], or null where the table is `packed`
   int64_t vocabulary;
   Scale norm;
   float eps;
   Matrix head;
   float embed_scale, logit_scale, logit_cap;  // see Embed, and soft_cap; 1, 1 and 0 change nothing
+  std::optional<Matrix> packed = {};          // the table, maybe the head itself
 };
 
 // A step from its tokens to its logits, as often as wanted.

@@ -14,7 +14,7 @@ from headrace.kernels import cpu
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
-from headrace.models.sizes import kv_bytes_per_token, weight_bytes
+from headrace.models.sizes import kv_bytes_per_token, loading_bytes, weight_bytes
 from headrace.offload.weights.layers import tensors_of
 from tests.support.checkpoints import WITH_EXPERTS, FolderOf
 
@@ -27,6 +27,16 @@ TINY = model_folder("tiny")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_bytes_of_the_weights(dtype: str, quantization: Quantization) -> None:
     sizes_are_told(TINY, dtype, quantization)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_bytes_of_a_head_that_is_the_table(quantization: Quantization, folder_of: FolderOf) -> None:
+    """Held once; rounded, it is another one. While it is packed, both are there."""
+    folder = folder_of("llama_tied")
+    sizes_are_told(folder, "bfloat16", quantization)
+    config = plain_config(folder)
+    more = loading_bytes(config, "bfloat16") - weight_bytes(config, "bfloat16")
+    assert more == 2 * config.vocab_size * config.hidden_size
 
 
 @pytest.mark.parametrize("kind", WITH_EXPERTS)

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from headrace.config import AttentionSpec, Quantization
 from headrace.kernels import cpu
+from headrace.kernels.formats import FORMATS
 from headrace.kernels.model_step import ModelStep
+from headrace.kernels.quantized import Quantized
 from headrace.models.decoder import Decoder, TokenBatch
+from headrace.models.sizes import EMBED, HEAD
 from headrace.models.spec import LatentSpec, ModelConfig, RopeSpec
+from headrace.models.weights import StoredMatrix
+from tests.support.coded_weights import coded
 from tests.support.small_decoders import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of
 
 pytestmark = [pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))]
@@ -75,9 +80,40 @@ def test_from_tokens_to_logits_in_one_call(isa: str, variant: str, quantization:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("variant", ["llama", "granite", "gemma2"])
+def test_a_head_that_is_the_table(isa: str, variant: str, threads: None) -> None:
+    """The bits of a model with both, embeddings that are multiplied by a number too."""
+    config, batch = model(**VARIANTS[variant]), model_of(variant)[1]
+    weights = weights_of(config)
+    both = weights | {HEAD: weights[EMBED].clone()}
+    tied = Decoder(config, weights | {HEAD: weights[EMBED]})
+    assert tied.tables[EMBED] is tied.matrices[HEAD]
+    want = at_once(Decoder(config, both), batch, AttentionOver(config, (None, None)))
+    assert torch.equal(at_once(tied, batch, AttentionOver(config, (None, None))), want)
+    assert torch.equal(tied.logits(tied.forward(batch, Attention(config, (None, None)))), want)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+def test_a_table_of_codes(isa: str, variant: str) -> None:
+    """An embedding is rounded before it is multiplied, as one that was multiplied out is."""
+    config, batch = model(**VARIANTS[variant]), model_of(variant)[1]
+    weights, table = weights_of(config), coded(FORMATS["Q5_0"], config.vocab_size, config.hidden_size // 32)
+    apart = Decoder(config, weights | {EMBED: table.dequantised(torch.bfloat16)})
+    stored = {EMBED: StoredMatrix(table.shape, lambda: [table], coded=True)}
+    ours = Decoder(config, {name: w for name, w in weights.items() if name != EMBED}, stored=stored)
+    assert ours.runs_whole and isinstance(ours.tables[EMBED], Quantized)
+    want = at_once(apart, batch, AttentionOver(config, (None, None)))
+    assert torch.equal(at_once(ours, batch, AttentionOver(config, (None, None))), want)
+    assert torch.equal(ours.logits(ours.forward(batch, Attention(config, (None, None)))), want)
+
+
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("token", [130, -1])
-def test_tokens_that_are_in_no_table(token: int) -> None:
+def test_tokens_that_are_in_no_table(token: int, tied: bool) -> None:
     decoder, batch = model_of("llama")
+    if tied:
+        weights = weights_of(decoder.config)
+        decoder = Decoder(decoder.config, weights | {HEAD: weights[EMBED]})
     batch.token_ids[1] = token
     with pytest.raises(ValueError, match=f"token of row 1 is {token}, of 130"):
         at_once(decoder, batch, AttentionOver(decoder.config, (None, None)))

@@ -92,7 +92,8 @@ def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:
     if facts.stored is None:
         return config.model.quantization
     numbers = sum(slot.count for name, slot in expected(facts).items() if name not in LOOKED_UP)
-    return "int4" if 8 * facts.stored.bytes / numbers < INT4_BITS else "int8"
+    size = facts.stored.bytes - (facts.stored.table or 0)
+    return "int4" if 8 * size / numbers < INT4_BITS else "int8"
 
 
 def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:

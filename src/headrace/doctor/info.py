@@ -37,7 +37,8 @@ def info(config: EngineConfig, free: int | None = None) -> Facts:
     draft = DraftFacts.of(config)
     if draft is not None:
         draft.check(facts)
-    weights = weight_bytes(facts, compute_type(facts, config.model.dtype), config.model.quantization)
+    asked = config.model
+    weights = weight_bytes(facts, compute_type(facts, asked.dtype), asked.quantization, on_gpu=asked.on_gpu)
     outside = ExpertsOutside.of(config, facts, free)
     rate = None if outside is None else read_rate(outside.folder)
     if outside is not None:

@@ -24,6 +24,7 @@ class DraftFacts:
     model: ModelConfig
     compute: str
     quantization: Quantization
+    on_gpu: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> DraftFacts | None:
@@ -41,11 +42,11 @@ class DraftFacts:
             meant = did_you_mean(name, METHODS) or f"; {', '.join(METHODS)} need no model"
             raise ValueError(f"speculative: {error}{meant}") from None
         rounded: Quantization = config.model.quantization if model.stored is None else "none"
-        return cls(name, folder, model, compute_type(model, config.model.dtype), rounded)
+        return cls(name, folder, model, compute_type(model, config.model.dtype), rounded, config.model.on_gpu)
 
     @property
     def weight_bytes(self) -> int:
-        return weight_bytes(self.model, self.compute, self.quantization)
+        return weight_bytes(self.model, self.compute, self.quantization, on_gpu=self.on_gpu)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -11,7 +11,14 @@ from headrace.engine.adapters import adapter_bytes
 from headrace.engine.draft_facts import DraftFacts
 from headrace.host import GIB
 from headrace.models.shards import shard
-from headrace.models.sizes import BYTES, compute_type, expert_bytes, kv_bytes_per_token, weight_bytes
+from headrace.models.sizes import (
+    BYTES,
+    compute_type,
+    expert_bytes,
+    kv_bytes_per_token,
+    loading_bytes,
+    weight_bytes,
+)
 from headrace.models.spec import ModelConfig
 from headrace.types import CHUNK, chunks_for
 
@@ -70,11 +77,12 @@ class Footprint:
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, free: int | None = None) -> Footprint:
         compute = compute_type(model, config.model.dtype)
-        forms = [config.model.quantization, "none"]
-        kept, loading = (weight_bytes(model, compute, form, ranks=config.ranks.tensor) for form in forms)
+        forms, on_gpu, ranks = [config.model.quantization, "none"], config.model.on_gpu, config.ranks.tensor
+        kept = weight_bytes(model, compute, config.model.quantization, ranks=ranks, on_gpu=on_gpu)
+        loading = loading_bytes(model, compute, ranks, on_gpu)
         outside, unrounded = 0, 0
         if config.expert_folder is not None:
-            outside, unrounded = (expert_bytes(model, compute, form, config.ranks.tensor) for form in forms)
+            outside, unrounded = (expert_bytes(model, compute, form, ranks) for form in forms)
         rest, loading = kept - outside, loading - unrounded
         kept = rest
         if config.streaming is not None and config.streaming.weights and config.streaming.path is not None:

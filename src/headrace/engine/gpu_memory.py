@@ -21,8 +21,7 @@ from headrace.kernels.backend import backend_of
 from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, TokenBatch
-from headrace.models.packing import HEAD
-from headrace.models.sizes import compute_type, weight_bytes
+from headrace.models.sizes import HEAD, compute_type, weight_bytes
 from headrace.parallel.torchrun_environment import started_this
 from headrace.types import CHUNK, chunks_for
 
@@ -48,7 +47,8 @@ def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of a GPU that its rank has beside the weights, also a draft model's, which need not be loaded yet, slots of
     experts, adapters and recurrent states. Raises ValueError where these do not fit."""
     asked, ranks = config.model, sharing(config)
-    weights = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, ranks=config.ranks.tensor)
+    compute, tensor = compute_type(model, asked.dtype), config.ranks.tensor
+    weights = weight_bytes(model, compute, asked.quantization, ranks=tensor, on_gpu=True)
     weights += adapter_bytes(config)
     outside, draft = ExpertsOutside.of(config, model), DraftFacts.of(config)
     if outside is not None:

@@ -276,6 +276,7 @@ class Ends:
         embed_scale: float,
         logit_scale: float,
         logit_cap: float,
+        packed: Matrix | None = None,
     ) -> None: ...
 
 class ModelStep:
@@ -494,6 +495,7 @@ class Extension(Protocol):
         gate: _Gate,
         threads: int,
     ) -> None: ...
+    def packed_rows(self, type: int, matrix: _Matrix, index: int, out: int, *, rows: int, threads: int) -> None: ...
     def linear_groups(
         self,
         type: int,

@@ -196,6 +196,18 @@ def product(x: Tensor, weight: StoredWeight, bias: Tensor | None, wide: bool, ga
     return out
 
 
+def packed_rows(weight: StoredWeight, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [T, K] of a weight [N, K], not gated, by their numbers, whole ones [T]. dtype: of the rows; of a weight that
+    is no codes its own. Raises ValueError for a number that is no row's."""
+    numbers = index.to(torch.int64).contiguous()
+    out = torch.empty((len(numbers), weight.shape[1]), dtype=dtype)
+    _require().packed_rows(
+        _type_of(out), weight.matrix(0), numbers.data_ptr(), out.data_ptr(), rows=len(numbers),
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def _rows(x: Tensor) -> tuple[Tensor, int, int]:
     """x [..., H] as contiguous rows, with their number and width."""
     width = x.shape[-1]

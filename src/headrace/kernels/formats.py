@@ -251,6 +251,10 @@ class Coded:
         assert codes is not None and scales is not None
         return Coded(self.format, codes, scales, rows("subs"), rows("minima"), rows("smalls"), self.order)
 
+    def of_plain_rows(self) -> Coded:
+        """The same weight, for rows that are not rounded."""
+        return Coded(FORMATS["int8"], self.codes, self.scales) if self.format.name == "w8a8" else self
+
     def alike(self, other: Coded) -> bool:
         """Whether both may be one weight."""
         same = (self.order is None) == (other.order is None)

@@ -16,7 +16,7 @@ from headrace.kernels import block
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.extension import check, require
 from headrace.kernels.layer_shape import LayerShape
-from headrace.kernels.ops import Weight
+from headrace.kernels.ops import Table, Weight
 from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
 
 
@@ -34,27 +34,32 @@ class Greatest(NamedTuple):
 class Ends:
     """What a model has beside its layers: the table of tokens, embed [V, H], the final norm and the head [V, H].
 
-    weights and matrices: by name, `embed.weight`, `final_norm.weight`, `final_norm.bias` and `head.weight` among them.
-    embed_scale, of a bf16 number, multiplies embeddings; logit_scale and logit_cap: see ops.soft_cap. Raises ValueError
-    for those that do not fit layers of `shape`.
+    weights and matrices: by name, `final_norm.weight`, `final_norm.bias` and `head.weight` among them. embed_scale, of
+    a bf16 number, multiplies embeddings; logit_scale and logit_cap: see ops.soft_cap. Raises ValueError for those that
+    do not fit layers of `shape`.
     """
 
     def __init__(
         self,
         shape: LayerShape,
+        embed: Table,
         weights: Mapping[str, Tensor],
         matrices: Mapping[str, Weight],
         embed_scale: float = 1.0,
         logit_scale: float = 1.0,
         logit_cap: float | None = None,
     ) -> None:
-        embed, head = weights["embed.weight"], matrices["head.weight"]
-        check("embed.weight", embed, torch.bfloat16, (len(embed), shape.hidden))
+        head, rows = matrices["head.weight"], embed.shape[0]
+        if isinstance(embed, Tensor):
+            check("embed.weight", embed, torch.bfloat16, (rows, shape.hidden))
+        elif embed.shape[1] != shape.hidden:
+            raise ValueError(f"embed.weight must be [{rows}, {shape.hidden}], got {list(embed.shape)}")
         norm, matrix = block.norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
         self.width = head.shape[0]
         self.handle = require().Ends(
-            embed.data_ptr(), len(embed), norm, shape.eps, block.matrix_of(weights, matrices, "head", matrix),
-            embed_scale=embed_scale, logit_scale=logit_scale, logit_cap=logit_cap or 0.0,
+            embed.data_ptr() if isinstance(embed, Tensor) else 0, rows, norm, shape.eps,
+            block.matrix_of(weights, matrices, "head", matrix), embed_scale=embed_scale, logit_scale=logit_scale,
+            logit_cap=logit_cap or 0.0, packed=None if isinstance(embed, Tensor) else embed.matrix(0),
         )  # fmt: skip
         # The addresses are theirs.
         self._keep = (embed, head, *(weights.get(f"final_norm.{kind}") for kind in ("weight", "bias")))

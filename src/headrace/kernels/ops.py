@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of `swiglu_oai_mul`; in C++ csrc/isa/simd.h has them."""
 
 Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts | gpu_weights.GpuWeight
+Table = Tensor | cpu.Packed | quantized.Quantized
+"""Of rows that are looked up."""
 
 
 def pack(
@@ -77,6 +80,26 @@ def pack_stored(parts: Sequence[Tensor | Coded], dtype: torch.dtype, gated: bool
     return quantized.Parts(
         [cpu.Packed(part.to(dtype)) if isinstance(part, Tensor) else quantized.Quantized(part) for part in parts]
     )
+
+
+def pack_table(parts: Sequence[Tensor | Coded]) -> quantized.Quantized:
+    """A table of rows that a file holds as codes, all in one part, as `look_up` reads it in C++."""
+    (coded,) = parts
+    assert isinstance(coded, Coded)
+    return quantized.Quantized(coded.of_plain_rows())
+
+
+def has_rows(weight: Weight) -> TypeGuard[Table]:
+    """Whether `look_up` finds the rows of a packed weight."""
+    if isinstance(weight, quantized.Quantized):
+        return not weight.gated and weight.format.name != "w8a8"
+    return isinstance(weight, cpu.Packed) and not weight.gated
+
+
+def look_up(table: Table, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [T, H] of a table [V, H] by their numbers, whole ones [T]; of codes what they stand for, rounded to `dtype`.
+    Raises ValueError or IndexError for a number that is in no table."""
+    return F.embedding(index, table) if isinstance(table, Tensor) else cpu.packed_rows(table, index, dtype)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = False) -> Tensor:

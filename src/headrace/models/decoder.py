@@ -17,14 +17,12 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from headrace.config import Quantization
 from headrace.kernels import block, dispatch, ops
 from headrace.kernels.adapted_rows import AdaptedRows, placed
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
-from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.model_step import Ends, ModelStep
 from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
@@ -32,13 +30,14 @@ from headrace.models.adapters import Adapters, load_adapters
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.latent import LatentLayer, of_each_head
-from headrace.models.layers import Layer, OneByOne, Weights, norm
+from headrace.models.layers import Layer, OneByOne, Weights, norm, shape_of
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
-from headrace.models.packing import HEAD, ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
+from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
-from headrace.models.sizes import refuse_rounding
+from headrace.models.sizes import EMBED, HEAD, refuse_rounding
 from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET
+from headrace.models.tables import is_tied, take_tables
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
@@ -68,8 +67,9 @@ class Decoder:
 
     It computes on the device of its weights; a TokenBatch stays on the CPU.
 
-    `matrices` are the weights that rows are multiplied by, packed where that pays; `weights` the tensors that are not;
-    `stored` those matrices that the checkpoint has as codes.
+    `matrices` are the weights that rows are multiplied by, packed where that pays; `tables` those that are looked up;
+    `weights` the tensors that are not packed; `stored` what the checkpoint has as codes. `dtype`: of what is computed,
+    where `weights` have no table of tokens.
 
     `key_bias` [Hq, max_model_len] fp32 is added to the scaled scores by head and key position (ALiBi), if not None.
     `sinks`, fp32 [Hq] for each layer, if not None: scores of a key without a value (kernels.records.Mask).
@@ -92,17 +92,20 @@ class Decoder:
         stored: Mapping[str, StoredMatrix] | None = None,
         outside: ExpertsPlace | None = None,
         leave: Leave | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.share = share = _share(config, tensor)
         self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else replace(config, attention=share.attention)
-        self.dtype, self.device = weights["embed.weight"].dtype, weights["embed.weight"].device
+        table = weights[EMBED] if EMBED in weights else torch.empty(0, dtype=dtype)
+        self.dtype, self.device, tied = table.dtype, table.device, is_tied(weights)
         outputs = {} if share is None else share.outputs
         if config.latent is not None:
             weights = of_each_head(config.latent, weights)
         self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave, outputs)
         packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave)
         self.matrices |= packing.all_of(stored or {}, packed)
+        self.tables = take_tables(weights, stored or {}, self.matrices, tied)
         self.outside = outside
         self.weights = weights if outside is None else weights | outside.settle()
         self.layers = self._layers(share, tensor)
@@ -138,7 +141,7 @@ class Decoder:
         else:
             reason = block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:
-            return block.Blocks(_shape(self.config), layers)
+            return block.Blocks(shape_of(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
 
@@ -184,7 +187,7 @@ class Decoder:
         if not isinstance(self.layers, block.Blocks) or not plain:
             return None
         scales = (float(self.embed_scale), config.logit_scale, config.logit_cap)
-        return Ends(self.layers.shape, self.weights, self.matrices, *scales)
+        return Ends(self.layers.shape, self.tables[EMBED], self.weights, self.matrices, *scales)
 
     @property
     def runs_whole(self) -> bool:
@@ -268,7 +271,8 @@ class Decoder:
         """What each layer adds of tokens [T], which enter as x [T, H]; None where layers add nothing."""
         if self.config.layer_inputs is None:
             return None
-        return layer_inputs(self.config, self.config.layer_inputs, self.weights, self.matrices, token_ids, x)
+        spec, table = self.config.layer_inputs, self.tables["layer_embed.weight"]
+        return layer_inputs(self.config, spec, table, self.weights, self.matrices, token_ids, x)
 
     def leave(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""
@@ -304,41 +308,19 @@ class Decoder:
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The residual stream [T, H] of tokens [T] at positions [T], whole numbers, on the decoder's device."""
-        x = F.embedding(token_ids, self.weights["embed.weight"])
+        x = ops.look_up(self.tables[EMBED], token_ids, self.dtype)
         if self.config.embed_scale != 1.0:
             x = x * self.embed_scale
         if "project_in.weight" in self.matrices:
             x = ops.linear(x, self.matrices["project_in.weight"])
         if self.config.positions == "learned":
-            x = x + F.embedding(positions + LEARNED_OFFSET, self.weights["positions.weight"])
+            x = x + ops.look_up(self.tables["positions.weight"], positions + LEARNED_OFFSET, self.dtype)
         return x
 
 
 def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
     """What this rank computes; None: everything."""
     return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
-
-
-def _shape(config: ModelConfig) -> LayerShape:
-    """What kernels.block needs to know of the layers."""
-    return LayerShape(
-        attention=config.attention,
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        order=config.block,
-        activation=f"{config.activation}_mul" if config.gated else config.activation,
-        rms=config.norm == "rms",
-        eps=config.norm_eps,
-        mlp_norm=config.mlp_norm or config.block != "parallel",
-        qk_norm=config.qk_norm,
-        norm_offset=config.norm_offset,
-        qk_norm_whole=config.qk_norm_whole,
-        experts=config.experts,
-        gated=config.attention_gate,
-        recurrent=config.recurrent,
-        latent=config.latent,
-        more=dict(residual_scale=config.residual_scale, turn_before_norm=config.turn_before_norm),
-    )
 
 
 def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:
@@ -388,11 +370,12 @@ def load_decoder(
     compute = compute_dtype(config, dtype)
     stored: dict[str, StoredMatrix] = {}
     share, later = _share(config, tensor), outside is not None
-    weights = load_weights(Path(folder), config, compute, progress, share, stored, experts_later=later)
+    in_cpp = (device is None or device.type == "cpu") and dispatch.native(torch.empty(0, dtype=compute))
+    weights = load_weights(Path(folder), config, compute, progress, share, stored, later, tables_later=in_cpp)
     if device is not None and device.type != "cpu":
         one_by_one = set(multiplied(weights))  # moved as they are packed
         weights = {name: w if name in one_by_one else w.to(device) for name, w in weights.items()}
-    decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside, leave)
+    decoder = Decoder(config, weights, quantization, tensor, packed, stored, outside, leave, compute)
     if adapters:
         decoder.adapt(load_adapters(adapters, config, compute, share, decoder.device))
     del weights, stored

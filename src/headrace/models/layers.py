@@ -18,6 +18,7 @@ from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.adapted_rows import AdaptedRows, PlacedPairs
 from headrace.kernels.backend import Attend
 from headrace.kernels.gated_delta import Recur
+from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.records import QKRotary
 from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.hybrid import DeltaNet, let_through
@@ -322,3 +323,25 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     if config.norm == "rms" and weight is not None:
         return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
     return ops.layer_norm(x, weight, bias, config.norm_eps)
+
+
+def shape_of(config: ModelConfig) -> LayerShape:
+    """What kernels.block needs to know of the layers."""
+    return LayerShape(
+        attention=config.attention,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        order=config.block,
+        activation=f"{config.activation}_mul" if config.gated else config.activation,
+        rms=config.norm == "rms",
+        eps=config.norm_eps,
+        mlp_norm=config.mlp_norm or config.block != "parallel",
+        qk_norm=config.qk_norm,
+        norm_offset=config.norm_offset,
+        qk_norm_whole=config.qk_norm_whole,
+        experts=config.experts,
+        gated=config.attention_gate,
+        recurrent=config.recurrent,
+        latent=config.latent,
+        more=dict(residual_scale=config.residual_scale, turn_before_norm=config.turn_before_norm),
+    )

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
@@ -135,11 +134,18 @@ class MixedLayers(OneByOne):
 
 
 def layer_inputs(
-    config: ModelConfig, spec: LayerInputs, weights: Weights, matrices: Matrices, tokens: Tensor, x: Tensor
+    config: ModelConfig,
+    spec: LayerInputs,
+    table: ops.Table,
+    weights: Weights,
+    matrices: Matrices,
+    tokens: Tensor,
+    x: Tensor,
 ) -> Tensor:
-    """What each layer adds of these tokens [T], which enter the first layer as x [T, H]: [T, L, P]."""
+    """What each layer adds of these tokens [T], which enter the first layer as x [T, H]: [T, L, P]. table: of what they
+    add by themselves, [V, L P]."""
     shape = (len(x), config.layers, spec.width)
-    own = F.embedding(tokens, weights["layer_embed.weight"]) * torch.tensor(spec.width**0.5, dtype=x.dtype)
+    own = ops.look_up(table, tokens, x.dtype) * torch.tensor(spec.width**0.5, dtype=x.dtype)
     projected = ops.linear(x, matrices["layer_inputs.weight"]) * config.hidden_size**-0.5
     normed = ops.rms_norm(projected.view(shape), weights["layer_inputs_norm.weight"], config.norm_eps)
     return (normed + own.view(shape)) * 2.0**-0.5

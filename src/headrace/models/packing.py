@@ -17,14 +17,12 @@ from headrace.kernels import dispatch, ops
 from headrace.kernels.formats import Coded
 from headrace.kernels.triton import weights as gpu_weights
 from headrace.models.layers import Layer, Matrices, Weights
-from headrace.models.sizes import LOOKED_UP
+from headrace.models.sizes import HEAD, LOOKED_UP
 from headrace.models.slots import expert_of, in_feed_forward, is_exact
 from headrace.models.weights import OnProgress, StoredMatrix
 from headrace.stats import ExpertStats
 
 log = logging.getLogger(__name__)
-
-HEAD = "head.weight"
 
 
 class ExpertsPlace(Protocol):
@@ -91,7 +89,7 @@ def _rounding(name: str, asked: Quantization) -> Quantization:
 @dataclass(frozen=True, slots=True)
 class StoredPacking:
     """Packs matrices that are read when they are wanted, one after another: codes as they are, or what they stand for
-    where there are no kernels for codes; numbers as all others. Experts go to `outside`."""
+    where there are no kernels for codes; numbers as all others. Experts go to `outside`. Tables are left alone."""
 
     dtype: torch.dtype
     device: torch.device
@@ -101,6 +99,7 @@ class StoredPacking:
     leave: Leave | None = None
 
     def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
+        stored = {name: matrix for name, matrix in stored.items() if name not in LOOKED_UP}
         matrices: Matrices = {}
         widened: dict[str, int] = {}
         done, total = 0, sum(self._size(matrix) for matrix in stored.values())

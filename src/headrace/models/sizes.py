@@ -6,12 +6,13 @@ from headrace.config import AttentionSpec, KVDType, Quantization
 from headrace.host import GIB
 from headrace.models.shards import Share
 from headrace.models.slots import Slot, expected, expert_of, in_feed_forward, is_exact
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import ModelConfig, StoredWeights
 
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
 SCALE_BYTES = 4
-LOOKED_UP = ("embed.weight", "positions.weight", "layer_embed.weight")
+EMBED, HEAD = "embed.weight", "head.weight"
+LOOKED_UP = (EMBED, "positions.weight", "layer_embed.weight")
 """Tables of rows: looked up, not multiplied by."""
 
 
@@ -38,12 +39,36 @@ def refuse_rounding(config: ModelConfig, quantization: Quantization) -> None:
 
 
 def weight_bytes(
-    config: ModelConfig, compute: str, quantization: Quantization = "none", rank: int = 0, ranks: int = 1
+    config: ModelConfig,
+    compute: str,
+    quantization: Quantization = "none",
+    rank: int = 0,
+    ranks: int = 1,
+    on_gpu: bool = False,
 ) -> int:
-    """Bytes of the weights of one tensor rank, once loaded. Of weights that are stored quantised an equal share."""
+    """Bytes of the weights of one tensor rank, once loaded. Of weights that are stored quantised an equal share. A head
+    that is the table of tokens too is held once, unless it is rounded, or codes on a GPU, which looks up numbers."""
     if config.stored is not None:
-        return config.stored.bytes // ranks + config.vocab_size * config.embed_size * BYTES[compute]
-    return _bytes_of(config, expected(config), compute, quantization, rank, ranks)
+        return config.stored.bytes // ranks + (_of_table(config, config.stored, compute) if on_gpu else 0)
+    slots = expected(config)
+    if config.tied and quantization in ("none", "fp8_rowwise"):
+        slots.pop(HEAD, None)
+    return _bytes_of(config, slots, compute, quantization, rank, ranks)
+
+
+def loading_bytes(config: ModelConfig, compute: str, ranks: int = 1, on_gpu: bool = False) -> int:
+    """The same of the most that there is while they are loaded: nothing is rounded yet, and a head that is the table
+    too is packed."""
+    if config.stored is not None:
+        return weight_bytes(config, compute, ranks=ranks, on_gpu=on_gpu)
+    return _bytes_of(config, expected(config), compute, "none", 0, ranks)
+
+
+def _of_table(config: ModelConfig, stored: StoredWeights, compute: str) -> int:
+    """Bytes that a table takes more once it is multiplied out."""
+    if stored.table == 0:
+        return 0
+    return config.vocab_size * config.embed_size * BYTES[compute] - (stored.table or 0)
 
 
 def expert_bytes(config: ModelConfig, compute: str, quantization: Quantization = "none", ranks: int = 1) -> int:

@@ -33,5 +33,10 @@ def _of_gguf(model: Path) -> StoredWeights | None:
     for info in infos.values():
         if not info.type.plain:
             sizes[info.type.name] += info.size
-    every = sum(info.held for name, info in infos.items() if name != EMBED or HEAD not in infos)
-    return StoredWeights(every, tuple(name for name, _ in sizes.most_common())) if sizes else None
+    if not sizes:
+        return None
+    every, formats = sum(info.held for info in infos.values()), tuple(name for name, _ in sizes.most_common())
+    embed = infos.get(EMBED)
+    if embed is None or HEAD in infos:
+        return StoredWeights(every, formats, table=0 if embed is None else embed.held)
+    return StoredWeights(every, formats, table=0 if embed.type.plain else None)

@@ -17,7 +17,7 @@ from headrace.models.config import DTYPES
 from headrace.models.families import FAMILIES
 from headrace.models.families.base import Family, Names
 from headrace.models.shards import Share
-from headrace.models.sizes import LOOKED_UP
+from headrace.models.sizes import EMBED, HEAD, LOOKED_UP
 from headrace.models.slots import Slot, expected, expert_of, is_of_heads
 from headrace.models.spec import CLASSIFIER, ModelConfig
 from headrace.types import UnsupportedModel
@@ -62,11 +62,13 @@ def load_weights(
     share: Share | None = None,
     stored: dict[str, StoredMatrix] | None = None,
     experts_later: bool = False,
+    tables_later: bool = False,
 ) -> dict[str, Tensor]:
     """The decoder's tensors by our names, in `dtype`, each with memory of its own; of `share` only what it holds.
 
     stored: takes the matrices that are stored as codes, but for those that are looked up and those of each head;
     without it they too are multiplied out. experts_later: it takes the experts' matrices too, and none is read yet.
+    tables_later: and what is looked up, if that is codes: a head that is the table too is one with it.
 
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
@@ -81,9 +83,10 @@ def load_weights(
         for name, slot in slots.items():
             if share is None or share.holds(name):
                 rows = rows_of(config, family, name, share)
-                kept_coded = stored is not None and name not in LOOKED_UP and not is_of_heads(name)
+                kept_coded = (tables_later or name not in LOOKED_UP) and not is_of_heads(name)
                 if stored is not None and kept_coded and any(map(checkpoint.is_coded, sources[name])):
-                    stored[name] = _stored(checkpoint, slot, sources[name], rows)
+                    both = name == HEAD and sources[HEAD] == sources[EMBED] and EMBED in stored
+                    stored[name] = stored[EMBED] if both else _stored(checkpoint, slot, sources[name], rows)
                     continue
                 if stored is not None and experts_later and slot.columns and expert_of(name) is not None:
                     stored[name] = _numbers_later(checkpoint, slot, sources[name], dtype, rows)
@@ -97,8 +100,8 @@ def load_weights(
             read += size
             if progress is not None and size:
                 progress(read, total)
-    if config.tied and "head.weight" in weights and torch.equal(weights["head.weight"], weights["embed.weight"]):
-        weights["head.weight"] = weights["embed.weight"]
+    if config.tied and HEAD in weights and EMBED in weights and torch.equal(weights[HEAD], weights[EMBED]):
+        weights[HEAD] = weights[EMBED]
     return weights
 
 
@@ -113,17 +116,17 @@ def _sources(
     found = max(candidates, key=lambda sources: sum(present.issuperset(group) for group in sources.values()))
     if not config.head:
         return found
-    embed, head = found["embed.weight"], found["head.weight"]
+    embed, head = found[EMBED], found[HEAD]
     if config.tied and not present.issuperset(head):
-        found["head.weight"] = embed
+        found[HEAD] = embed
     elif config.tied and not present.issuperset(embed):
-        found["embed.weight"] = head
+        found[EMBED] = head
     return found  # tied but both stored: both are read, and a head that differs stays its own, as transformers has it
 
 
 def source_of(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     """The checkpoint's tensors, with that prefix, that make ours."""
-    if name == "head.weight":  # of a text part that has a head of its own it stands there
+    if name == HEAD:  # of a text part that has a head of its own it stands there
         return (f"{prefix.removesuffix('model.') if prefix.endswith('.model.') else ''}lm_head.weight",)
     if name == CLASSIFIER:
         return (CLASSIFIER,)

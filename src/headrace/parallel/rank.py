@@ -41,7 +41,7 @@ PendingHidden = tuple[int, list[tuple[int, int]], Tensor, Transfer]
 def device_of(decoder: Decoder) -> Device | None:
     """That which it computes on; None for the CPU."""
     device = current()
-    return device if device.holds(decoder.weights["embed.weight"]) else None
+    return device if device.holds(torch.empty(0, device=decoder.device)) else None
 
 
 class Rank:

@@ -68,7 +68,7 @@ def load_draft(
     tell(LoadPhase(WEIGHTS))
     _check_tokens(draft, tokenizer)
     asked = config.model
-    taken = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization)
+    taken = weight_bytes(model, compute_type(model, asked.dtype), asked.quantization, on_gpu=asked.on_gpu)
     if draft.weight_bytes > taken:
         log.warning("speculative %s: the draft model is larger than the model; it will hardly pay", draft.name)
     told = measured(tell, WEIGHTS)
