@@ -27,6 +27,8 @@ from tests.support.traces import run, same
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
+STORED = ("e_score_correction_bias", "layer_scalar")
+"""Buffers that a file has."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 NEAR = (
     "gemma3_linear", "phi3", "glm", "falcon7", "falcon11", "qwen3_next_old", "qwen3_5_three_each", "qwen2_vl",
@@ -45,8 +47,8 @@ def compare(kind: str, path: Path, kind_of: KindOf) -> None:
     tokens = tokens_of(150)
     model = write_family(kind, path, kind_of)
     assert (config := read_config(path)) == plain_config(path)
-    corrections = [each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    assert parameters(config) == sum(each.numel() for each in (*model.parameters(), *corrections))
+    buffers = [each for name, each in model.named_buffers() if name.endswith(STORED)]
+    assert parameters(config) == sum(each.numel() for each in (*model.parameters(), *buffers))
     ours = LLM(str(path), dtype="float32", kv_cache_tokens=1024)
     expected = model(torch.tensor([tokens])).logits[0]
     assert float((ours.logits(tokens) - expected).abs().max()) <= TOLERANCE
@@ -131,6 +133,18 @@ def test_a_file_of_glm_flash_need_not_name_its_router(tmp_path: Path) -> None:
         assert architecture_of(open_gguf(tmp_path / "m.gguf")).architecture == f"Deepseek{found}ForCausalLM"
 
 
+@pytest.mark.parametrize("heads", [[2, 1, 2], [2.0, 1.0, 2.0, 1.0]], ids=["three", "fractions"])
+def test_numbers_for_each_layer_are_checked(heads: list[float], tmp_path: Path) -> None:
+    write_family(
+        "gemma4",
+        tmp_path / "m.gguf",
+        lambda _: Kind.F16,
+        lambda w: w.add_array("gemma4.attention.head_count_kv", heads),
+    )
+    with pytest.raises(ValueError, match="does not have a number for each layer"):
+        read_config(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("lost", ["attn_k_b", "attn_v_b", "heads"])
 def test_half_of_what_heads_make_of_latents(lost: str, tmp_path: Path) -> None:
     """It is named: a tensor that is not there, and two that do not fit together."""
@@ -176,6 +190,46 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
     ),
     "shares of softmaxes": ("deepseek_v2", lambda w: w.add_expert_weights_norm(True), "expert_weights_norm with"),
     "groups of experts of their own": ("deepseek_v3", lambda w: w.add_expert_group_scale(0.5), "expert_group_scale is"),
+    "values in some global layers": (
+        "gemma4",
+        lambda w: w.add_tensor("blk.1.attn_v.weight", np.zeros((128, 256), np.float32)),
+        "values in some of the global layers",
+    ),
+    "MLPs of three widths": (
+        "gemma4_small",
+        lambda w: w.add_array("gemma4.feed_forward_length", [512, 256, 1024, 1024]),
+        "MLPs of these",
+    ),
+    "heads of one kind of layers": (
+        "gemma4",
+        lambda w: w.add_array("gemma4.attention.head_count_kv", [2, 1, 1, 1]),
+        "differ in their heads",
+    ),
+    "global heads with values": (
+        "gemma4_small",
+        lambda w: w.add_array("gemma4.attention.head_count_kv", [2, 1, 2, 1]),
+        "KV heads of their own",
+    ),
+    "local heads rotated in part": (
+        "gemma4",
+        lambda w: w.add_uint32("gemma4.rope.dimension_count_swa", 32),
+        "count_swa",
+    ),
+    "divisors of another rotation": (
+        "gemma4",
+        lambda w: np.copyto(w.tensors[0]["rope_freqs.weight"].tensor, np.linspace(1, 2, 64)),
+        "Gemma 4's rotation",
+    ),
+    "experts' other facts": (
+        "gemma4_experts",
+        lambda w: w.add_uint32("gemma4.expert_shared_count", 2),
+        "count 2 is not",
+    ),
+    "shares as they are": (
+        "qwen3_5_experts",
+        lambda w: w.add_bool("qwen35moe.expert_weights_norm", False),
+        "norm false",
+    ),
     "windows of other layers": (
         "gemma2",
         lambda w: w.add_sliding_window_pattern([True]),

@@ -62,11 +62,12 @@ def write(
     writer.add_token_list(tokens)
     types = [added.get(token, BYTE if token.startswith("<0x") else NORMAL) for token in tokens]
     writer.add_token_types([UNKNOWN if token == "<unk>" else each for token, each in zip(tokens, types, strict=True)])
-    if kind == "gpt2":
+    if kind != "llama":
         writer.add_token_merges(merges)
     else:  # a token's score says how early it is made
         scores = {"".join(merge.split(" ")): -float(rank) for rank, merge in enumerate(merges)}
         writer.add_token_scores([scores.get(token, -1000.0) for token in tokens])
+    if kind != "gpt2":
         writer.add_unk_token_id(vocabulary["<unk>"])
     writer.add_bos_token_id(vocabulary["<s>"])
     writer.add_eos_token_id(vocabulary["</s>"])
@@ -272,9 +273,11 @@ def test_phi3s_special_tokens_take_spaces_in(tmp_path: Path) -> None:
     same_tokens(Tokenizer(path), Tokenizer(save(backend, tmp_path / "theirs")))
 
 
-def test_sentencepiece(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gemma4"])
+def test_sentencepiece(kind: str, tmp_path: Path) -> None:
+    """With scores, or with merges, where a space before the text is to be asked for."""
     backend = small_tokenizers.byte_fallback()
-    path = write(tmp_path / "m.gguf", backend, "llama")
+    path = write(tmp_path / "m.gguf", backend, kind, lambda writer: writer.add_add_space_prefix(True))
     same_tokens(Tokenizer(path), Tokenizer(save(backend, tmp_path / "theirs")), chat=True)
 
 

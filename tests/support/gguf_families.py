@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, quants
 from transformers import PreTrainedModel
 
-from tests.support import checkpoints, gguf_deepseek, gguf_gpt_oss, hybrid_checkpoints
+from tests.support import checkpoints, gguf_deepseek, gguf_gemma4, gguf_gpt_oss, hybrid_checkpoints
 from tests.support.gguf_files import SIZES, Array, KindOf, finish, raw_rows
 
 HYBRID = dict(
@@ -70,12 +70,16 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3next", "next", HYBRID),
     "qwen3_next_old": ("qwen3next", "next", HYBRID),
     "qwen3_5": ("qwen35", "3_5", HYBRID),
+    "qwen3_next_experts": ("qwen3next", "next_experts", HYBRID | dict(mlp_only_layers=[])),
+    "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
-} | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS  # fmt: skip
+} | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
+HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 NORM_BEHIND_ATTENTION = (
-    "gemma2", "gemma3", "qwen3next", "qwen35", "seed_oss", "gpt-oss", "glm4moe", "olmo2", "exaone4",
+    "gemma2", "gemma3", "gemma4", "qwen3next", "qwen35", "qwen35moe", "seed_oss", "gpt-oss", "glm4moe", "olmo2",
+    "exaone4",
 )  # fmt: skip
 """Architectures that call post_attention_layernorm so, whatever it is."""
 NAMES = {
@@ -93,8 +97,10 @@ NAMES = {
     "mlp.dense_4h_to_h": "ffn_down", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-} | gguf_deepseek.NAMES | gguf_gpt_oss.NAMES  # fmt: skip
+    "linear_attn.out_proj": "ssm_out", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+} | gguf_deepseek.NAMES | gguf_gpt_oss.NAMES | gguf_gemma4.NAMES  # fmt: skip
 
 
 def _as_it_is(value: Array) -> Array:
@@ -120,7 +126,7 @@ def build(kind: str) -> PreTrainedModel:
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
     if architecture == "deepseek2":
         del fields["head_dim"]
-    if architecture in ("qwen3next", "qwen35"):
+    if architecture in HYBRIDS:
         return hybrid_checkpoints.build_model(base, **fields)
     if architecture in ("chatglm", "glm4"):
         fields["eos_token_id"] = checkpoints.NO_TOKEN
@@ -136,6 +142,7 @@ def write_family(
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
     describe(writer, config, architecture)
     latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
+    apart = latent or architecture in HYBRIDS
     if architecture == "deepseek2":
         gguf_deepseek.describe(writer, config, old)
     if architecture == "glm4moe":
@@ -144,9 +151,13 @@ def write_family(
         gguf_deepseek.add_corrections(writer, model)
     if architecture == "gpt-oss":
         gguf_gpt_oss.describe(writer, config)
+    if architecture == "gemma4":
+        gguf_gemma4.draw(writer, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if latent and gguf_deepseek.add(writer, model, name, parameter, kind_of, old):
+            if apart and gguf_deepseek.add(writer, model, name, parameter, kind_of, old):
+                continue
+            if architecture == "gemma4" and gguf_gemma4.add(writer, name, parameter, kind_of, kind):
                 continue
             if architecture == "gpt-oss" and gguf_gpt_oss.add(writer, name, parameter, kind_of):
                 continue
@@ -172,6 +183,7 @@ def _add(writer: GGUFWriter, place: Place, parameters: list[torch.Tensor], kind_
     rows = np.arange(len(own)) if place.rows is None else place.rows
     index = rows if place.columns is None else np.ix_(rows, place.columns)
     value = np.ascontiguousarray(place.forth(own[index]))
+    value = value.reshape(-1) if len(value) == 1 else value  # as the converter does
     kind = Kind.F32 if value.ndim == 1 or "conv1d" in place.name else kind_of(place.name)
     if value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Kind.F16  # as the converter does
@@ -203,12 +215,12 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
         place.rows = _in_pairs(config.num_attention_heads if "q_proj" in module else config.num_key_value_heads, config)
     if architecture == "falcon" and "query_key_value" in module:
         place.rows = _by_part(config)
-    adds_one = architecture in ("gemma2", "gemma3", "qwen3next", "qwen35")
+    adds_one = architecture in ("gemma2", "gemma3", *HYBRIDS)
     if adds_one and name.endswith("norm.weight") and "linear_attn" not in name:
         place.forth, place.back = lambda value: value + 1, lambda value: value - 1
     if "linear_attn" in module or end in ("A_log", "dt_bias"):
-        _change_linear(place, module, end, config, tiled=architecture == "qwen35")
-    if "in_proj_qkvz" in module and kind == "qwen3_next":
+        _change_linear(place, module, end, config, tiled=architecture in HYBRIDS[1:])
+    if "in_proj_qkvz" in module and kind != "qwen3_next_old":
         qkv, z = _by_kind(config)
         yield Place(prefix + "attn_qkv.weight", qkv)
         yield Place(prefix + "attn_gate.weight", z)
@@ -267,8 +279,12 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(4 * config.hidden_size if architecture == "falcon" else config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
+    if architecture == "gemma4":
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        return gguf_gemma4.describe(writer, config)
+    if architecture != "qwen35moe":
+        writer.add_feed_forward_length(4 * config.hidden_size if architecture == "falcon" else config.intermediate_size)
     if architecture == "falcon":
         writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
@@ -289,7 +305,7 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if architecture in ("qwen2vl", "qwen3vl"):
         writer.add_rope_dimension_sections([12, 10, 10, 0])
-    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, "qwen3next": _linear, "qwen35": _linear,
+    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, **dict.fromkeys(HYBRIDS, _linear),
             "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
@@ -372,3 +388,8 @@ def _linear(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     writer.add_full_attention_interval(4)
+    if getattr(config, "num_experts", 0):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

@@ -1,7 +1,7 @@
 """The tokenizer that a GGUF file brings: its vocabulary and merges as a tokenizer of the tokenizers library.
 
 Two kinds: byte-level BPE ("gpt2"), whose way of cutting text into words the file only names; and sentencepiece's BPE
-with byte fallback ("llama"), which has scores in place of merges. Keys: ggml's docs/gguf.md.
+with byte fallback, which has merges ("gemma4") or scores in place of them ("llama"). Keys: ggml's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class _Vocabulary:
     def tokenizer(self) -> Tokenizer:
         if self.kind == "gpt2":
             made = self._byte_level()
-        elif self.kind == "llama":
+        elif self.kind in ("llama", "gemma4"):
             made = self._sentencepiece()
         else:
             raise UnsupportedModel(
                 f"{self.file.path}: tokenizer {shown(str(self.kind))} is not read from GGUF; "
-                f"gpt2 and llama are: {BESIDE}"
+                f"gpt2, llama and gemma4 are: {BESIDE}"
             )
         for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
             added = [self._added(self.tokens[i], special) for i in np.flatnonzero(self.types == kind)]
@@ -135,9 +135,7 @@ class _Vocabulary:
 
     def _byte_level(self) -> Tokenizer:
         words = self._known_words()
-        pairs = [merge.split(" ") for merge in self.file.strings("tokenizer.ggml.merges")]
-        merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
-        made = Tokenizer(models.BPE(self.ids, merges, ignore_merges=words.whole))
+        made = Tokenizer(models.BPE(self.ids, self._listed(), ignore_merges=words.whole))
         if words.normal:
             made.normalizer = normalizers.NFC()
         made.pre_tokenizer = pre_tokenizers.Sequence([step() for step in words.steps])
@@ -153,15 +151,22 @@ class _Vocabulary:
         return self.words
 
     def _sentencepiece(self) -> Tokenizer:
-        prefix = self._value("add_space_prefix") is not False
+        prefix, merges = self._value("add_space_prefix") is not False, self._merges()
+        if self.kind == "gemma4":
+            prefix, merges = self._value("add_space_prefix") is True, self._listed()
         made = Tokenizer(
-            models.BPE(self.ids, self._merges(), unk_token=self._token("unknown"), fuse_unk=True, byte_fallback=True)
+            models.BPE(self.ids, merges, unk_token=self._token("unknown"), fuse_unk=True, byte_fallback=True)
         )
         spaces: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
         made.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE)])
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
         return made
+
+    def _listed(self) -> list[tuple[str, str]]:
+        """The merges in the file."""
+        pairs = [merge.split(" ") for merge in self.file.strings("tokenizer.ggml.merges")]
+        return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
 
     def _merges(self) -> list[tuple[str, str]]:
         """All ways to make a token of two, those of the best scores first, as transformers' generate_merges has them.

@@ -37,6 +37,8 @@ FUSED = re.compile(
 """Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published, and as Granite is."""
 CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
+ONE_ROW = ".shared_expert_gate.weight"
+"""A matrix [1, inputs] that GGUF files have as a vector."""
 OF_KEYS, OF_VALUES, OF_BOTH = (f".self_attn.{part}_b_proj.weight" for part in ("k", "v", "kv"))
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -251,6 +253,8 @@ class GgufCheckpoint:
             fit = len(keys) == len(values) == 3 and (keys[0], keys[1]) == (values[0], values[2])
             return (keys[0] * (keys[2] + values[1]), keys[1]) if fit else keys
         shape = self._where[name][1].shape
+        if name.endswith(ONE_ROW):
+            return 1, shape[-1]
         return (shape[0], 1, *shape[1:]) if name.endswith(".conv1d.weight") else shape
 
     def stored_as(self, name: str) -> str:

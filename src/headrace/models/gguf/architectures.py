@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from headrace.logs import shown
-from headrace.models.gguf import deepseek, families
+from headrace.models.gguf import deepseek, families, gemma4, hybrids
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.models.gguf.rotations import rope_of
 from headrace.types import UnsupportedModel
 
 EMBED, HEAD = "token_embd.weight", "output.weight"
+FF, KV_HEADS = "feed_forward_length", "attention.head_count_kv"
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -48,13 +49,14 @@ def _with_experts(mlp: str, parts: tuple[str, str, str]) -> Mapping[str, str]:
     for theirs, ours in zip(("gate", "up", "down"), parts, strict=True):
         expert = f"{layer}.experts.{{}}.{ours}"
         names |= {f"blk.{{}}.ffn_{theirs}_exps": expert, f"blk.{{}}.ffn_{theirs}.{{}}": expert}
-    return LLAMA_NAMES | names
+    return LLAMA_NAMES | names | {"blk.{}.ffn_gate_up_exps": f"{layer}.experts.{{}}.gate_up_proj"}
 
 
 EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj", "down_proj"))
 LATENT_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.NAMES}
 GLM_MOE_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.GLM_NAMES}
 GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
+HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +142,20 @@ ARCHITECTURES = {
         epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
     ),
     "qwen3next": Architecture(
-        "Qwen3NextForCausalLM", "qwen3_next", LLAMA_NAMES | families.HYBRID_NAMES, form=families.qwen3_next_form,
-        fields=families.qwen3_next, partial=True, added_one=True,
+        "Qwen3NextForCausalLM", "qwen3_next", HYBRID_NAMES, form=hybrids.qwen3_next_form, fields=hybrids.qwen3_next,
+        partial=True, added_one=True, routed=False,
     ),
     "qwen35": Architecture(
-        "Qwen3_5ForCausalLM", "qwen3_5_text", LLAMA_NAMES | families.HYBRID_NAMES, form=families.qwen3_5_form,
-        fields=families.qwen3_5, partial=True, added_one=True, tiled=True,
+        "Qwen3_5ForCausalLM", "qwen3_5_text", LLAMA_NAMES | hybrids.NAMES, form=hybrids.qwen3_5_form,
+        fields=hybrids.qwen3_5, partial=True, added_one=True, tiled=True,
+    ),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HYBRID_NAMES, form=hybrids.qwen3_5_form,
+        fields=hybrids.qwen3_5_moe, partial=True, added_one=True, tiled=True, routed=False,
+    ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", "gemma4_text", LLAMA_NAMES | gemma4.NAMES, form=gemma4.form, fields=gemma4.fields,
+        routed=False,
     ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
@@ -251,10 +261,8 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
         "model_type": found.model_type,
         "vocab_size": tensors[EMBED].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": facts.count("feed_forward_length"),
         "num_hidden_layers": facts.count("block_count") - facts.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": facts.count("context_length"),
         found.epsilon[1]: facts.number(found.epsilon[0]),
@@ -276,7 +284,11 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     if found.model_type == "falcon":
         del fields["head_dim"]  # its class works it out and takes none
     fields |= _experts(facts, found) if found.routed else {}
-    return fields | (found.fields(facts, rope) if found.fields is not None else {})
+    own = found.fields(facts, rope) if found.fields is not None else {}
+    for name, key, default in (("intermediate_size", FF, None), ("num_key_value_heads", KV_HEADS, heads)):
+        if name not in own:
+            fields[name] = facts.count(key, default)
+    return fields | own
 
 
 class _Facts:
@@ -348,8 +360,6 @@ def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 READ = {"expert_count", "expert_used_count", "expert_feed_forward_length", "expert_weights_norm"}
-SAYS_NOTHING = (0, 1)
-"""Of the other keys on experts: softmax, shares as they are, one group, none that all rows meet."""
 
 
 def _experts(facts: _Facts, found: Architecture) -> dict[str, Any]:
@@ -358,10 +368,7 @@ def _experts(facts: _Facts, found: Architecture) -> dict[str, Any]:
         if facts.count("expert_count", 0):
             raise UnsupportedModel(f"{facts.file.path}: {found.model_type} with experts is not supported")
         return {}
-    for key in facts.file.metadata:
-        name = key.removeprefix(facts.prefix)
-        if name.startswith("expert_") and name not in READ and (value := facts.number(name)) not in SAYS_NOTHING:
-            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} {value:g} is not supported")
+    families.refuse_experts(facts, READ)
     count, chosen = facts.count("expert_count"), facts.count("expert_used_count")
     if found is MIXTRAL:
         window = facts.count("attention.sliding_window", 0) or None

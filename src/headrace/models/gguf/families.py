@@ -2,7 +2,6 @@
 metadata give, and how rows lie that llama.cpp's converter moves. Imports no torch.
 
 Facts: llama.cpp's conversion/*.py, which writes the files, and src/models/*.cpp, which says what a missing key means.
-K: key heads of a gated delta net, R: value heads of each. llama.cpp lays value heads out as (R, K), checkpoints (K, R).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from headrace.config import RecurrentSpec
+from headrace.logs import shown
 from headrace.models.families.base import LAYER_TYPES, Family, Names, paired_rows
 from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.models.spec import ModelConfig
@@ -57,21 +56,6 @@ FALCON_NAMES = {
     "blk.{}.attn_output": BLOCK + "self_attention.dense",
     "blk.{}.ffn_up": BLOCK + "mlp.dense_h_to_4h",
     "blk.{}.ffn_down": BLOCK + "mlp.dense_4h_to_h",
-}
-LINEAR = LAYER + "linear_attn."
-HYBRID_NAMES = {
-    "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
-    "blk.{}.attn_qkv": LINEAR + "in_proj_qkv",
-    "blk.{}.attn_gate": LINEAR + "in_proj_z",
-    "blk.{}.ssm_in": LINEAR + "in_proj_qkvz",
-    "blk.{}.ssm_ba": LINEAR + "in_proj_ba",
-    "blk.{}.ssm_alpha": LINEAR + "in_proj_a",
-    "blk.{}.ssm_beta": LINEAR + "in_proj_b",
-    "blk.{}.ssm_conv1d": LINEAR + "conv1d",
-    "blk.{}.ssm_a": LINEAR + "A_log",
-    "blk.{}.ssm_dt.bias": LINEAR + "dt_bias",
-    "blk.{}.ssm_norm": LINEAR + "norm",
-    "blk.{}.ssm_out": LINEAR + "out_proj",
 }
 """The file's modules, or whole tensors that have no `weight`, and the checkpoint's."""
 
@@ -118,7 +102,7 @@ _biases = _biased(attention_bias="attn_q", mlp_bias="ffn_gate")
 
 def gemma2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return {
-        "layer_types": _layer_types(facts, every=2),
+        "layer_types": layer_types(facts, every=2),
         "sliding_window": facts.count("attention.sliding_window", 4096),
         "query_pre_attn_scalar": _score_divisor(facts, largest=46),
         "attn_logit_softcapping": facts.number("attn_logit_softcapping", 50.0),
@@ -131,7 +115,7 @@ def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     cap = facts.number("final_logit_softcapping", 0.0) or None
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
     return {
-        "layer_types": _layer_types(facts, every=1 if window is None else 6),
+        "layer_types": layer_types(facts, every=1 if window is None else 6),
         "sliding_window": window,
         "query_pre_attn_scalar": _score_divisor(facts, largest=62),
         "final_logit_softcapping": cap,
@@ -180,7 +164,7 @@ def olmo3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     fields, theta = olmo2(facts, rope), facts.number("rope.freq_base_swa", rope["rope_theta"])
     local = {"rope_type": "default", "rope_theta": theta}
     return fields | {
-        "layer_types": _layer_types(facts, every=4),
+        "layer_types": layer_types(facts, every=4),
         "sliding_window": facts.count("attention.sliding_window"),
         "rope_parameters": dict(zip(LAYER_TYPES, (fields["rope_parameters"], local), strict=True)),
     }
@@ -190,14 +174,14 @@ def exaone4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Layers behind the last one guess further tokens."""
     window = facts.count("attention.sliding_window", 0) or None
     layers = max(0, facts.count("block_count") - facts.count("nextn_predict_layers", 0))
-    kinds = _layer_types(facts, every=1 if window is None else 4)
+    kinds = layer_types(facts, every=1 if window is None else 4)
     return {"layer_types": kinds[:layers], "sliding_window": window}
 
 
 def cohere2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Without biases, which the converter leaves out where they are 0, and refuses else."""
     return {
-        "layer_types": _layer_types(facts, every=4),
+        "layer_types": layer_types(facts, every=4),
         "sliding_window": facts.count("attention.sliding_window"),
         "logit_scale": facts.number("logit_scale"),
         "attention_bias": False,
@@ -213,12 +197,12 @@ def gpt_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "num_local_experts": facts.count("expert_count"),
         "num_experts_per_tok": facts.count("expert_used_count"),
         "sliding_window": facts.count("attention.sliding_window"),
-        "layer_types": _layer_types(facts, every=2),
+        "layer_types": layer_types(facts, every=2),
         "rope_parameters": rope | ramps,
     }
 
 
-def _layer_types(facts: Facts, every: int) -> list[str]:
+def layer_types(facts: Facts, every: int) -> list[str]:
     """Windows in all layers but each `every`th, if the file says nothing else: a number like that, or one by one."""
     name, layers = "attention.sliding_window_pattern", min(facts.count("block_count"), MOST_LAYERS)
     given = facts.value(name)
@@ -261,6 +245,18 @@ def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     } | _biases(facts, rope)
 
 
+SAYS_NOTHING = (0, 1)
+"""Of keys on experts: softmax, shares as they are, one group, none that all rows meet."""
+
+
+def refuse_experts(facts: Facts, read: Set[str]) -> None:
+    """Raises UnsupportedModel for a key on experts that is not read and says something."""
+    for key in facts.file.metadata:
+        name = key.removeprefix(facts.prefix)
+        if name.startswith("expert_") and name not in read and (value := facts.number(name)) not in SAYS_NOTHING:
+            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} {value:g} is not supported")
+
+
 def refuse_sections(facts: Facts) -> None:
     """Raises UnsupportedModel for a GLM whose positions are of images, too."""
     if facts.value("rope.dimension_sections") is not None:
@@ -291,32 +287,6 @@ def falcon(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def qwen3_5(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    values = facts.count("ssm.time_step_rank")
-    layers = min(facts.count("block_count") - facts.count("nextn_predict_layers", 0), MOST_LAYERS)
-    return {
-        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
-        "linear_key_head_dim": facts.count("ssm.state_size"),
-        "linear_value_head_dim": facts.count("ssm.inner_size") // max(1, values),
-        "linear_num_key_heads": facts.count("ssm.group_count"),
-        "linear_num_value_heads": values,
-        "layer_types": _recurrent_layers(facts, layers),
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),
-    }
-
-
-def qwen3_next(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    return qwen3_5(facts, rope) | {"num_experts": facts.count("expert_count", 0)}
-
-
-def _recurrent_layers(facts: Facts, layers: int) -> list[str]:
-    kinds, given = ("full_attention", "linear_attention"), facts.value("attention.recurrent_layers")
-    if isinstance(given, np.ndarray):
-        return [kinds[bool(recurrent)] for recurrent in given[:layers]]
-    every = max(1, facts.count("full_attention_interval", 4))
-    return [kinds[(layer + 1) % every != 0] for layer in range(layers)]
-
-
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -333,14 +303,14 @@ def turned(family: Family, present: Set[str]) -> Family:
 def gpt_oss_form(family: Family, present: Set[str]) -> Family:
     """Gates and ups of experts are two tensors."""
     parts = tuple("layers.{}.mlp.experts.{}." + part for part in ("gate_proj", "up_proj"))
-    return replace(_renamed(family, {"layers.{}.experts.{}.up": parts}), rows=None)
+    return replace(renamed(family, {"layers.{}.experts.{}.up": parts}), rows=None)
 
 
 def glm_form(family: Family, present: Set[str]) -> Family:
     """ChatGLM's own files have q, k and v in one tensor, those made of transformers' three. Rotated neighbours stay."""
     if "model.layers.0.self_attn.qkv_proj.weight" not in present:
         return family
-    return _renamed(family, {"layers.{}.qkv": ("layers.{}.self_attn.qkv_proj",)})
+    return renamed(family, {"layers.{}.qkv": ("layers.{}.self_attn.qkv_proj",)})
 
 
 def falcon_form(family: Family, present: Set[str]) -> Family:
@@ -348,52 +318,13 @@ def falcon_form(family: Family, present: Set[str]) -> Family:
     family = replace(family, qkv_rows=None)
     if "transformer.h.0.ln_attn.weight" not in present:
         return family
-    return _renamed(family, {"layers.{}.mlp_norm": ("h.{}.input_layernorm",)})
+    return renamed(family, {"layers.{}.mlp_norm": ("h.{}.input_layernorm",)})
 
 
-def qwen3_next_form(family: Family, present: Set[str]) -> Family:
-    """All queries, then keys, values and z, but for older files; b and a go by key head."""
-    if any(name.endswith(".in_proj_qkvz.weight") for name in present):
-        return family
-    rows = family.rows
-    gates = None if rows is None else lambda config, name: rows(config, name) if ".gates." in name else None
-    parts = tuple("layers.{}.linear_attn." + part for part in ("in_proj_qkv", "in_proj_z"))
-    return replace(_renamed(family, {"layers.{}.mixed": parts}), rows=gates)
-
-
-def qwen3_5_form(family: Family, present: Set[str]) -> Family:
-    """Value heads lie as (R, K); so do the columns of `out` (ModelConfig.tiled_values)."""
-    return replace(family, rows=_grouped_rows)
-
-
-def _renamed(family: Family, own: Names) -> Family:
+def renamed(family: Family, own: Names) -> Family:
     def changed(names: Callable[[ModelConfig], Names] | None) -> Callable[[ModelConfig], Names] | None:
         return None if names is None else lambda config: {**names(config), **own}
 
     names = changed(family.names)
     assert names is not None
     return replace(family, names=names, other_names=changed(family.other_names))
-
-
-def _grouped_rows(config: ModelConfig, name: str) -> list[int] | None:
-    """The file's rows in the checkpoint's order, of a tensor with rows of value heads."""
-    spec = config.recurrent
-    assert spec is not None, "this family has recurrent layers"
-    kind = name.split(".", 2)[-1]
-    heads = _places(spec)
-    values = [head * spec.value_dim + row for head in heads for row in range(spec.value_dim)]
-    channels = [*range(2 * spec.keys), *(2 * spec.keys + row for row in values)]
-    orders: Mapping[str, list[int]] = {
-        "mixed.weight": [*channels, *(spec.channels + row for row in values)],
-        "conv.weight": channels,
-        "gates.weight": [*heads, *(spec.value_heads + head for head in heads)],
-        "delta.A_log": heads,
-        "delta.dt_bias": heads,
-    }
-    return orders.get(kind)
-
-
-def _places(spec: RecurrentSpec) -> list[int]:
-    """Where the file has each value head of the checkpoint."""
-    shared = spec.value_heads // spec.key_heads
-    return [turn * spec.key_heads + key for key in range(spec.key_heads) for turn in range(shared)]

@@ -24,11 +24,14 @@ IMPLIED = {
 }
 """Others, and the value that says nothing new."""
 
+NEVER = 1e20
+"""A divisor by which nothing turns."""
+
 
 def rope_of(facts: Facts, head_dim: int) -> dict[str, Any]:
     """rope_parameters but for rope_theta and the share of a head that is rotated."""
     if ROPE_FACTORS in facts.tensors:
-        return _llama3(facts, head_dim)
+        return (_proportional if facts.prefix == "gemma4." else _llama3)(facts, head_dim)
     if any(name in facts.tensors for name in LONGROPE_FACTORS.values()):
         return _longrope(facts)
     prefix = facts.prefix + "rope.scaling."
@@ -56,6 +59,15 @@ def _longrope(facts: Facts) -> dict[str, Any]:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": length, **factors}
     given = facts.value("rope.scaling.attn_factor")
     return rope if given is None else rope | {"attention_factor": facts.number("rope.scaling.attn_factor")}
+
+
+def _proportional(facts: Facts, head_dim: int) -> dict[str, Any]:
+    """Of a global layer of Gemma 4: pairs that are not rotated have a divisor beyond all positions."""
+    given = facts.vector(ROPE_FACTORS, head_dim // 2)
+    turned = int((given == 1).sum())
+    if not turned or (given[:turned] != 1).any() or (given[turned:] < NEVER).any():
+        raise UnsupportedModel(f"{facts.file.path}: {ROPE_FACTORS} is not as Gemma 4's rotation makes it")
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / head_dim}
 
 
 def _llama3(facts: Facts, head_dim: int) -> dict[str, Any]:
