@@ -281,6 +281,19 @@ def test_sentencepiece(kind: str, tmp_path: Path) -> None:
     same_tokens(Tokenizer(path), Tokenizer(save(backend, tmp_path / "theirs")), chat=True)
 
 
+def test_merges_in_their_order(tmp_path: Path) -> None:
+    """Where scores say nothing, as in files of Gemma 4."""
+    writer = GGUFWriter(str(tmp_path / "m.gguf"), "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(["<unk>", "a", "b", "c", "ab", "bc"])
+    writer.add_token_scores([-1000.0] * 6)
+    writer.add_token_types([UNKNOWN, *[NORMAL] * 5])
+    writer.add_token_merges(["b c", "a b"])
+    writer.add_unk_token_id(0)
+    close(writer)
+    assert Tokenizer(tmp_path / "m.gguf").encode("abcab") == [1, 5, 4]
+
+
 def test_a_tokenizer_beside_the_file_goes_first(tmp_path: Path) -> None:
     save(small_tokenizers.byte_fallback(), tmp_path)
     path = write(tmp_path / "m.gguf", small_tokenizers.byte_level(), "gpt2", lambda w: w.add_tokenizer_pre("gpt-2"))
