@@ -29,6 +29,16 @@ def open_given(path: Path) -> FileIO:
     return FileIO(_opened(path, os.O_RDONLY, 0))
 
 
+def check_can_write(name: str, path: Path) -> None:
+    """Raises ValueError, naming the option, for a file that could not be written once there is something to write."""
+    if path.is_dir():
+        raise ValueError(f"{name} {path} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name} {path}: there is no directory {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name} {path} may not be written by this user; name another file")
+
+
 def read_given(path: Path, most: int) -> bytes:
     """The whole content. Raises OSError as open_given does, and for more than `most` bytes."""
     return _read(_opened(path, os.O_RDONLY, 0), path, most)

@@ -113,6 +113,13 @@ FLAGS = (
     ),
     WrongUse("a benchmark of no model", "bench prefill /no/such", "no folder with a config.json; give a path"),
     WrongUse("lengths in words", "bench prefill tiny --tokens many", "tokens must be"),
+    WrongUse("a result for no folder", "bench cache tiny --json /no/such/x", "there is no directory /no/such; make it"),
+    WrongUse("a result for a folder", "bench engine --quick --json /tmp", "--json /tmp is a directory"),
+    WrongUse("a rate below nothing", "bench offload --rates 1,-1", "rates must be numbers above 0 by commas"),
+    WrongUse("a rate in words", "bench offload --rates fast", "rates must be numbers above 0 by commas"),
+    WrongUse("shares beyond all", "bench offload --shares 2", "shares must be numbers from 0 to 1 by commas"),
+    WrongUse("directories for no folder", "bench restart --directory /no", "directory /no is no directory"),
+    WrongUse("a request that is not there", "why a.json b.json", "a.json cannot be read: No such file"),
     WrongUse("one rank to tune", "tune tiny --out t.json --ranks 1", "ranks must be at least 2, got 1"),
 )
 SIZES = (

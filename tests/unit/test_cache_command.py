@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from headrace.cli import cache, main
-from headrace.cli.cache_listing import ago
+from headrace.cli.cache_listing import ago, listing, show
 from headrace.offload import frame
 from headrace.offload.frame import BlobLayout
 from headrace.offload.tiers import upkeep
@@ -132,7 +135,7 @@ def test_rm_asks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [([], "say what to remove"), (["tiny-2", "--all"], "say what to remove"), (["huge"], "it holds tiny-2, 07070707"),
+    [([], "say what to remove"), (["tiny-2", "--all"], "not both"), (["huge"], "it holds tiny-2, 07070707"),
      (["--older-than", "a week"], "--older-than must be a number with s, m, h, d or w"),
      (["0707"], "holds nothing of")],
 )  # fmt: skip
@@ -224,6 +227,24 @@ def test_notes_where_none_can_be_kept(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("")
     write_note(tmp_path, TINY, NOTE)
     assert read_notes(tmp_path) == {}
+
+
+def test_all_columns_are_readable_beside_a_long_name(root: Path) -> None:
+    """In 80 columns, as a pipe has them too."""
+    write_note(root, TINY, replace(NOTE, model="/models/SmolLM2-135M-Instruct.Q4_1.gguf"))
+    console = Console(width=80, record=True, file=StringIO())
+    show(console, listing(root, lambda done, total: None))
+    said = " ".join(console.export_text().split())
+    for word in (
+        "bf16, KV int8",
+        "SmolLM2-135M-",
+        "Instruct.Q4_1",
+        "no tenant",
+        tenant_mark(b"acme").hex(),
+        "now 00000000",
+    ):
+        assert word in said, said
+    assert "\u2026" not in said
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(59, "now"), (60, "1 min ago"), (7300, "2 h ago"), (864000, "10 d ago")])

@@ -125,6 +125,11 @@ def test_sizes_of_a_request(write: Write) -> None:
         check_refusal(post(running, body, path=CHAT), 400, "max_completion_tokens")
         assert post(running, text("x" * 100, max_tokens=20, n=2)).status_code == 200
         assert post(running, text("x" * 101, max_tokens=41), FREE).status_code == 200
+        usual = {name: value for name, value in text(["x", "y"], n=2).items() if name != "max_tokens"}
+        cut = post(running, usual).json()
+        assert [each["finish_reason"] for each in cut["choices"]] == ["length"] * 4
+        assert cut["usage"]["completion_tokens"] == 40
+        check_refusal(post(running, usual | {"min_tokens": 11}), 400, "max_tokens")
         whole = post(running, ask(max_tokens=None, n=2), path=CHAT).json()
         assert whole["usage"]["completion_tokens"] == 40, "left open: as much as is allowed"
         check_refusal(post(running, ask(max_tokens=None, min_tokens=30, n=2), path=CHAT), 400, "max_tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,10 @@ PATHS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format",
         "response_format.json_schema.name is required",
     ),
+    "a schema that is no object": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": [1]}}}, "response_format",
+        "response_format.json_schema.schema: Input should be",
+    ),
     "logprobs by the client's name": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be"),
     "no choice": (
         {"structured_outputs": {"choice": []}}, "structured_outputs", "structured_outputs: choice must be a list of 1",
@@ -92,6 +97,29 @@ def test_refusals_name_the_field_as_the_client_wrote_it(fast: Running, name: str
 def test_body_too_large(fast: Running) -> None:
     check_refusal(fast.http.post(TEXT, content=b" " * (33 * 2**20)), 413, None)
     assert fast.http.post(TEXT, json=text()).status_code == 200
+
+
+def test_a_body_that_is_announced_as_too_large_is_not_waited_for(fast: Running) -> None:
+    """Of a client that asks before it sends."""
+    with socket.create_connection(("127.0.0.1", fast.port), timeout=10) as sock:
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: 40000000\r\nExpect: 100-continue\r\n\r\n"
+        sock.sendall(head.encode())
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413 ")
+    assert fast.http.post(TEXT, json=text(), headers={"expect": "100-continue"}).status_code == 200
+
+
+@pytest.mark.parametrize("prompt", [["a", [1]], [[1], "a"], ["a", 1], [[1], [True]]])
+def test_prompts_are_of_one_kind(fast: Running, prompt: Any) -> None:
+    reply = fast.http.post(TEXT, json=text(prompt))
+    check_refusal(reply, 400, "prompt")
+    assert "a list of such lists" in reply.json()["error"]["message"]
+
+
+def test_a_number_of_thousands_of_digits(fast: Running) -> None:
+    body = json.dumps(text()).replace('"max_tokens": ', '"seed": ' + "9" * 5000 + ', "max_tokens": ')
+    reply = fast.http.post(TEXT, content=body)
+    check_refusal(reply, 400, None)
+    assert reply.json()["error"]["message"] == "the body is not valid JSON: a number has too many digits"
 
 
 def test_compressed_body_is_refused_with_the_remedy(fast: Running) -> None:

@@ -67,6 +67,8 @@ def refusal(**shape: Any) -> str:
          "#/items/properties/a"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "#/x-guidance"),
         ({"required": True}, "#/required"),
+        ({"type": "string", "format": "date", "maxLength": 4},
+         "#: no text fits this pattern, format and length together; leave one of them out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -220,6 +220,29 @@ def test_directory_removed_while_it_runs(tier: DiskTier, root: Path) -> None:
     check(tier, root)
 
 
+def replace(index: Path) -> None:
+    lose(index)
+    garble(index)
+
+
+@pytest.mark.parametrize("damage", [lose, replace])
+def test_an_index_that_is_gone_is_made_anew_whoever_asks_for_blobs(
+    tier: DiskTier, root: Path, damage: Callable[[Path], None]
+) -> None:
+    """Blobs that are gone too are asked for: taking them out of an index that is nobody's file any more fails for good,
+    and is no reason to wait before the next write."""
+    for number in range(3):
+        put(tier, number)
+    for path in files(root).values():
+        path.unlink()
+    damage(root / "index.sqlite")
+    for _ in range(3):
+        assert [get(tier, number) for number in range(3)] == [None] * 3
+    assert put(tier, 7) and get(tier, 7) == content(7)
+    assert not tier.stats().degraded and tier.stats().blobs == 1
+    check(tier, root)
+
+
 def test_a_file_in_place_of_the_directory_while_it_runs(tier: DiskTier, root: Path) -> None:
     """Every call has its answer: nothing is there, but for files that are open."""
     put(tier, 1), put(tier, 2)

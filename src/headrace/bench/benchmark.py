@@ -126,6 +126,17 @@ def integers(name: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{name} must be integers by commas, got {text!r}") from None
 
 
+def shares(name: str, text: str) -> tuple[float, ...]:
+    """Numbers between 0 and 1 by commas; none: ()."""
+    try:
+        found = tuple(float(part) for part in text.split(",") if part)
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= each <= 1 for each in found):
+        raise ValueError(f"{name} must be numbers from 0 to 1 by commas, got {text!r}")
+    return found
+
+
 def a_model(name: str, text: str) -> str:
     """A folder that there is, or a shape's name."""
     if not re.fullmatch(r"S\d+", text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import tempfile
@@ -12,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.benchmark import MODEL_HELP, Benchmark, Case, a_model, one_of, option
+from headrace.bench.benchmark import MODEL_HELP, Benchmark, Case, a_model, one_of, option, shares
 from headrace.bench.shapes import SHAPES, write_checkpoint
 from headrace.bench.table import Column
 
@@ -28,13 +29,14 @@ class OffloadSetup:
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:
-    """Numbers by commas."""
-    return tuple(float(part) for part in text.split(","))
-
-
-def some_numbers(name: str, text: str) -> tuple[float, ...]:
-    """The same, or none."""
-    return tuple(float(part) for part in text.split(",") if part)
+    """Numbers above 0, by commas. Raises ValueError naming the option."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (math.nan,)
+    if not all(0 < each < math.inf for each in found):
+        raise ValueError(f"{name} must be numbers above 0 by commas, got {text!r}")
+    return found
 
 
 def schedules(name: str, text: str) -> tuple[str, ...]:
@@ -52,7 +54,7 @@ class OffloadBench(Benchmark):
     name = "offload"
     model: str = option(MODEL_HELP, "S2", argument=True, parse=a_model)
     rates: tuple[float, ...] = option("GB/s of the emulated link each way, by commas.", "0.25,0.5,1,2", parse=numbers)
-    shares: tuple[float, ...] = option("Further shares of chunks to project, by commas.", "", parse=some_numbers)
+    shares: tuple[float, ...] = option("Further shares of chunks to project, by commas.", "", parse=shares)
     schedules: tuple[str, ...] = option("Schedules, by commas: row, column.", "row,column", parse=schedules)
     sequences: int = option("Sequences decoded together.", 16, min=1)
     context: int = option("Tokens of each before the first step.", 1024, min=1)

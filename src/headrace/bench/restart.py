@@ -49,6 +49,11 @@ class RestartBench(Benchmark):
         "Context ranks of each server that restores, by commas. Default: as many as stored.", "", parse=rank_counts
     )
 
+    def __post_init__(self) -> None:
+        """Raises ValueError naming the option."""
+        if self.directory is not None and not self.directory.is_dir():
+            raise ValueError(f"directory {self.directory} is no directory; name one that there is")
+
     def cases(self) -> Iterator[Case]:
         """One case for each way to end, repetition and restoring server; each way has a new directory each time."""
         restoring = self.again or (self.ranks,)

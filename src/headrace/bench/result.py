@@ -16,6 +16,7 @@ from headrace.bench.benchmark import Benchmark, Case, CaseProgress
 from headrace.bench.table import CaseTable, columns_of
 from headrace.config.fields import listed
 from headrace.console import err, out
+from headrace.files import check_can_write
 from headrace.version import __version__
 
 
@@ -51,8 +52,11 @@ def result(cases: list[Case], measured: dict[str, Any], lengths: dict[int, int] 
 def measure(bench: Benchmark, json_file: Path | None = None) -> list[Case]:
     """Prints cases as they come and writes what there is to the file, interrupted or not; then what sums them up.
 
-    SIGTERM interrupts as ctrl-c does: by KeyboardInterrupt, at which whoever makes the cases ends the processes it has.
+    Raises ValueError, before anything is measured, for a file that cannot be written. SIGTERM interrupts as ctrl-c
+    does: by KeyboardInterrupt, at which whoever makes the cases ends the processes it has.
     """
+    if json_file is not None:
+        check_can_write("--json", json_file)
     done: list[Case] = []
     table: CaseTable | None = None
     lengths = bench.quick_lengths()

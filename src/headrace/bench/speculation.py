@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.bench.benchmark import Benchmark, Case, integers, one_of, option, words
+from headrace.bench.benchmark import Benchmark, Case, integers, one_of, option, shares, words
 from headrace.bench.contender_process import ContenderFailed, ContenderProcess
 from headrace.bench.engine import SETTLE_S
 from headrace.bench.known_answers import QUOTINGS, RANDOM, Quoting, TokenCycle, known_checkpoint
@@ -45,17 +45,6 @@ n-grams."""
 
 Rates = dict[str, list[float]]
 """Tokens a second of each round, by method or engine."""
-
-
-def shares(name: str, text: str) -> tuple[float, ...]:
-    """Numbers between 0 and 1 by commas; none: ()."""
-    try:
-        found = tuple(float(part) for part in text.split(",") if part)
-    except ValueError:
-        found = (-1.0,)
-    if not all(0 <= each <= 1 for each in found):
-        raise ValueError(f"{name} must be numbers from 0 to 1 by commas, got {text!r}")
-    return found
 
 
 @dataclass

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.benchmark import Benchmark, Case, one_of, option
-from headrace.bench.shapes import SHAPES
 from headrace.bench.table import Column
 from headrace.bench.vocabularies import with_tokenizer
 from headrace.console import working
@@ -58,7 +57,7 @@ class StructuredBench(Benchmark):
     """
 
     name = "structured"
-    model: str = option("Shape with random weights: S1, S2, S3.", "S1", argument=True, parse=one_of(*SHAPES))
+    model: str = option("Shape with random weights: S1, S2, S3.", "S1", argument=True, parse=one_of("S1", "S2", "S3"))
     sequences: int = option("Sequences decoded together.", 16, min=1)
     repeats: int = option("Rounds, with a shape and without in turn.", 24, min=1)
     steps: int = option("Decode steps of each in a round.", 4, min=1)

@@ -82,6 +82,8 @@ def rm(
     from headrace.progress import sized
 
     if everything == (model is not None) and not (older_than and not everything):
+        if everything:
+            raise ValueError("give MODEL or --all, not both")
         raise ValueError("say what to remove: MODEL, --all, or --older-than AGE")
     before = None if older_than is None else time.time_ns() - int(age_s(older_than) * 1e9)
     root = _root(path)

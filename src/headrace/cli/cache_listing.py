@@ -23,7 +23,8 @@ from headrace.progress import sized
 ID = 8
 """Digits of an identity that are shown; so many and more name it."""
 
-
+MODEL, OTHERS = 12, 67
+"""Characters of a model's name in a line at least, and what the other columns take of it."""
 SHORT = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -153,7 +154,9 @@ def show(console: Console, found: Listing) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
     for name in ("model", "types, tenants", "chunks", "tokens", "size", "last use", "id"):
         justify: Literal["left", "right"] = "right" if name in ("chunks", "tokens", "size") else "left"
-        table.add_column(name, justify=justify, no_wrap=name != "types, tenants")
+        most = max(MODEL, console.width - OTHERS) if name == "model" else None
+        wraps = name in ("model", "types, tenants")
+        table.add_column(name, justify=justify, no_wrap=not wraps, max_width=most, overflow="fold")
     for model in found.models:
         table.add_row(Text(model.name), Text(model.types), *model.cells(), model.id[:ID])
         for name, cells in _rows(model):

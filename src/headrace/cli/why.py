@@ -49,7 +49,7 @@ def run(model: str, first: Path, second: Path, as_json: bool) -> None:
         (str(first), f"{len(one):,} tokens"),
         (str(second), f"{len(ids):,} tokens"),
         ("alike", f"{near.common:,} tokens; the cache keeps whole chunks of {CHUNK}: {reuse.cached:,}"),
-        ("why", reuse.told),
+        ("why", f"they have no whole chunk of {CHUNK} tokens in common" if reuse.cause == "first" else reuse.told),
         ("behind", repr(before)),
     ]
     out.print(Trimmed(rows_of(rows)), end="")
@@ -57,7 +57,10 @@ def run(model: str, first: Path, second: Path, as_json: bool) -> None:
 
 def _prompt(tokenizer: Tokenizer, path: Path) -> tuple[Ids, list[dict[str, Any]]]:
     """Tokens of a request's prompt, and the messages of a conversation."""
-    raw = read_given(path, MOST_BYTES)
+    try:
+        raw = read_given(path, MOST_BYTES)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name a request's body as JSON") from None
     try:
         body = json.loads(raw)
         if isinstance(body, dict) and "messages" in body:

@@ -138,6 +138,11 @@ class EngineCore:
         self._stats.tokens.cached += active.sequences[0].cached_tokens
         return True
 
+    def abort_all(self) -> None:
+        """Ends all requests, between two steps: what they have computed is stored, where there are tiers."""
+        for request_id in list(self._active):
+            self.abort(request_id)
+
     def _drop(self, sequence: SequenceState) -> None:
         if self._outputs.pop(sequence).matcher is not None:
             self.structured.drop(sequence)

@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from headrace.engine.call_handlers import Answered, CallHandlers
     from headrace.engine.core import EngineCore
     from headrace.engine.ranks import Ranks
+    from headrace.progress import Prefill
 
 log = logging.getLogger("headrace.engine.worker")
 
 TICK_S = 0.05
 """Between reports of an engine that has nothing to do but to store chunks."""
+
+GONE = (BrokenPipeError, ConnectionResetError)
+"""The server is."""
 
 REPORT_S = 1.0
 """Between reports of an idle engine with tiers, which may change by themselves."""
@@ -54,7 +58,7 @@ def main(descriptor: int) -> int:
     with ExitStack() as closing:  # the other ranks, after the report
         try:
             return _serve(link, inbox, closing)
-        except (BrokenPipeError, ConnectionResetError):
+        except GONE:
             return 0
         except Exception as error:
             _report(link, _failure(error, serving=inbox.serving.is_set()))
@@ -146,8 +150,8 @@ class Inbox:
                     self.on_ping()
                 else:
                     self._messages.put(message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the server is gone
+        except GONE:
+            pass
         except (OSError, ValueError):
             log.exception("the link to the server failed")
         if not self.serving.is_set():
@@ -209,7 +213,6 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
     watch = RankWatch(link, loaded.ranks) if loaded.ranks is not None else None
     try:
         core = EngineCore(loaded)
-        core.on_prefill = lambda prefills, expected_s: link.send(m.Prefills(prefills, expected_s))
         steps = StepWatch.of(config, partial(_leave_hung, link) if watch is None else watch.end)
         inbox.on_ping = steps.look
         return _step_on(core, link, inbox, steps)
@@ -219,20 +222,28 @@ def _serve(link: Link, inbox: Inbox, closing: ExitStack) -> int:
 
 
 def _step_on(core: EngineCore, link: Link, inbox: Inbox, steps: StepWatch) -> int:
-    """Steps until the other side is gone."""
+    """Steps until the other side is gone, which ends what is under way."""
     from headrace.engine.call_handlers import CallHandlers
 
-    calls = CallHandlers(core)
+    calls, refused = CallHandlers(core), dict[str, Refused]()
+    core.on_prefill = partial(_tell_of_prefills, link)
     inbox.serving.set()
-    link.send(m.EngineReady(core.loaded.capacity))
-    while True:
-        refused: dict[str, Refused] = {}
-        if not _drain(core, inbox, refused, calls, link):
-            return 0
-        _answer(link, calls.advance())
-        with steps:
-            deltas = core.step()
-        link.send_events(m.Events(deltas, core.take_started(), refused, core.stats()))
+    with contextlib.suppress(*GONE):
+        link.send(m.EngineReady(core.loaded.capacity))
+        while _drain(core, inbox, refused, calls, link):
+            _answer(link, calls.advance())
+            with steps:
+                deltas = core.step()
+            link.send_events(m.Events(deltas, core.take_started(), refused, core.stats()))
+            refused = {}
+    core.abort_all()
+    return 0
+
+
+def _tell_of_prefills(link: Link, prefills: list[Prefill], expected_s: float) -> None:
+    """In the middle of a step, which goes on to its end whether the other side is there or not."""
+    with contextlib.suppress(*GONE):
+        link.send(m.Prefills(prefills, expected_s))
 
 
 def _answer(link: Link, answers: list[Answered]) -> None:

@@ -13,8 +13,8 @@ from headrace.types import InvalidRequest
 
 
 def admit(job: Job, tenant: Tenant, public: PublicPrefixes, context: int) -> None:
-    """The job becomes the tenant's. A max_tokens that is all that the context allows may be lowered: that is what a
-    request without one has. context: the longest that the model takes.
+    """The job becomes the tenant's. A max_tokens that the client has left open, or that is all that the context allows,
+    may be lowered: that is what a request without one has. context: the longest that the model takes.
 
     Raises InvalidRequest for a job that is larger than the tenant's may be, ApiError 429 where its tokens are used up.
     """
@@ -64,7 +64,7 @@ def _bound_output(job: Job, most: int, context: int) -> None:
         asked = prompt.params.max_tokens
         if asked is not None and asked <= each:
             continue
-        left_open = asked is None or asked == context - len(prompt.ids)
+        left_open = prompt.left_open or asked is None or asked == context - len(prompt.ids)
         if not left_open or each < max(1, prompt.params.min_tokens):
             of = f" for each of {len(answers)} answers" if len(answers) > 1 else ""
             raise InvalidRequest(f"max_tokens: this key allows {each:,}{of}", "max_tokens")

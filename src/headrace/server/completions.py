@@ -41,7 +41,10 @@ async def _prompts(state: ServerState, body: CompletionBody, params: SamplingPar
     given = body.prompts()
     if len(given) > state.config.server.max_queued_requests:
         raise invalid(f"at most {state.config.server.max_queued_requests} prompts in one request", "prompt")
-    return [await _prompt(state, prompt, params, bool(body.echo)) for prompt in given]
+    prompts = [await _prompt(state, prompt, params, bool(body.echo)) for prompt in given]
+    for prompt in prompts:
+        prompt.left_open = body.max_tokens is None
+    return prompts
 
 
 async def _prompt(state: ServerState, prompt: str | list[int], params: SamplingParams, echo: bool) -> Prompt:

@@ -40,6 +40,7 @@ class Guard:
         reply = _Reply(send, scope, self.state)
         try:
             _check_framing(scope)
+            _check_announced(scope)
             if scope["path"] != "/health":
                 tenant = self._check(scope)
             else:
@@ -116,6 +117,18 @@ def _check_framing(scope: Scope) -> None:
         raise ApiError(400, told, None, "invalid_framing", {"Connection": "close"})
 
 
+def _check_announced(scope: Scope) -> None:
+    """Raises ApiError 413 where a client asks whether to send a body that is too large, which then is not sent."""
+    headers = dict(scope["headers"])
+    asks = headers.get(b"expect", b"").lower() == b"100-continue"
+    if asks and int(headers.get(b"content-length", 0)) > MAX_BODY_BYTES:
+        raise _too_large({"Connection": "close"})
+
+
+def _too_large(headers: dict[str, str] | None = None) -> ApiError:
+    return ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", None, "body_too_large", headers)
+
+
 def _presented(scope: Scope) -> Iterator[bytes]:
     """Keys that come with a request: OpenAI's clients send a bearer, Anthropic's x-api-key, and some both."""
     for name, value in scope["headers"]:
@@ -136,7 +149,7 @@ def _limited(receive: Receive) -> Receive:
         if seen <= MAX_BODY_BYTES:
             return message
         await _discard(message, receive)
-        raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES:,} bytes", None, "body_too_large")
+        raise _too_large()
 
     return limited
 

@@ -30,7 +30,7 @@ class Prompt:
     sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
     embedding is wanted, and no answer. `messages`: of a conversation, and `replay`: how its earlier answers were read;
     `asked`: whose it is, and its text, where its answer is to be remembered (server.answer_memory). `pins`: what of it
-    is to stay in the cache."""
+    is to stay in the cache. `left_open`: how long the answer may be is not the client's choice."""
 
     ids: Sequence[int]
     params: SamplingParams
@@ -43,6 +43,7 @@ class Prompt:
     replay: Replay | None = None
     asked: tuple[Owner, str] | None = None
     pins: Sequence[AskedPin] = ()
+    left_open: bool = False
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_Objects().made)
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        why = "a number has too many digits" if "integer string conversion" in why else why
         raise ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", None, "invalid_json")

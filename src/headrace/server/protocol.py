@@ -191,7 +191,7 @@ def prompts_of(value: Any, name: str) -> list[str | list[int]]:
     many = isinstance(value, list) and bool(value) and not _is_ids(value)
     prompts = value if many else [value]
     for prompt in prompts:
-        if not isinstance(prompt, str) and not _is_ids(prompt):
+        if not (_is_ids(prompt) or isinstance(prompt, str)) or type(prompt) is not type(prompts[0]):
             told = f"{name} must be a string, a list of strings, a list of token ids or a list of such lists"
             raise invalid(told, name)
         if not prompt:
@@ -262,6 +262,8 @@ def explain(error: ValidationError, fields: Any, where: str = "") -> ApiError:
 
 UNION_TAGS = ("a function", "a namespace")
 """Names of a union's members that are no value of a field."""
+TYPES = ("dict[str,any]", "list[any]")
+"""Others of them, which stand last."""
 
 
 def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
@@ -269,7 +271,7 @@ def _untagged(loc: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
     last part is the field at fault. An object under the name of the type is a field: a function's `function`."""
     out: list[int | str] = []
     for place, part in enumerate(loc):
-        if out and place < len(loc) - 1 and part in UNION_TAGS:
+        if out and ((place < len(loc) - 1 and part in UNION_TAGS) or part in TYPES):
             continue
         tagged = out and place < len(loc) - 1 and isinstance(value, dict)
         if tagged and part in (value.get("type"), value.get("role")) and not _is_field(value, part, loc[place + 1]):

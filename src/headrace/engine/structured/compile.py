@@ -46,6 +46,7 @@ _SAID = {
     ),
     "can't determine if patternProperty": ("patternProperties may overlap", "use patterns that exclude each other"),
     "are not disjoint": ("patternProperties overlap", "use patterns that exclude each other"),
+    "Regex is empty": ("no text fits this pattern, format and length together", "leave one of them out"),
     "schema too large": ("the cases of allOf, anyOf and oneOf multiply to too many", "use fewer"),
     "circular references with sibling": ("a recursive $ref beside other keywords", "use $ref alone"),
 }

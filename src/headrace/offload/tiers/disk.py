@@ -239,7 +239,11 @@ class DiskTier:
             if self._closed or self._index is not index:
                 return not self._closed
             again = self._health.paused
-            self._health.fail("index", error, pause=True)
+            replaced = self._index_id is not None and self._index_id != identity(self._files.index)
+            self._health.fail("index", error, pause=not replaced)
+            if replaced:  # deleted, or mended by others: it will never be itself again, and nothing need be waited for
+                self._open()
+                return True
             self._reopen = True
             if passing(error):
                 return False
@@ -287,8 +291,9 @@ class DiskTier:
         disk = os.statvfs(self._files.root)
         free = disk.f_bavail * disk.f_frsize
         if free < index.budget - used:
+            there, wanted = (f"{size / disk_check.GIB:.3g}" for size in (free, index.budget - used))
             remedy = "nothing new is stored once the disk is full; lower kv_offload_disk_size"
-            self._health.tell("room", f"{free} bytes are free where {index.budget - used} may be used: {remedy}")
+            self._health.tell("room", f"{there} GiB are free where {wanted} GiB may be used: {remedy}")
 
     def _use(self, index: Index) -> None:
         old, self._index = self._index, index
