@@ -230,6 +230,16 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
         lambda w: w.add_bool("qwen35moe.expert_weights_norm", False),
         "norm false",
     ),
+    "ernie's shares as they are": (
+        "ernie_moe",
+        lambda w: w.add_expert_weights_norm(False),
+        "weights_norm false is not",
+    ),
+    "sigmoids of a softmax": (
+        "minimax_m2",
+        lambda w: w.add_uint32("minimax-m2.expert_gating_func", 1),
+        "expert_gating_func 1 is not",
+    ),
     "windows of other layers": (
         "gemma2",
         lambda w: w.add_sliding_window_pattern([True]),

@@ -92,6 +92,9 @@ def add(writer: GGUFWriter, model: torch.nn.Module, name: str, parameter: Tensor
         write_each(writer, prefix + "attn_k_b.weight", keys, kind_of, lambda part: part.swapaxes(1, 2))
         write_each(writer, prefix + "attn_v_b.weight", values, kind_of)
         return True
+    if name.endswith("e_score_correction_bias"):
+        writer.add_tensor(prefix + "exp_probs_b.bias", parameter.numpy().astype(np.float32).reshape(-1))
+        return True
     if ".experts." not in name:
         return False
     parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)

@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, quants
 from transformers import PreTrainedModel
 
-from tests.support import checkpoints, gguf_deepseek, gguf_gemma4, gguf_gpt_oss, hybrid_checkpoints
+from tests.support import checkpoints, gguf_deepseek, gguf_gemma4, gguf_gpt_oss, gguf_routed, hybrid_checkpoints
 from tests.support.gguf_files import SIZES, Array, KindOf, finish, raw_rows
 
 HYBRID = dict(
@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next_experts": ("qwen3next", "next_experts", HYBRID | dict(mlp_only_layers=[])),
     "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
-} | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS  # fmt: skip
+} | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
@@ -142,12 +142,13 @@ def write_family(
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
     describe(writer, config, architecture)
     latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
-    apart = latent or architecture in HYBRIDS
+    corrected = architecture in ("ernie4_5-moe", "minimax-m2")
+    apart = latent or corrected or architecture in HYBRIDS
     if architecture == "deepseek2":
         gguf_deepseek.describe(writer, config, old)
     if architecture == "glm4moe":
         gguf_deepseek.describe_experts(writer, config)
-    if latent:
+    if latent or corrected:
         gguf_deepseek.add_corrections(writer, model)
     if architecture == "gpt-oss":
         gguf_gpt_oss.describe(writer, config)
@@ -306,7 +307,8 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
     if architecture in ("qwen2vl", "qwen3vl"):
         writer.add_rope_dimension_sections([12, 10, 10, 0])
     more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, **dict.fromkeys(HYBRIDS, _linear),
-            "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2}  # fmt: skip
+            "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2, "minimax-m2": gguf_routed.minimax_m2,
+            "ernie4_5-moe": gguf_routed.ernie_moe}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
 

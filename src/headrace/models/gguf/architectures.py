@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headrace.logs import shown
-from headrace.models.gguf import deepseek, families, gemma4, hybrids
+from headrace.models.gguf import deepseek, families, gemma4, hybrids, routed
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.models.gguf.rotations import rope_of
@@ -57,6 +57,7 @@ LATENT_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.NAMES}
 GLM_MOE_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.GLM_NAMES}
 GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
 HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
+MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3", "w2"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,14 @@ ARCHITECTURES = {
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA_NAMES, fields=families.ernie4_5),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", {**EXPERT_NAMES, **routed.ERNIE_NAMES}, fields=routed.ernie4_5,
+        routed=False,
+    ),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM", "minimax_m2", {**MIXTRAL_NAMES, **routed.MINIMAX_NAMES}, fields=routed.minimax_m2,
+        partial=True, routed=False,
+    ),
     "arcee": Architecture("ArceeForCausalLM", "arcee", LLAMA_NAMES, turned=True, fields=families.arcee),
     "hunyuan-dense": Architecture(
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", LLAMA_NAMES | families.HUNYUAN_NAMES,
@@ -177,9 +186,7 @@ MINISTRAL3 = Architecture("Ministral3ForCausalLM", "ministral3", LLAMA_NAMES, tu
 """A mistral3 whose queries are multiplied by a factor of their position."""
 OLMO3 = Architecture("Olmo3ForCausalLM", "olmo3", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.olmo3)
 """An olmo2 with windows."""
-MIXTRAL = Architecture(
-    "MixtralForCausalLM", "mixtral", _with_experts("block_sparse_moe", ("w1", "w3", "w2")), turned=True
-)
+MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, turned=True)
 """A llama with experts."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MODULE = re.compile(r"blk\.(\d+)\.")

@@ -1,0 +1,56 @@
+"""GGUF files of MiniMax-M2 and of ERNIE 4.5 with experts, whose routers have corrections: what config.json would say.
+Imports no torch.
+
+Facts: llama.cpp's conversion/minimax.py and ernie.py, src/models/minimax-m2.cpp and ernie4-5-moe.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.models.gguf.deepseek import SHARED, SIGMOID, SOFTMAX
+from headrace.models.gguf.families import LAYER, Facts, refuse_experts
+from headrace.types import UnsupportedModel
+
+READ = {
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func", "expert_weights_norm",
+}  # fmt: skip
+OF_SHARED = {"expert_shared_count", "expert_shared_feed_forward_length"}
+"""The second says something of no model's experts; tensors say their width."""
+CORRECTIONS = "blk.{}.exp_probs_b.bias"
+MINIMAX_NAMES = {CORRECTIONS: LAYER + "block_sparse_moe.e_score_correction_bias"}
+ERNIE_NAMES = SHARED | {CORRECTIONS: LAYER + "mlp.moe_statics.e_score_correction_bias"}
+
+
+def minimax_m2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    _check(facts, READ, SIGMOID)
+    return {
+        "num_local_experts": facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "intermediate_size": facts.count("expert_feed_forward_length", facts.count("feed_forward_length", 0) or None),
+        "rotary_dim": facts.count("rope.dimension_count", facts.count("attention.key_length")),
+    }
+
+
+def ernie4_5(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """The last layer has experts in all models."""
+    _check(facts, READ | OF_SHARED, SOFTMAX)
+    return {
+        "moe_num_experts": facts.count("expert_count"),
+        "moe_k": facts.count("expert_used_count"),
+        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": facts.count("expert_shared_count", 0),
+        "moe_layer_start_index": facts.count("leading_dense_block_count", 0),
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
+        "use_bias": False,
+    }
+
+
+def _check(facts: Facts, read: set[str], scores: int) -> None:
+    """Raises UnsupportedModel for routers of another kind."""
+    refuse_experts(facts, read)
+    if (found := facts.count("expert_gating_func", scores)) != scores:
+        raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}expert_gating_func {found} is not supported")
+    if not facts.flag("expert_weights_norm", True):
+        raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}expert_weights_norm false is not supported")

@@ -1,0 +1,31 @@
+"""Metadata of GGUF files of MiniMax-M2 and ERNIE 4.5 with experts, as llama.cpp's converter writes them
+(conversion/minimax.py and ernie.py). Nothing here is taken from headrace's reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gguf import ExpertGatingFuncType, GGUFWriter
+
+ERNIE = dict(moe_layer_end_index=-1, moe_intermediate_size=96, tie_word_embeddings=False)
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "minimax_m2": ("minimax-m2", "minimax_m2", dict(intermediate_size=96)),
+    "ernie_moe": ("ernie4_5-moe", "ernie_moe", ERNIE),
+}  # fmt: skip
+
+
+def minimax_m2(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
+def ernie_moe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.moe_num_experts)
+    writer.add_expert_used_count(config.moe_k)
+    writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    writer.add_leading_dense_block_count(config.moe_layer_start_index)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.moe_num_shared_experts)
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
