@@ -95,11 +95,12 @@ def add(writer: GGUFWriter, model: torch.nn.Module, name: str, parameter: Tensor
     if name.endswith("e_score_correction_bias"):
         writer.add_tensor(prefix + "exp_probs_b.bias", parameter.numpy().astype(np.float32).reshape(-1))
         return True
-    if ".experts." not in name:
+    shared = name.endswith("shared_mlp.input_linear.weight")  # Granite's
+    if ".experts." not in name and not shared:
         return False
-    parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
-    for part, own in zip(parts, parameter.chunk(len(parts), dim=1), strict=True):
-        write_each(writer, f"{prefix}ffn_{part}_exps.weight", own, kind_of)
+    parts, end = ("gate", "up") if shared or name.endswith("gate_up_proj") else ("down",), "shexp" if shared else "exps"
+    for part, own in zip(parts, parameter.chunk(len(parts), dim=0 if shared else 1), strict=True):
+        write_each(writer, f"{prefix}ffn_{part}_{end}.weight", own, kind_of)
     return True
 
 

@@ -100,7 +100,7 @@ NAMES = {
     "linear_attn.out_proj": "ssm_out", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
-} | gguf_deepseek.NAMES | gguf_gpt_oss.NAMES | gguf_gemma4.NAMES  # fmt: skip
+} | gguf_deepseek.NAMES | gguf_gpt_oss.NAMES | gguf_gemma4.NAMES | gguf_routed.NAMES  # fmt: skip
 
 
 def _as_it_is(value: Array) -> Array:
@@ -143,7 +143,7 @@ def write_family(
     describe(writer, config, architecture)
     latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
     corrected = architecture in ("ernie4_5-moe", "minimax-m2")
-    apart = latent or corrected or architecture in HYBRIDS
+    apart = latent or corrected or architecture == "granitemoe" or architecture in HYBRIDS
     if architecture == "deepseek2":
         gguf_deepseek.describe(writer, config, old)
     if architecture == "glm4moe":
@@ -211,7 +211,7 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
     if module == "post_attention_layernorm" and architecture in NORM_BEHIND_ATTENTION:
         theirs = "post_attention_norm.weight"
     place = Place(prefix + theirs)
-    turned = architecture in ("smollm3", "granite", "mistral3", "arcee")
+    turned = architecture in ("smollm3", "granite", "granitemoe", "mistral3", "arcee")
     if turned and module in ("self_attn.q_proj", "self_attn.k_proj"):
         place.rows = _in_pairs(config.num_attention_heads if "q_proj" in module else config.num_key_value_heads, config)
     if architecture == "falcon" and "query_key_value" in module:
@@ -297,7 +297,7 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if architecture != "deepseek2":
         writer.add_head_count_kv(config.num_key_value_heads)
-    if architecture not in ("phi3", "granite", "chatglm", "deepseek2"):
+    if architecture not in ("phi3", "granite", "granitemoe", "chatglm", "deepseek2"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     _describe_rope(writer, config, architecture)
@@ -308,7 +308,7 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_rope_dimension_sections([12, 10, 10, 0])
     more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, **dict.fromkeys(HYBRIDS, _linear),
             "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2, "minimax-m2": gguf_routed.minimax_m2,
-            "ernie4_5-moe": gguf_routed.ernie_moe}  # fmt: skip
+            "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
 
@@ -339,7 +339,7 @@ def _describe_rope(writer: GGUFWriter, config: Any, architecture: str) -> None:
             writer.add_rope_scaling_yarn_attn_factor(every["attention_factor"])
     if "partial_rotary_factor" in rope:
         writer.add_rope_dimension_count(int(64 * rope["partial_rotary_factor"]))
-    if architecture in ("smollm3", "granite", "phi3") and "partial_rotary_factor" not in rope:
+    if architecture in ("smollm3", "granite", "granitemoe", "phi3") and "partial_rotary_factor" not in rope:
         writer.add_rope_dimension_count(64)
     if architecture == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)

@@ -1,5 +1,5 @@
-"""Metadata of GGUF files of MiniMax-M2 and ERNIE 4.5 with experts, as llama.cpp's converter writes them
-(conversion/minimax.py and ernie.py). Nothing here is taken from headrace's reader."""
+"""GGUF files of Granite 3, MiniMax-M2 and ERNIE 4.5 with experts, as llama.cpp's converter writes them
+(conversion/granite.py, minimax.py and ernie.py). Nothing here is taken from headrace's reader."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ from gguf import ExpertGatingFuncType, GGUFWriter
 ERNIE = dict(moe_layer_end_index=-1, moe_intermediate_size=96, tie_word_embeddings=False)
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", "minimax_m2", dict(intermediate_size=96)),
+    "granite_moe": ("granitemoe", "granite_moe", dict(intermediate_size=96)),
+    "granite_moe_shared": ("granitemoe", "granite_moe_shared", dict(intermediate_size=96)),
     "ernie_moe": ("ernie4_5-moe", "ernie_moe", ERNIE),
 }  # fmt: skip
+
+
+NAMES = {"block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.output_linear": "ffn_down_shexp"}
+
+
+def granite_moe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if getattr(config, "shared_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
 
 
 def minimax_m2(writer: GGUFWriter, config: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ LLAMA_NAMES = {
 ROUTER = "blk.{}.ffn_gate_inp"
 
 
-def _with_experts(mlp: str, parts: tuple[str, str, str]) -> Mapping[str, str]:
+def _with_experts(mlp: str, parts: tuple[str, str, str]) -> dict[str, str]:
     """Those, and a router and experts of that name, whose matrices are called `parts`: gate, up, down. The file has all
     experts of a layer in one tensor, or as older ones do each in its own."""
     layer = "model.layers.{}." + mlp
@@ -57,6 +57,7 @@ LATENT_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.NAMES}
 GLM_MOE_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.GLM_NAMES}
 GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
 HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
+GRANITE_EXPERTS = _with_experts("block_sparse_moe", ("gate_proj", "up_proj", "down_proj"))
 MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3", "w2"))
 
 
@@ -106,9 +107,7 @@ ARCHITECTURES = {
         "SeedOssForCausalLM", "seed_oss", LLAMA_NAMES | families.SEED_OSS_NAMES, fields=families.seed_oss
     ),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", EXPERT_NAMES),
-    "olmo2": Architecture(
-        "Olmo2ForCausalLM", "olmo2", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.olmo2
-    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.olmo2),
     "exaone4": Architecture(
         "Exaone4ForCausalLM", "exaone4", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.exaone4
     ),
@@ -140,6 +139,10 @@ ARCHITECTURES = {
     "phi3": Architecture("Phi3ForCausalLM", "phi3", LLAMA_NAMES | FUSED_NAMES, fields=families.phi3, partial=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA_NAMES, turned=True, fields=families.smollm3),
     "granite": Architecture("GraniteForCausalLM", "granite", LLAMA_NAMES, turned=True, fields=families.granite),
+    "granitemoe": Architecture(
+        "GraniteMoeForCausalLM", "granitemoe", GRANITE_EXPERTS | routed.GRANITE_NAMES, form=routed.granite_form,
+        fields=routed.granite_moe, routed=False,
+    ),
     "chatglm": Architecture(
         "GlmForCausalLM", "glm", LLAMA_NAMES | FUSED_NAMES, form=families.glm_form, fields=families.glm, partial=True
     ),
@@ -186,8 +189,19 @@ MINISTRAL3 = Architecture("Ministral3ForCausalLM", "ministral3", LLAMA_NAMES, tu
 """A mistral3 whose queries are multiplied by a factor of their position."""
 OLMO3 = Architecture("Olmo3ForCausalLM", "olmo3", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.olmo3)
 """An olmo2 with windows."""
+GRANITE_SHARED = replace(
+    ARCHITECTURES["granitemoe"], architecture="GraniteMoeSharedForCausalLM", model_type="granitemoeshared"
+)
+"""A granitemoe with an expert that all rows meet."""
 MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, turned=True)
 """A llama with experts."""
+OTHERS: Mapping[str, Mapping[str, Architecture]] = {
+    "llama": {"expert_count": MIXTRAL, "attention.sliding_window": WINDOWED},
+    "mistral3": {"attention.temperature_scale": MINISTRAL3},
+    "olmo2": {"attention.sliding_window": OLMO3},
+    "granitemoe": {"expert_shared_feed_forward_length": GRANITE_SHARED},
+}
+"""What a name stands for where the file has a key that is not 0; the first such key says it."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MODULE = re.compile(r"blk\.(\d+)\.")
 CONTROL = 3
@@ -210,16 +224,12 @@ def architecture_of(file: GgufFile) -> Architecture:
         raise UnsupportedModel(
             f"{file.path}: architecture {shown(str(name))} is not read from GGUF; these are: {', '.join(ARCHITECTURES)}"
         )
-    if name == "llama" and file.metadata.get("llama.expert_count"):
-        return MIXTRAL
-    if name == "mistral3" and file.metadata.get("mistral3.attention.temperature_scale"):
-        return MINISTRAL3
-    if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
-        return OLMO3
     if name == "deepseek2" and deepseek.has_sigmoids(file):
         return DEEPSEEK_V3
-    windowed = name == "llama" and file.metadata.get("llama.attention.sliding_window")
-    return WINDOWED if windowed else ARCHITECTURES[name]
+    for key, other in OTHERS.get(name, {}).items():
+        if file.metadata.get(f"{name}.{key}"):
+            return other
+    return ARCHITECTURES[name]
 
 
 def checkpoint_tensors(

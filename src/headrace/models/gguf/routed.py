@@ -1,15 +1,17 @@
-"""GGUF files of MiniMax-M2 and of ERNIE 4.5 with experts, whose routers have corrections: what config.json would say.
-Imports no torch.
+"""GGUF files of Granite 3 with experts, and of MiniMax-M2 and ERNIE 4.5 with experts, whose routers have corrections:
+what config.json would say, and what Granite's tensors are. Imports no torch.
 
-Facts: llama.cpp's conversion/minimax.py and ernie.py, src/models/minimax-m2.cpp and ernie4-5-moe.cpp.
+Facts: llama.cpp's conversion/granite.py, minimax.py and ernie.py, src/models/minimax-m2.cpp and ernie4-5-moe.cpp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
+from headrace.models.families.base import Family, Names
 from headrace.models.gguf.deepseek import SHARED, SIGMOID, SOFTMAX
-from headrace.models.gguf.families import LAYER, Facts, refuse_experts
+from headrace.models.gguf.families import LAYER, Facts, granite, refuse_experts, renamed, turned
 from headrace.types import UnsupportedModel
 
 READ = {
@@ -20,6 +22,33 @@ OF_SHARED = {"expert_shared_count", "expert_shared_feed_forward_length"}
 CORRECTIONS = "blk.{}.exp_probs_b.bias"
 MINIMAX_NAMES = {CORRECTIONS: LAYER + "block_sparse_moe.e_score_correction_bias"}
 ERNIE_NAMES = SHARED | {CORRECTIONS: LAYER + "mlp.moe_statics.e_score_correction_bias"}
+GRANITE_NAMES = {
+    "blk.{}.ffn_gate_inp": LAYER + "block_sparse_moe.router",
+    "blk.{}.ffn_gate_shexp": LAYER + "shared_mlp.gate_proj",
+    "blk.{}.ffn_up_shexp": LAYER + "shared_mlp.up_proj",
+    "blk.{}.ffn_down_shexp": LAYER + "shared_mlp.output_linear",
+}
+_MOE, _SHARED_MLP = "layers.{}.block_sparse_moe.", "layers.{}.shared_mlp."
+GRANITE_PARTS: Names = {
+    "layers.{}.router": (_MOE + "router",),
+    "layers.{}.experts.{}.up": (_MOE + "experts.{}.gate_proj", _MOE + "experts.{}.up_proj"),
+    "layers.{}.experts.{}.down": (_MOE + "experts.{}.down_proj",),
+    "layers.{}.shared.up": (_SHARED_MLP + "gate_proj", _SHARED_MLP + "up_proj"),
+}
+
+
+def granite_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    _check(facts, READ | OF_SHARED, SOFTMAX)
+    return granite(facts, rope) | {
+        "num_local_experts": facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "shared_intermediate_size": facts.count("expert_shared_feed_forward_length", 0),
+    }
+
+
+def granite_form(family: Family, present: Set[str]) -> Family:
+    """Rows of queries and keys as llama's; gates and ups of experts in two tensors."""
+    return turned(renamed(family, GRANITE_PARTS), present)
 
 
 def minimax_m2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
