@@ -8,7 +8,10 @@ import torch
 from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Kind
 
+from headrace.kernels import quantized
 from headrace.kernels.formats import CODES, FORMATS
+from headrace.kernels.quantized import Quantized
+from headrace.models.gguf import blocks
 from headrace.models.gguf.blocks import coded
 from headrace.models.gguf.types import OTHERS, TYPES, TensorType
 
@@ -39,6 +42,17 @@ def test_numbers_are_those_of_the_package(kind: TensorType) -> None:
     if table and kind.name != "MXFP4":
         used = set(found.codes.unique().tolist())
         assert used == {code for code, value in enumerate(table) if value}, "every number but the zeros of no file"
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_slices_of_rows_make_the_whole(kind: TensorType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken apart and packed slice by slice, the last ones smaller."""
+    rows = torch.from_numpy(random_rows(kind, rows=330))
+    whole = Quantized(coded(kind.name, rows))
+    monkeypatch.setattr(blocks, "SLICE", 100)
+    monkeypatch.setattr(quantized, "SLICE", 128)
+    found = Quantized(coded(kind.name, rows))
+    assert torch.equal(found.codes, whole.codes) and torch.equal(found.scales, whole.scales)
 
 
 def test_types_are_those_of_the_package() -> None:

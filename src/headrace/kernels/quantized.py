@@ -20,13 +20,15 @@ from headrace.kernels.backend import listed
 from headrace.kernels.extension import require, type_of
 from headrace.kernels.formats import FORMATS as STORED
 from headrace.kernels.formats import NUMBERS, Coded
-from headrace.memory import copied
+from headrace.memory import copied, zeros
 
 if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
 
 GROUP = 64
 """Inputs under one scale in int4."""
+SLICE = 4096
+"""Outputs that are packed together."""
 GPU_ALONE = ("fp8_rowwise",)
 """Formats that the C++ kernels have no products with."""
 MOST_RUN = 64
@@ -133,7 +135,7 @@ class Quantized:
         self.format, self.gated, self.shape = coded.format, gated, coded.shape
         self.order = coded.order
         ordered = _padded(coded, cpu.in_turn if gated else lambda each: each)
-        self.codes = copied(self.format.codes.pack(ordered.codes))
+        self.codes = _packed_by_slices(self.format.codes.pack, ordered.codes)
         self.scales = copied(_pack_scales(ordered))
 
     def matrix(self, bias: int) -> native.Matrix:
@@ -225,6 +227,17 @@ def linear(
         raise ValueError(f"x must be [T, {inputs}] with contiguous rows, got {list(x.shape)}")
     type_of(x)
     return cpu.product(x, weight, bias, wide, gate)
+
+
+def _packed_by_slices(pack: Callable[[Tensor], Tensor], codes: Tensor) -> Tensor:
+    """pack(codes [64 n, K]) = uint8 [n, ...], a slice of outputs after another: what packing takes beside it stays
+    small."""
+    slices = codes.split(SLICE)
+    first = pack(slices[0])
+    packed = zeros((len(codes) // cpu.COLUMNS, *first.shape[1:]), torch.uint8)
+    for place, part in zip(packed.split(SLICE // cpu.COLUMNS), slices, strict=True):
+        place.copy_(pack(part))
+    return packed
 
 
 def _padded(coded: Coded, ordered: Callable[[Tensor], Tensor]) -> Coded:

@@ -16,10 +16,14 @@ from headrace.kernels.formats import FORMATS, Coded
 from headrace.models.gguf import codebooks
 from headrace.models.gguf.bits import at_bits, halves, numbers, row
 
+SLICE = 4096
+
 
 def coded(name: str, rows: Tensor) -> Coded:
-    """A weight [N, K] from rows uint8 [N, bytes of a row], in a type of that name."""
-    return _READERS[name](rows)
+    """A weight [N, K] from rows uint8 [N, bytes of a row], in a type of that name. A slice of rows is taken apart after
+    another, which takes several times the room of its codes."""
+    first, *others = map(_READERS[name], rows.split(SLICE))
+    return first.joined(others) if others else first
 
 
 def _q8_0(rows: Tensor) -> Coded:
