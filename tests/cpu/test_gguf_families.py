@@ -145,6 +145,16 @@ def test_numbers_for_each_layer_are_checked(heads: list[float], tmp_path: Path) 
         read_config(tmp_path / "m.gguf")
 
 
+def test_a_file_without_layers(tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.add_uint32("gemma4.block_count", 0)
+        writer.add_sliding_window_pattern(6)
+
+    write_family("gemma4", tmp_path / "m.gguf", lambda _: Kind.F16, change)
+    with pytest.raises(ValueError, match="there is no layer"):
+        read_config(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("lost", ["attn_k_b", "attn_v_b", "heads"])
 def test_half_of_what_heads_make_of_latents(lost: str, tmp_path: Path) -> None:
     """It is named: a tensor that is not there, and two that do not fit together."""

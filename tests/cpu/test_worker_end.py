@@ -39,6 +39,9 @@ class HungUp:
 
     send_events = send
 
+    def give_up(self) -> None:
+        raise ConnectionResetError
+
     def get(self, timeout: float | None = None) -> m.ToEngine | None:
         if not self.first:
             raise queue.Empty
@@ -53,6 +56,19 @@ def loading(path: Path) -> LLM:
     llm.engine.offload.choose = forced(*MIXES["load"])  # type: ignore[union-attr]
     look_at_once(llm)
     return llm
+
+
+def test_what_a_step_leaves_half_done_is_not_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever in it raises what a server that is gone raises."""
+    with loading(tmp_path) as llm:
+        core: Any = llm.engine
+        link: Any = HungUp(m.Events, 2, m.Add(Request("a", PROMPT, LONG)))
+        monkeypatch.setattr(core, "_compute", lambda slices: link.send_events(None) or link.give_up())
+        assert _step_on(core, link, link, StepWatch.of(core.loaded.config, lambda reason: None)) == 0
+        monkeypatch.undo()
+        assert core.has_work
+    with loading(tmp_path) as again:
+        assert again.generate([PROMPT], SHORT)[0].metrics.restored_tokens == 0
 
 
 @pytest.mark.parametrize(("kind", "number"), [(m.Events, 2), (m.Prefills, 0)], ids=["events", "prefills"])

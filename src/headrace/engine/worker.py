@@ -225,18 +225,21 @@ def _step_on(core: EngineCore, link: Link, inbox: Inbox, steps: StepWatch) -> in
     """Steps until the other side is gone, which ends what is under way."""
     from headrace.engine.call_handlers import CallHandlers
 
-    calls, refused = CallHandlers(core), dict[str, Refused]()
+    calls, refused, between = CallHandlers(core), dict[str, Refused](), True
     core.on_prefill = partial(_tell_of_prefills, link)
     inbox.serving.set()
     with contextlib.suppress(*GONE):
         link.send(m.EngineReady(core.loaded.capacity))
         while _drain(core, inbox, refused, calls, link):
             _answer(link, calls.advance())
+            between = False
             with steps:
                 deltas = core.step()
+            between = True
             link.send_events(m.Events(deltas, core.take_started(), refused, core.stats()))
             refused = {}
-    core.abort_all()
+    if between:  # what a step leaves half done is not to be stored
+        core.abort_all()
     return 0
 
 

@@ -44,6 +44,8 @@ def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Keys with a number for each layer say what a kind of layers has, or which MLPs are twice as wide. Global layers
     without values have their keys for them. Raises UnsupportedModel for other layers that differ."""
     kinds = layer_types(facts, every=6)
+    if not kinds:
+        raise ValueError(f"{facts.file.path}: there is no layer; download it again")
     shared, width = facts.count("attention.shared_kv_layers", 0), facts.count("embedding_length_per_layer_input", 0)
     own = [layer for layer, kind in enumerate(kinds[: len(kinds) - shared]) if kind == FULL]
     without = [layer for layer in own if f"blk.{layer}.attn_v.weight" not in facts.tensors]
