@@ -13,7 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter
 
 from headrace import LLM, SamplingParams
-from headrace.doctor.info import parameters
+from headrace.config import EngineConfig
+from headrace.doctor.info import info, parameters
 from headrace.models.config import read_config
 from headrace.models.gguf.architectures import architecture_of
 from headrace.models.gguf.header import open_gguf
@@ -143,6 +144,13 @@ def test_numbers_for_each_layer_are_checked(heads: list[float], tmp_path: Path) 
     )
     with pytest.raises(ValueError, match="does not have a number for each layer"):
         read_config(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next_experts", "gemma4_small"])
+def test_speed_is_told_of_widths_that_int4_does_not_take(kind: str, tmp_path: Path) -> None:
+    """Of random weights in the format that is nearest and fits."""
+    write_family(kind, tmp_path / "m.gguf", q4_k_m)
+    assert info(EngineConfig(model=str(tmp_path / "m.gguf")), free=1 << 34)["memory"]["fits"]
 
 
 def test_a_file_without_layers(tmp_path: Path) -> None:

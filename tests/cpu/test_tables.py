@@ -17,6 +17,7 @@ from headrace.kernels.formats import FORMATS
 from headrace.kernels.quantized import Quantized, Rounded
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.shards import Unsent
 from headrace.models.sizes import EMBED, HEAD, weight_bytes
 from headrace.models.weights import StoredMatrix, load_weights
 from tests.support.checkpoints import FolderOf
@@ -126,6 +127,24 @@ def test_memory_is_told(tied: bool, kind: Kind, tmp_path: Path) -> None:
     if kind is Kind.Q6_K:
         told = weight_bytes(decoder.config, "bfloat16", on_gpu=True)
         assert held(multiplied_out(path, torch.bfloat16)) == pytest.approx(told, abs=VECTORS)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_memory_of_tensor_ranks_is_told(tied: bool, rank: int, tmp_path: Path) -> None:
+    """Each has the whole table, and the first the head."""
+    path = write_gguf(theirs("llama_tied" if tied else "llama"), tmp_path / "m.gguf", lambda _: Kind.Q4_0, tied=tied)
+    decoder = load_decoder(path, "bfloat16", tensor=Unsent(rank, 2))
+    told = weight_bytes(decoder.config, "bfloat16", rank=rank, ranks=2)
+    assert held(decoder) == pytest.approx(told, abs=VECTORS)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_progress_counts_what_is_kept(tied: bool, tmp_path: Path) -> None:
+    path = write_gguf(theirs("llama_tied" if tied else "llama"), tmp_path / "m.gguf", lambda _: Kind.Q4_0, tied=tied)
+    told: list[tuple[int, int]] = []
+    decoder = load_decoder(path, "bfloat16", lambda *each: told.append(each))
+    assert told[-1][0] == told[-1][1] == pytest.approx(held(decoder), abs=VECTORS)
 
 
 @pytest.mark.parametrize("kind", ["llama_tied", "gemma3"])

@@ -68,7 +68,7 @@ def test_valkey_speaks_the_same_protocol() -> None:
 @pytest.mark.parametrize(
     "url",
     ["", "h:6379", "http://u:secret@h/0", "redis://", "redis:///0", "redis://h:70000", "redis://u:secret@h:port/0",
-     "unix://", "redis://[::1", "redis://h:0", "file:///kv"],
+     "unix://", "redis://[::1", "redis://h:0", "file:///kv", "redis://h:1/x", "valkeys://h/-1"],
 )  # fmt: skip
 def test_bad_urls_are_refused_without_being_repeated(url: str) -> None:
     with pytest.raises(ValueError, match=r"^kv_remote_url must be redis://HOST:PORT/DB") as error:

@@ -129,10 +129,11 @@ def test_sizes_of_a_request(write: Write) -> None:
         cut = post(running, usual).json()
         assert [each["finish_reason"] for each in cut["choices"]] == ["length"] * 4
         assert cut["usage"]["completion_tokens"] == 40
-        check_refusal(post(running, usual | {"min_tokens": 11}), 400, "max_tokens")
+        check_refusal(post(running, usual | {"min_tokens": 11}), 400, "min_tokens")
+        check_refusal(post(running, usual | {"n": 21}), 400, "n")
         whole = post(running, ask(max_tokens=None, n=2), path=CHAT).json()
         assert whole["usage"]["completion_tokens"] == 40, "left open: as much as is allowed"
-        check_refusal(post(running, ask(max_tokens=None, min_tokens=30, n=2), path=CHAT), 400, "max_tokens")
+        check_refusal(post(running, ask(max_tokens=None, min_tokens=30, n=2), path=CHAT), 400, "min_tokens")
 
 
 def test_a_tenant_leaves_half_of_the_queue_to_the_others(write: Write) -> None:

@@ -206,6 +206,13 @@ def test_what_made_room_in_vain_is_counted(tier: DiskTier, root: Path, monkeypat
     check(tier, root)
 
 
+def test_an_index_that_is_made_anew_is_told(tier: DiskTier, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tier, 1)
+    lose(root / "index.sqlite")
+    assert put(tier, 2) and get(tier, 1) == content(1)
+    assert "the index is gone, or another file" in caplog.text
+
+
 def test_directory_removed_while_it_runs(tier: DiskTier, root: Path) -> None:
     put(tier, 1), put(tier, 2)
     assert get(tier, 1) == content(1)

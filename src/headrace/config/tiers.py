@@ -135,7 +135,9 @@ def _a_remote_url(name: str, url: Any) -> None:
     """Raises ValueError, which does not repeat the URL: it may hold a password."""
     try:
         parts = urlsplit(url)
-        whole = bool(parts.path) if parts.scheme == "unix" else bool(parts.hostname) and parts.port != 0
+        database = parts.path.strip("/")
+        whole = bool(parts.hostname) and parts.port != 0 and (not database or database.isdecimal())
+        whole = bool(parts.path) if parts.scheme == "unix" else whole
     except ValueError:  # a port out of range, a bracket too many
         whole = False
     if not whole or parts.scheme not in REMOTE_SCHEMES:

@@ -20,6 +20,7 @@ from headrace.attention.execute import PlanAttention
 from headrace.config import EngineConfig, Quantization
 from headrace.kernels.backend import Backend, backend_of
 from headrace.kernels.block import Blocks, obstacle
+from headrace.kernels.quantized import GROUP
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch, compute_dtype
 from headrace.models.sizes import BYTES, LOOKED_UP, compute_type, weight_bytes
@@ -91,9 +92,10 @@ def _obstacle(decoder: Decoder) -> str:
 def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:
     if facts.stored is None:
         return config.model.quantization
-    numbers = sum(slot.count for name, slot in expected(facts).items() if name not in LOOKED_UP)
-    size = facts.stored.bytes - (facts.stored.table or 0)
-    return "int4" if 8 * size / numbers < INT4_BITS else "int8"
+    multiplied = [slot for name, slot in expected(facts).items() if name not in LOOKED_UP]
+    size = facts.stored.bytes - (0 if facts.tied else facts.stored.table)
+    small = 8 * size / sum(slot.count for slot in multiplied) < INT4_BITS
+    return "int4" if small and all((slot.columns or 0) % GROUP == 0 for slot in multiplied) else "int8"
 
 
 def _few(facts: ModelConfig, config: EngineConfig) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -61,6 +62,9 @@ class Checkpoint(Protocol):
 
     def is_coded(self, name: str) -> bool:
         """Whether it is codes under scales."""
+
+    def held(self, name: str) -> int:
+        """Bytes that its codes and scales take in memory, about."""
 
     def read(self, name: str) -> Tensor:
         """A tensor of numbers as stored; its memory belongs to the file, so copy what is to stay."""
@@ -157,6 +161,9 @@ class SafetensorsCheckpoint:
     def is_coded(self, name: str) -> bool:
         return False
 
+    def held(self, name: str) -> int:
+        raise ValueError(f"{name} is not quantised")
+
     def read(self, name: str) -> Tensor:
         stored, expert = self._fused.get(name, (name, None))
         file = self._where[name]
@@ -207,6 +214,9 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 
     def is_coded(self, name: str) -> bool:
         return name in self._own
+
+    def held(self, name: str) -> int:
+        return math.prod(self.shape(name)) * self._scheme.bits // 8
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         tensors = {part.rpartition(".")[2]: self.read(part) for part in self._own[name]}
@@ -262,6 +272,9 @@ class GgufCheckpoint:
 
     def is_coded(self, name: str) -> bool:
         return name not in self._of_heads and not self._where[name][1].type.plain
+
+    def held(self, name: str) -> int:
+        return self._where[name][1].held
 
     def read(self, name: str) -> Tensor:
         if name in self._of_heads:

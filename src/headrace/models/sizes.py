@@ -46,10 +46,11 @@ def weight_bytes(
     ranks: int = 1,
     on_gpu: bool = False,
 ) -> int:
-    """Bytes of the weights of one tensor rank, once loaded. Of weights that are stored quantised an equal share. A head
-    that is the table of tokens too is held once, unless it is rounded, or codes on a GPU, which looks up numbers."""
+    """Bytes of the weights of one tensor rank, once loaded. Of weights that are stored quantised an equal share, but of
+    the table of tokens, which all ranks have, and the head, which the first has. A head that is the table too is held
+    once, unless it is rounded, or codes on a GPU, which looks up numbers."""
     if config.stored is not None:
-        return config.stored.bytes // ranks + (_of_table(config, config.stored, compute) if on_gpu else 0)
+        return _stored_bytes(config, config.stored, compute, rank, ranks, on_gpu)
     slots = expected(config)
     if config.tied and quantization in ("none", "fp8_rowwise"):
         slots.pop(HEAD, None)
@@ -64,11 +65,15 @@ def loading_bytes(config: ModelConfig, compute: str, ranks: int = 1, on_gpu: boo
     return _bytes_of(config, expected(config), compute, "none", 0, ranks)
 
 
-def _of_table(config: ModelConfig, stored: StoredWeights, compute: str) -> int:
-    """Bytes that a table takes more once it is multiplied out."""
-    if stored.table == 0:
-        return 0
-    return config.vocab_size * config.embed_size * BYTES[compute] - (stored.table or 0)
+def _stored_bytes(config: ModelConfig, stored: StoredWeights, compute: str, rank: int, ranks: int, on_gpu: bool) -> int:
+    """A head of its own is taken to be as large as the table."""
+    numbers = config.vocab_size * config.embed_size * BYTES[compute]
+    table = stored.table or min(numbers, stored.bytes // 2)
+    head = table if config.head and not config.tied else 0
+    kept = (stored.bytes - table - head) // ranks + (head if rank == 0 else 0)
+    if stored.table and on_gpu:  # the table is multiplied out; as a head it stays codes
+        return kept + numbers + (table if config.head and config.tied and rank == 0 else 0)
+    return kept + table
 
 
 def expert_bytes(config: ModelConfig, compute: str, quantization: Quantization = "none", ranks: int = 1) -> int:

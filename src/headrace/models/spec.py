@@ -77,13 +77,13 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
     """Matrices that a checkpoint holds quantised. bytes: of its weights in memory; formats: their names, the most used
-    first; scheme: how the tensors of safetensors lie; table: of the bytes those of a table of tokens that is not the
-    head too, None where it is and has codes. (0 of safetensors, whose tables are numbers.)"""
+    first; scheme: how the tensors of safetensors lie; table: of the bytes those of the table of tokens, where it is
+    codes, else 0."""
 
     bytes: int
     formats: tuple[str, ...]
     scheme: Scheme | None = None
-    table: int | None = 0
+    table: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.models.files import is_gguf, weight_files
-from headrace.models.gguf.architectures import EMBED, HEAD, architecture_of
+from headrace.models.gguf.architectures import EMBED, architecture_of
 from headrace.models.gguf.header import open_gguf, parts_of
 from headrace.models.quantised import Scheme
 from headrace.models.spec import StoredWeights
@@ -37,6 +37,4 @@ def _of_gguf(model: Path) -> StoredWeights | None:
         return None
     every, formats = sum(info.held for info in infos.values()), tuple(name for name, _ in sizes.most_common())
     embed = infos.get(EMBED)
-    if embed is None or HEAD in infos:
-        return StoredWeights(every, formats, table=0 if embed is None else embed.held)
-    return StoredWeights(every, formats, table=0 if embed.type.plain else None)
+    return StoredWeights(every, formats, table=0 if embed is None or embed.type.plain else embed.held)

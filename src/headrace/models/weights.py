@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -78,24 +79,28 @@ def load_weights(
         _check(folder, checkpoint, slots, sources, _unread(config, family))
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
-        to_come = {sources[name]: slot.count * dtype.itemsize for name, slot in slots.items()}
+        coded = set() if stored is None else _codes(checkpoint, sources, tables_later)
+        to_come = {
+            sources[name]: _held(checkpoint, sources[name], dtype) if name in coded else slot.count * dtype.itemsize
+            for name, slot in slots.items()
+        }
         read, total = 0, sum(to_come.values())
         for name, slot in slots.items():
             if share is None or share.holds(name):
-                rows = rows_of(config, family, name, share)
-                kept_coded = (tables_later or name not in LOOKED_UP) and not is_of_heads(name)
-                if stored is not None and kept_coded and any(map(checkpoint.is_coded, sources[name])):
-                    both = name == HEAD and sources[HEAD] == sources[EMBED] and EMBED in stored
-                    stored[name] = stored[EMBED] if both else _stored(checkpoint, slot, sources[name], rows)
-                    continue
-                if stored is not None and experts_later and slot.columns and expert_of(name) is not None:
-                    stored[name] = _numbers_later(checkpoint, slot, sources[name], dtype, rows)
-                    continue
-                if sources[name] not in shared:
-                    kept = torch.float32 if slot.wide else dtype
-                    shared[sources[name]] = _fuse(checkpoint, slot, sources[name], kept, rows)
-                    _check_finite(folder, shared[sources[name]], sources[name])
-                weights[name] = shared[sources[name]]
+                rows, own = rows_of(config, family, name, share), sources[name]
+                later = experts_later and slot.columns and expert_of(name) is not None
+                if stored is not None and name in coded:
+                    both = name == HEAD and own == sources[EMBED] and EMBED in stored
+                    stored[name] = stored[EMBED] if both else _stored(checkpoint, slot, own, rows)
+                elif stored is not None and later:
+                    stored[name] = _numbers_later(checkpoint, slot, own, dtype, rows)
+                elif own in shared:
+                    weights[name] = shared[own]
+                else:
+                    weights[name] = shared[own] = _fuse(
+                        checkpoint, slot, own, torch.float32 if slot.wide else dtype, rows
+                    )
+                    _check_finite(folder, shared[own], own)
             size = to_come.pop(sources[name], 0)
             read += size
             if progress is not None and size:
@@ -103,6 +108,23 @@ def load_weights(
     if config.tied and HEAD in weights and EMBED in weights and torch.equal(weights[HEAD], weights[EMBED]):
         weights[HEAD] = weights[EMBED]
     return weights
+
+
+def _codes(checkpoint: Checkpoint, sources: dict[str, tuple[str, ...]], tables: bool) -> set[str]:
+    """Names of those that stay codes, as far as they are. tables: what is looked up, too."""
+    return {
+        name
+        for name, own in sources.items()
+        if (tables or name not in LOOKED_UP) and not is_of_heads(name) and any(map(checkpoint.is_coded, own))
+    }
+
+
+def _held(checkpoint: Checkpoint, sources: tuple[str, ...], dtype: torch.dtype) -> int:
+    """Bytes of a matrix that stays codes, as far as it is."""
+    return sum(
+        checkpoint.held(source) if checkpoint.is_coded(source) else math.prod(checkpoint.shape(source)) * dtype.itemsize
+        for source in sources
+    )
 
 
 def _sources(

@@ -65,7 +65,12 @@ def _bound_output(job: Job, most: int, context: int) -> None:
         if asked is not None and asked <= each:
             continue
         left_open = prompt.left_open or asked is None or asked == context - len(prompt.ids)
-        if not left_open or each < max(1, prompt.params.min_tokens):
+        if left_open and each == 0:
+            told = f"this key allows {most:,} tokens in all, and {len(answers)} answers are asked for; ask for fewer"
+            raise InvalidRequest(f"n: {told}", "n")
+        if left_open and each < prompt.params.min_tokens:
+            raise InvalidRequest(f"min_tokens: this key allows {each:,}", "min_tokens")
+        if not left_open:
             of = f" for each of {len(answers)} answers" if len(answers) > 1 else ""
             raise InvalidRequest(f"max_tokens: this key allows {each:,}{of}", "max_tokens")
         prompt.params = replace(prompt.params, max_tokens=each)

@@ -259,6 +259,8 @@ class DiskTier:
         if self._reopen or self._index_id != identity(self._files.index):
             with self._opening:
                 if not self._closed and (self._reopen or self._index_id != identity(self._files.index)):
+                    if not self._reopen:
+                        self._health.tell("replaced", "the index is gone, or another file; it is opened again")
                     self._open()
         return not self._closed and not self._reopen
 
