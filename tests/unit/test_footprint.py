@@ -22,17 +22,17 @@ TOO_MUCH = [
     (
         dict(kv_cache_tokens=10_000_000),
         "kv_cache_tokens 10,000,000 needs 14.3 GiB; 10.0 GiB are free, 0.3 of them for the weights: "
-        "at most 6,811,264 tokens fit (12,108,992 with --kv-cache-dtype int8)",
+        "at most 6,812,032 tokens fit (12,110,336 with --kv-cache-dtype int8)",
     ),
     (
         dict(kv_cache_tokens=99_999_999_999, kv_cache_dtype="int8"),
         "kv_cache_tokens 99,999,999,999 needs 80,466.3 GiB; 10.0 GiB are free, 0.3 of them for the weights: "
-        "at most 12,108,992 tokens fit",
+        "at most 12,110,336 tokens fit",
     ),
     (
         dict(kv_cache_tokens=4_000_000, context_parallel_size=2),
         "kv_cache_tokens 4,000,000 needs 11.4 GiB on 2 ranks; 10.0 GiB are free, 0.5 of them for the weights: "
-        "at most 3,316,032 tokens a rank fit (5,895,232 with --kv-cache-dtype int8)",
+        "at most 3,316,800 tokens a rank fit (5,896,576 with --kv-cache-dtype int8)",
     ),
     (
         dict(kv_offloading_size=8, kv_cache_tokens=2_000_000),
@@ -77,7 +77,7 @@ TOO_MUCH = [
 ]
 FITS: list[dict[str, Any]] = [
     dict(),
-    dict(kv_cache_tokens=6_811_264),
+    dict(kv_cache_tokens=6_812_032),
     dict(kv_cache_tokens=6_000_000, tensor_parallel_size=2),
     dict(kv_offloading_size=4),
     dict(kv_offloading_size=12, offload_schedule="row", kv_cache_tokens=4096),
@@ -101,8 +101,8 @@ def test_what_fits_passes(settings: dict[str, Any]) -> None:
 
 
 def test_the_most_that_is_told_fits_and_a_chunk_more_does_not() -> None:
-    with pytest.raises(ValueError, match="6,811,264 tokens fit"):
-        Footprint.of(EngineConfig(kv_cache_tokens=6_811_264 + 64), TINY, 10 * GIB).check()
+    with pytest.raises(ValueError, match="6,812,032 tokens fit"):
+        Footprint.of(EngineConfig(kv_cache_tokens=6_812_032 + 64), TINY, 10 * GIB).check()
 
 
 def test_weights_that_do_not_fit() -> None:
