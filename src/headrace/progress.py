@@ -125,6 +125,11 @@ class Prefill(NamedTuple):
     coming: int = 0
 
 
+OnPrefill = Callable[[list[Prefill], float], None]
+"""Called as a step begins that computes at least a chunk of prompts, or waits for restored chunks: with all prompts
+being read, and the seconds that the step should take (0.0: nobody knows)."""
+
+
 KNEE = 0.9
 """Of a step so much is believed to go at the rate so far; from there on the estimate creeps towards the step's end."""
 

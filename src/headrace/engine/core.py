@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.engine import parts
@@ -23,7 +23,7 @@ from headrace.engine.shares import Shares
 from headrace.engine.speculation.verify import confirmed, settle
 from headrace.kv.chunk_table import ChunkTable
 from headrace.logs import fields, short_id
-from headrace.progress import Prefill
+from headrace.progress import OnPrefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import CHUNK, Delta, InvalidRequest, Request
 
@@ -33,17 +33,12 @@ if TYPE_CHECKING:  # llguidance is imported for the first structured request, Tr
 
 log = logging.getLogger(__name__)
 
-OnPrefill = Callable[[list[Prefill], float], None]
-"""Called as a step begins that computes at least a chunk of prompts, or waits for restored chunks: with all prompts
-being read, and the seconds that the step should take (0.0: nobody knows)."""
-
 _Row = tuple[Output, int]
 """A sequence, and the row of the step's logits that its next token comes from."""
 
 
 class EngineCore:
-    """Continuous batching over one model. `on_logits` may be set to watch every row of logits, `on_prefill` to hear of
-    prompts being read."""
+    """Continuous batching over one model. `on_logits` may be set to watch rows of logits, `on_prefill` prompts."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
