@@ -306,7 +306,7 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if architecture in ("qwen2vl", "qwen3vl"):
         writer.add_rope_dimension_sections([12, 10, 10, 0])
-    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": _granite, **dict.fromkeys(HYBRIDS, _linear),
+    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": gguf_routed.granite, **dict.fromkeys(HYBRIDS, _linear),
             "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2, "minimax-m2": gguf_routed.minimax_m2,
             "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe}  # fmt: skip
     if architecture in more:
@@ -361,13 +361,6 @@ def _gemma2(writer: GGUFWriter, config: Any) -> None:
 def _gemma3(writer: GGUFWriter, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-
-
-def _granite(writer: GGUFWriter, config: Any) -> None:
-    writer.add_attention_scale(config.attention_multiplier)
-    writer.add_embedding_scale(config.embedding_multiplier)
-    writer.add_residual_scale(config.residual_multiplier)
-    writer.add_logit_scale(config.logits_scaling)
 
 
 def _windows(writer: GGUFWriter, config: Any) -> None:

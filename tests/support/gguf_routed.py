@@ -19,11 +19,15 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 NAMES = {"block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.output_linear": "ffn_down_shexp"}
 
 
-def granite_moe(writer: GGUFWriter, config: Any) -> None:
+def granite(writer: GGUFWriter, config: Any) -> None:
     writer.add_attention_scale(config.attention_multiplier)
     writer.add_embedding_scale(config.embedding_multiplier)
     writer.add_residual_scale(config.residual_multiplier)
     writer.add_logit_scale(config.logits_scaling)
+
+
+def granite_moe(writer: GGUFWriter, config: Any) -> None:
+    granite(writer, config)
     writer.add_expert_count(config.num_local_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if getattr(config, "shared_intermediate_size", 0):

@@ -1,4 +1,6 @@
-"""Tables of rows, which are looked up and not multiplied by: of tokens, of positions, of what tokens add to layers."""
+"""Embedding tables, whose rows are looked up and not multiplied by: of tokens, of positions, of what tokens add to
+layers. Tied embeddings (a head that is the table of tokens) are held once.
+"""
 
 from __future__ import annotations
 

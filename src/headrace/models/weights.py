@@ -80,10 +80,8 @@ def load_weights(
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}
         coded = set() if stored is None else _codes(checkpoint, sources, tables_later)
-        to_come = {
-            sources[name]: _held(checkpoint, sources[name], dtype) if name in coded else slot.count * dtype.itemsize
-            for name, slot in slots.items()
-        }
+        held = {name: _held(checkpoint, slot, sources[name], dtype, name in coded) for name, slot in slots.items()}
+        to_come = {sources[name]: size for name, size in held.items()}
         read, total = 0, sum(to_come.values())
         for name, slot in slots.items():
             if share is None or share.holds(name):
@@ -97,9 +95,8 @@ def load_weights(
                 elif own in shared:
                     weights[name] = shared[own]
                 else:
-                    weights[name] = shared[own] = _fuse(
-                        checkpoint, slot, own, torch.float32 if slot.wide else dtype, rows
-                    )
+                    kept = torch.float32 if slot.wide else dtype
+                    weights[name] = shared[own] = _fuse(checkpoint, slot, own, kept, rows)
                     _check_finite(folder, shared[own], own)
             size = to_come.pop(sources[name], 0)
             read += size
@@ -119,8 +116,10 @@ def _codes(checkpoint: Checkpoint, sources: dict[str, tuple[str, ...]], tables: 
     }
 
 
-def _held(checkpoint: Checkpoint, sources: tuple[str, ...], dtype: torch.dtype) -> int:
-    """Bytes of a matrix that stays codes, as far as it is."""
+def _held(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: torch.dtype, coded: bool) -> int:
+    """Bytes of a tensor in memory. coded: it stays codes, as far as it is."""
+    if not coded:
+        return slot.count * dtype.itemsize
     return sum(
         checkpoint.held(source) if checkpoint.is_coded(source) else math.prod(checkpoint.shape(source)) * dtype.itemsize
         for source in sources
