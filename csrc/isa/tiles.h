@@ -20,30 +20,33 @@ class Tiles {
  public:
   ~Tiles() { _tile_release(); }
 
-  // `rows` rows of x and of sums from here on, in tiles 2, 3 and 5 `below` of them; what the tiles held is lost if that is a
-  // change. What was written to memory is there before tiles are read: GCC 12 does not know that loading a tile reads it.
-  void take(int rows, int below) {
+  // `rows` rows of x and of sums from here on, in tiles 2, 3 and 5 `below` of them, of so many inputs; what the tiles held is
+  // lost if that is a change. What was written to memory is there before tiles are read: GCC 12 does not know that loading a
+  // tile reads it.
+  void take(int rows, int below, int inputs) {
     asm volatile("" ::: "memory");
-    if (rows == taken && below == taken_below) return;
+    if (rows == taken && below == taken_below && inputs == taken_inputs) return;
     taken = rows;
     taken_below = below;
+    taken_inputs = inputs;
     struct alignas(64) Shape {
       uint8_t palette = 1, start = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } shape;
     for (int i = 0; i < 8; ++i) {
-      shape.bytes[i] = 2 * STEP_INPUTS;
-      shape.rows[i] = i >= 6 ? TILE : i == 2 || i == 3 || i == 5 ? below : rows;
+      shape.bytes[i] = i == 4 || i == 5 ? 2 * inputs : 4 * TILE;
+      shape.rows[i] = i >= 6 ? inputs / 2 : i == 2 || i == 3 || i == 5 ? below : rows;
     }
     asm volatile("" ::"r"(&shape) : "memory");  // nor that this reads more than eight bytes
     _tile_loadconfig(&shape);
   }
 
+  void take(int rows, int below) { take(rows, below, STEP_INPUTS); }
   void take(int rows) { take(rows, rows); }
 
  private:
-  int taken = 0, taken_below = 0;
+  int taken = 0, taken_below = 0, taken_inputs = 0;
 };
 
 HEADRACE_INLINE void clear_sums() {
@@ -151,44 +154,6 @@ HEADRACE_INLINE void store_square(float *to, int64_t stride) {
   _tile_stored(3, to + TILE * stride + 16, 4 * stride);
   asm volatile("" ::: "memory");
 }
-
-// sums [n, 64] += part [n, 64] times the scales [64].
-HEADRACE_APART inline void add_scaled(const float *part, const bf16 *scales, int64_t n, float *sums) {
-  vf scale[64 / W];
-  each<64 / W>([&](auto c) HEADRACE_ALWAYS_INLINE { scale[c] = load(scales + c * W); });
-  for (int64_t row = 0; row < n; ++row, part += 64, sums += 64)
-    each<64 / W>([&](auto c)
-                     HEADRACE_ALWAYS_INLINE { store(sums + c * W, madd(load(part + c * W), scale[c], load(sums + c * W))); });
-}
-
-// The tiles' sums times scales, added to what is in memory. What tiles store takes a while to be there, so one lot is added
-// when the next is on its way.
-class ScaledSums {
- public:
-  // n rows.
-  explicit ScaledSums(int64_t n) : n(n) { clear_sums(); }
-
-  // to [n, 64] += the tiles' sums times the scales [64], at the latest when end() is called. The tiles are 0 then.
-  HEADRACE_ALWAYS_INLINE void take(const bf16 *scales_of_these, float *sums) {
-    store_row(part[turn], 64);
-    clear_sums();
-    end();
-    scales = scales_of_these;
-    to = sums;
-    turn ^= 1;
-  }
-
-  HEADRACE_ALWAYS_INLINE void end() const {
-    if (to) add_scaled(part[turn ^ 1], scales, n, to);
-  }
-
- private:
-  int64_t n;
-  int turn = 0;
-  const bf16 *scales = nullptr;
-  float *to = nullptr;
-  alignas(64) float part[2][TILE * 64];
-};
 
 // sums [rows, 64] = x[rows][32 steps] . w[16 steps][64][2], fetching meanwhile what follows the weights in memory.
 class TileProduct {

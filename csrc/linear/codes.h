@@ -128,12 +128,32 @@ struct Decoded {
   }
 };
 
+constexpr int64_t BLOCK_PAIRS = 128;  // decoded at once: 32 KB, which stay in L1 while rows pass by
+constexpr int64_t DECODED = BLOCK_PAIRS * Decoded::BYTES;
+
+// The numbers of a pair's even and odd inputs, 64 each, in fp32.
+template <typename Codes> HEADRACE_INLINE void decode_wide(Codes format, const byte *w, vf (&even)[4], vf (&odd)[4]) {
+  __m512bh pairs[4];
+  format.decode(w, pairs);
+  each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    even[c] = reinterpret_cast<vf>(reinterpret_cast<vu>(pairs[c]) << 16);
+    odd[c] = reinterpret_cast<vf>(reinterpret_cast<vu>(pairs[c]) & 0xffff0000u);
+  });
+}
+
+HEADRACE_INLINE void decode_wide(Bytes, const byte *w, vf (&even)[4], vf (&odd)[4]) {
+  each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
+    even[c] = Whole::load(w, 0, 16 * c);
+    odd[c] = Whole::load(w, 1, 16 * c);
+  });
+}
+
 // `pairs` pairs decoded, fetching meanwhile the codes AHEAD bytes on, if any.
 template <typename Codes, int64_t AHEAD = 0>
 HEADRACE_APART void decode_block(Codes format, const byte *codes, int64_t pairs, byte *decoded) {
 #pragma GCC unroll 1
   for (int64_t i = 0; i < pairs; ++i, codes += Codes::BYTES) {
-    if constexpr (AHEAD > 0) fetch_twice<Codes::BYTES / 64>(codes + AHEAD);
+    if constexpr (AHEAD > 0) fetch_twice<(Codes::BYTES + 63) / 64>(codes + AHEAD);
     __m512bh weight[4];
     format.decode(codes, weight);
     for (int c = 0; c < 4; ++c) _mm512_store_si512(decoded + i * Decoded::BYTES + c * 64, (__m512i)weight[c]);

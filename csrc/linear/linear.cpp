@@ -88,8 +88,8 @@ void linear_pairs(const Linear &a) {
 #ifdef __AMX_BF16__
   if (tiled(a) && a.groups.each) return by_height<bf16>(a, FEWEST_PANEL_ROWS, linear_pairs, multiply_blocks);
   if (tiled(a) && a.rows >= FEWEST_PANEL_ROWS)
-    return each_panel(a, 0, [&](int64_t block, Scratch) {
-      return PairSource{static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, a.inputs / STEP_INPUTS};
+    return each_panel(a, 0, [&](int64_t block, int64_t, Scratch) {
+      return PairSource{static_cast<const bf16 *>(a.w) + block * a.inputs * COLUMNS, a.inputs};
     });
 #endif
   multiply_blocks(a);

@@ -24,6 +24,9 @@ template <typename Any> Any with_weight(const Any &a, const Group &group) {
   return own;
 }
 
+// Rows that are left out, in what a product has of each row beside x.
+HEADRACE_INLINE void skip_rows(Linear &, int64_t) {}
+
 // The same as a product of the group's rows alone.
 template <typename T, typename Any> Any alone(const Any &a, const Group &group) {
   Any own = with_weight(a, group);
@@ -32,6 +35,7 @@ template <typename T, typename Any> Any alone(const Any &a, const Group &group) 
   own.x = static_cast<const T *>(a.x) + group.first * a.x_stride;
   own.out = static_cast<T *>(a.out) + to;
   if (a.epilogue.residual) own.epilogue.residual = static_cast<const T *>(a.epilogue.residual) + to;
+  skip_rows(own, group.first);
   return own;
 }
 
@@ -105,6 +109,10 @@ template <typename T> HEADRACE_INLINE vf output(const Linear &a, const float *su
 template <typename Codes> struct LinearOf : LinearQuant {
   const float *x_sums = nullptr;
 };
+
+template <typename Codes> void skip_rows(LinearOf<Codes> &a, int64_t rows) {
+  if (a.x_sums) a.x_sums += rows * (a.inputs / a.scaling.run);
+}
 
 template <typename T, typename Codes>
 HEADRACE_INLINE vf output(const LinearOf<Codes> &a, const float *sums, int64_t column, int64_t place, int64_t n) {

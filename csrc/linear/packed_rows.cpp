@@ -3,15 +3,13 @@
 // A row is one output of a weight. Its numbers are those that the codes stand for, scale * value and then + offset, each step
 // rounded as fp32, whatever lies beside it in its block.
 #include "linear/codes.h"
+#include "linear/folds.h"
 #include "linear/linear.h"
-#include "linear/scales.h"
 
 namespace headrace::HEADRACE_NS {
 
 namespace {
 
-constexpr int64_t WIDENED = 256;  // inputs whose scales are widened together
-constexpr int64_t LEAST_RUN = 16;
 constexpr int64_t SHARED_ELEMENTS = 16384;  // below which waking the other threads costs more than it saves
 
 HEADRACE_INLINE float wide(float x) { return x; }
@@ -62,9 +60,9 @@ template <typename Codes> void read_codes(const LinearOf<Codes> &a, int64_t bloc
   const BlockScales own(a.scaling, a.scales, a.inputs, block);
   const int64_t run = a.scaling.run;
   const bool offset = a.scaling.offset != Offset::none;
-  alignas(64) float scales[WIDENED / LEAST_RUN * COLUMNS], offsets[WIDENED / LEAST_RUN * COLUMNS];
-  for (int64_t first = 0; first < a.inputs; first += WIDENED) {
-    const int64_t runs = (a.inputs - first < WIDENED ? a.inputs - first : WIDENED) / run;
+  alignas(64) float scales[SCALES], offsets[SCALES];
+  for (int64_t first = 0; first < a.inputs; first += BLOCK_INPUTS) {
+    const int64_t runs = (a.inputs - first < BLOCK_INPUTS ? a.inputs - first : BLOCK_INPUTS) / run;
     own.widen(first, runs, scales, offsets);
     for (int64_t i = n; i < n + runs * COLUMNS; i += COLUMNS, row += run) {
       for (int64_t k = 0; k < run; ++k) row[k] *= scales[i];

@@ -41,9 +41,15 @@ struct Folding {
 
   Folding from(int64_t row) const { return {scales, offsets, x_sums + row * x_sums_stride, x_sums_stride}; }
 
-  // Of the next run.
-  Folding next() const {
-    return offsets ? Folding{scales + COLUMNS, offsets + COLUMNS, x_sums + 1, x_sums_stride} : Folding{scales + COLUMNS};
+  // Of the runs after it the n-th.
+  Folding next(int64_t n = 1) const {
+    if (!offsets) return {scales + n * COLUMNS};
+    return {scales + n * COLUMNS, offsets + n * COLUMNS, x_sums + n, x_sums_stride};
+  }
+
+  // Of the outputs from `column` on.
+  Folding beside(int64_t column) const {
+    return {scales + column, offsets ? offsets + column : nullptr, x_sums, x_sums_stride};
   }
 
   // W outputs from `column` on of a row: what is in memory and its products.

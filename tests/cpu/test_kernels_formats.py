@@ -87,6 +87,21 @@ def test_a_row_has_the_same_bits_in_every_company(
 
 
 @formats
+def test_numbers_next_to_zero_have_the_same_bits_in_every_company(isa: str, name: str) -> None:
+    """Inputs and products below 2^-126, which instructions of bf16 take as 0: in a row alone as among others."""
+    form = STORED[name]
+    weight = Quantized(coded(form, 130, -(-300 // form.block)))
+    tiny = torch.exp2(random(70, weight.shape[1]) * 4 - 126)
+    x = (tiny * random(70, weight.shape[1], seed=1).sign()).bfloat16()
+    x[::3, ::5] = -0.0
+    whole = quantized.linear(x, weight, wide=True)
+    for rows in (1, 2, 17, 64):
+        for start in range(0, 70 - rows + 1, 5):
+            part = quantized.linear(x[start : start + rows], weight, wide=True)
+            assert torch.equal(part.view(torch.int32), whole[start : start + rows].view(torch.int32)), (rows, start)
+
+
+@formats
 def test_memory_is_what_the_format_says(name: str) -> None:
     """And codes stay what they are: nothing is kept beside them."""
     form = STORED[name]

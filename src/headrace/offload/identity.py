@@ -30,7 +30,7 @@ from headrace.version import __version__
 
 log = logging.getLogger(__name__)
 
-VERSION = 7
+VERSION = 8
 """To be raised when this version of Headrace would compute or store other bits than the one before."""
 
 MEMO = "models.json"
@@ -96,7 +96,6 @@ def chunk_identity(
     shares nothing with one that does not.
     """
     facts = {
-        "version": VERSION,
         "headrace": __version__,
         "layout": LAYOUT,
         "dtype": dtype,
@@ -123,6 +122,7 @@ def arithmetic(backend: str) -> dict[str, Any]:
     another compiler of its kernels."""
     kernels = {name: choice.implementation for name, choice in dispatch.table().items() if name != "layer"}
     return {
+        "version": VERSION,
         "isa": cpu.isa() if cpu.available() else "none",
         "kernels": kernels,
         "threads": torch.get_num_threads() if kernels["linear"] == "torch" else None,  # torch cuts its sums by them
