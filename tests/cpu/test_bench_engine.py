@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -96,6 +97,31 @@ def test_each_engine_is_held_against_ours_in_the_same_weights() -> None:
     assert peers.ahead_goal(q8 | {"engine": "mistral.rs-q8"}) is None, "not from the same file"
     assert peers.ahead_goal(q8 | {"engine": "openvino-genai-default"}) == 1.1
     assert peers.ahead_goal(q8 | {"model": "S4"}) == 1.2 and peers.ahead_goal(plain | {"model": "S4"}) is None
+
+
+def test_a_file_is_what_all_engines_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file of one's own in place of a shape: named by its file, the same for ours and for a peer."""
+    file = tmp_path / "own.gguf"
+    file.touch()
+    fakes = {name: Fake(name, "bf16", None, {"flash": True}, gguf="bf16") for name in ("headrace", "llama.cpp")}
+    monkeypatch.setattr(bench_engine, "ENGINES", fakes | {"llama.cpp-q8": ENGINES["llama.cpp-q8"]})
+    monkeypatch.setattr(bench_engine, "read_config", lambda _: SimpleNamespace(vocab_size=40_000))
+    both = bench_engine.run_all(["W1_512"], [str(file)], list(fakes), 1, 32, busy=False)
+    cases = list(both)
+    assert [(case["engine"], case["model"], case["precision"]) for case in cases] == [
+        ("headrace", "own.gguf", "the file's"), ("llama.cpp", "own.gguf", "the file's"),
+    ]  # fmt: skip
+    assert all(case["ttft_s"] == 0.5 and f"gguf={file}" in case["setup"] for case in cases)
+    for engines, model, words in (
+        (["llama.cpp-q8"], file, "not measured on files; engine must be one of headrace, "),
+        (["llama.cpp-q8"], tmp_path, "reads GGUF, and .* is a folder"),
+        (["headrace"], tmp_path / "none.gguf", "a GGUF file or a folder; got"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            list(bench_engine.run_all(["W1_512"], [str(model)], engines, 1, 32, busy=False))
+    monkeypatch.setattr(bench_engine, "read_config", lambda _: SimpleNamespace(vocab_size=512))
+    with pytest.raises(ValueError, match="has 512 tokens; prompts are drawn from the first 32,000"):
+        list(bench_engine.run_all(["W1_512"], [str(file)], ["headrace"], 1, 32, busy=False))
 
 
 def test_decoding_is_held_against_reading_its_weights() -> None:

@@ -14,12 +14,14 @@ from headrace import cores
 from headrace.bench.benchmark import MODELS_FLAGS, Benchmark, Case, CaseProgress, option, words
 from headrace.bench.contender_process import ContenderFailed, ContenderProcess
 from headrace.bench.neighbours import Neighbours
-from headrace.bench.peers import ENGINES, Contender, ahead_goal, read_goal, second_turn_goal
+from headrace.bench.peers import ENGINES, FILE_READERS, Contender, ahead_goal, read_goal, second_turn_goal
 from headrace.bench.protocol import figures
-from headrace.bench.shapes import checkpoint
+from headrace.bench.shapes import SHAPES, checkpoint
 from headrace.bench.table import Column
-from headrace.bench.workloads import Workload, WorkloadRun, chosen
+from headrace.bench.workloads import VOCABULARY, Workload, WorkloadRun, chosen
 from headrace.console import out, working
+from headrace.models.config import read_config
+from headrace.models.files import is_gguf
 
 PATIENCE_S = 240.0
 """An engine that has spent this long on a case is not asked to repeat it."""
@@ -43,7 +45,7 @@ class EngineBench(Benchmark):
         "Workloads, by commas: W1 to W6, or one case of them: W1_8192.", "W1,W2,W3,W4,W5", parse=words
     )
     models: tuple[str, ...] = option(
-        "Random-weight shapes, by commas: S1 to S5 (S4 with experts, S5 a hybrid).",
+        "By commas: random-weight shapes, S1 to S5 (S4 with experts, S5 a hybrid), GGUF files, or folders of a model.",
         "S1",
         parse=words,
         flags=MODELS_FLAGS,
@@ -89,7 +91,7 @@ class EngineBench(Benchmark):
         )
         return (
             Column("workload", width=len("W3_8192_cold")),
-            Column("model", width=len("model")),
+            Column("model", width=max(len("model"), *(len(_short(model)) for model in self.models))),
             Column("prompt", "longest_prompt", "tokens", ",", optional=True),
             Column("engine", width=len("openvino-genai-default") if goal is not None else len("headrace-triton")),
             Column("first token", "ttft_s", "s", ",.3f"),
@@ -153,18 +155,43 @@ def run_all(
     busy: each engine also runs beside a busy process on every core. read: samples the machine's read rate, GB/s, once
     in each round, so that decoding can be held against it.
     """
-    names = list(ENGINES) if list(engines) == ["all"] else engines
-    for name in names:
-        if name not in ENGINES:
+    for name in engines:
+        if name not in ENGINES and list(engines) != ["all"]:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
     work = chosen(workloads)
-    contenders = [ENGINES[name] for name in names]
+    contenders_of = {model: _contenders(engines, model) for model in models}
     with Neighbours() if busy else nullcontext() as neighbours:
-        for model in models:
-            folder = checkpoint(model)
+        for model, contenders in contenders_of.items():
+            folder = checkpoint(model) if model in SHAPES else Path(model)
             for family in dict.fromkeys(item.name.split("_")[0] for item in work):
                 members = [item for item in work if item.name.split("_")[0] == family]
                 yield from _family(members, model, folder, contenders, repeats, scale, neighbours, progress, read)
+
+
+def _short(model: str) -> str:
+    return Path(model).name
+
+
+def _contenders(engines: Sequence[str], model: str) -> list[Contender]:
+    """The engines as they are measured on a shape, a GGUF file or a model's folder. Raises ValueError for what is none
+    of these, for a small vocabulary, and for an engine that is not measured so."""
+    every = list(engines) == ["all"]
+    if model in SHAPES:
+        return [ENGINES[name] for name in (ENGINES if every else engines)]
+    path = Path(model).resolve()
+    if not path.exists():
+        raise ValueError(f"model must be one of {', '.join(SHAPES)}, a GGUF file or a folder; got {model!r}")
+    if (size := read_config(path).vocab_size) < VOCABULARY:
+        raise ValueError(f"{model} has {size:,} tokens; prompts are drawn from the first {VOCABULARY:,}")
+    if is_gguf(path):
+        return [ENGINES[name].of_file(path) for name in (FILE_READERS if every else engines)]
+    if every:
+        engines = [name for name, engine in ENGINES.items() if engine.gguf is None]
+    if converted := [name for name in engines if ENGINES[name].gguf is not None]:
+        raise ValueError(
+            f"{converted[0]} reads GGUF, and {model} is a folder: name a file, or one of {', '.join(SHAPES)}"
+        )
+    return [ENGINES[name] for name in engines]
 
 
 def _family(
@@ -183,7 +210,7 @@ def _family(
     progress = progress or CaseProgress()
     try:
         for workload in members:
-            progress(f"{workload.name} {model}")
+            progress(f"{workload.name} {_short(model)}")
             for engine in engines[len(racers) :]:  # those that are there end if the next is interrupted
                 progress.detail(f"starting {engine.name}")
                 racers.append(Racer(engine, folder))
@@ -200,7 +227,12 @@ def _family(
                     racer.take(workload, workload.draw(draw, scale), beside)
             longest = workload.longest(scale)
             for racer in racers:
-                case = {"workload": workload.name, "model": model, **racer.case(neighbours), "longest_prompt": longest}
+                case = {
+                    "workload": workload.name,
+                    "model": _short(model),
+                    **racer.case(neighbours),
+                    "longest_prompt": longest,
+                }
                 yield case | _shares(case, _median(rates))
     except KeyboardInterrupt:
         for racer in racers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ class Contender:
     home: str | None = None
     preload: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
+
+    def of_file(self, path: Path) -> Contender:
+        """The engine with the weights of this GGUF file. Raises ValueError for one that is not measured so."""
+        if self.name not in FILE_READERS:
+            raise ValueError(f"{self.name} is not measured on files; engine must be one of {', '.join(FILE_READERS)}")
+        return replace(self, precision="the file's", gguf=None, options=self.options | {"gguf": str(path)})
 
     def command(self) -> list[str]:
         if self.peer is None:
@@ -201,6 +207,7 @@ ENGINES = {
         _vllm("vllm-zentorch", "bf16", "bfloat16", "vllm-zentorch", None, **ZENTORCH),
         _llama("llama.cpp", "bf16", "bf16"),
         _llama("llama.cpp-noflash", "bf16", "bf16", flash=False),
+        _llama("llama.cpp-norepack", "bf16", "bf16", extra=False),
         _llama("llama.cpp-q8", "Q8_0", "q8_0", OURS_Q8),
         _llama("llama.cpp-q8-norepack", "Q8_0", "q8_0", OURS_Q8, extra=False),
         _llama("llama.cpp-q4km", "Q4_K_M", "q4_k_m", OURS_Q4),
@@ -211,6 +218,9 @@ ENGINES = {
         _mistral("mistral.rs-gguf-q4km", "Q4_K_M", OURS_Q4, gguf="q4_k_m"),
     )
 }
+
+FILE_READERS = ("headrace", "headrace-triton", "llama.cpp", "llama.cpp-noflash", "llama.cpp-norepack")
+"""Engines that are measured on a GGUF file as it is: those without weights of a form of their own."""
 
 
 DENSE = {
