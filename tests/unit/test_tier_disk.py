@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import pytest
 from headrace.offload.tiers.base import Read
 from headrace.offload.tiers.disk import DiskTier
 from headrace.offload.tiers.files import OpenFiles
+from headrace.offload.tiers.notes import ModelNote, read_notes
 from tests.support.tier_contract import SIZE, content, get, held, name, put
 from tests.support.tier_directory import BUDGET, check, descriptors, drafts, files, make
 
@@ -125,6 +127,19 @@ def test_deleted(tier: DiskTier, root: Path) -> None:
     assert held(tier, [1, 2]) == [2]
     assert (tier.stats().misses, tier.stats().bad) == (1, 0)
     check(tier, root)
+
+
+def test_a_note_comes_back_with_the_index(tier: DiskTier, root: Path) -> None:
+    """The directory is emptied while an engine serves: what it stores from there on is named again."""
+    note = ModelNote("tiny", "/models/tiny", "bfloat16", "auto", "none", "raw", 1 << 30, "0.1.0")
+    tier.keep_note(bytes(32), note)
+    put(tier, 1)
+    for path in root.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert read_notes(root) == {}
+    put(tier, 2)
+    assert held(tier, [1, 2]) == [2]
+    assert [found for found, _ in read_notes(root).values()] == [note]
 
 
 def test_deleted_between_runs(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ from headrace.offload.restore.projector import Projector
 from headrace.offload.restore.source import StoredChunks
 from headrace.offload.state_codec import StateCodec
 from headrace.offload.stored_states import StoredStates
-from headrace.offload.tiers.base import HeadShare
-from headrace.offload.tiers.notes import ModelNote, write_note
+from headrace.offload.tiers.base import HeadShare, Tier
+from headrace.offload.tiers.disk import DiskTier
+from headrace.offload.tiers.notes import ModelNote
 from headrace.offload.tiers.open import open_tiers
 from headrace.offload.tiers.pinned import PinnedBuffers
 from headrace.offload.writeback import Writeback
@@ -122,7 +124,7 @@ def open_offload(
     profile = measure(rank.decoder, _pool_of(rank), backend, opened.tiers.tiers, brief, profile, device_of(config))
     probe(opened.tiers, profile)
     profile.behind(config.tiers.link.bytes_s, config.tiers.link.latency_s)
-    keep_notes(config, capacity, cache.identity)
+    keep_notes(config, capacity, cache.identity, opened.tiers.tiers)
     storer = ChunkStorer(peers, cache.pool.per_rank, opened.tiers)
     only_idle, states = _only_idle(config, opened.codec, profile), None
     storage = rank.states.storage if isinstance(rank.states, RankStates) else rank.states
@@ -152,15 +154,15 @@ def _costs_much(config: EngineConfig, codec: ChunkCodec, profile: Profile) -> bo
     return WRITE_S + size * WRITE_BYTE_S > MOST_SHARE * computing
 
 
-def keep_notes(config: EngineConfig, capacity: Capacity, identity: bytes) -> None:
+def keep_notes(config: EngineConfig, capacity: Capacity, identity: bytes, tiers: Sequence[Tier]) -> None:
     """Says in the directories of the tiers whose chunks these are, for people (headrace cache ls)."""
     assert config.tiers is not None
-    for own in config.tiers.each:
-        if own.directory is not None:
+    for own, tier in zip(config.tiers.each, tiers, strict=True):
+        if isinstance(tier, DiskTier):
             folder = model_folder(config.model.folder).resolve()
             note = ModelNote(
                 model=config.model.folder, folder=str(folder), dtype=capacity.dtype,
                 kv_dtype=capacity.kv_cache_dtype, quantization=capacity.quantization, format=own.format,
                 budget_bytes=int(own.size * GIB), version=__version__,
             )  # fmt: skip
-            write_note(Path(own.directory), identity, note)
+            tier.keep_note(identity, note)

@@ -24,6 +24,7 @@ from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, 
 from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, tenant_mark
 from headrace.offload.tiers.health import Health
 from headrace.offload.tiers.index import BlobEntry, Index, put_quota
+from headrace.offload.tiers.notes import ModelNote, write_note
 from headrace.planner.machine import PieceRate
 
 T = TypeVar("T")
@@ -75,7 +76,14 @@ class DiskTier:
         self._closed = False
         self._index = Index(":memory:", *self._settings)
         self._index_id: tuple[int, int] | None = None
+        self._notes: dict[bytes, ModelNote] = {}
         self._open()
+
+    def keep_note(self, chunks_of: bytes, note: ModelNote) -> None:
+        """Says in the directory what an identity stands for; again whenever the index is opened again, since the note
+        may be gone with it."""
+        self._notes[chunks_of] = note
+        write_note(self._files.root, chunks_of, note)
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         none = [False] * len(names)
@@ -287,6 +295,8 @@ class DiskTier:
             self._health.resume()
             self._use(index)
             self._health.works("open")
+            for chunks_of, note in list(self._notes.items()):
+                write_note(self._files.root, chunks_of, note)
 
     def _check_room(self, index: Index) -> None:
         used, _ = index.total()
