@@ -54,7 +54,7 @@ class FoldedSums {
 // own that is not inlined: compilers do not know that the mode matters.
 class FlushedToZero {
  public:
-  FlushedToZero() : before(_mm_getcsr()) { set(before | 0x8040); }
+  FlushedToZero() : before(_mm_getcsr()) { set(before | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
   ~FlushedToZero() { set(before); }
 
  private:

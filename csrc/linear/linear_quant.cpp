@@ -105,9 +105,7 @@ void multiply_pairs(const LinearOf<Codes> &a, const byte *codes, Folds &folds, i
 // Whether tiles take it: int8 in whole steps, and all codes in runs.
 template <typename Codes> bool tiled(const LinearOf<Codes> &a) { return Codes::GROUPED || a.inputs % STEP_INPUTS == 0; }
 
-#endif
-
-#ifdef __AMX_BF16__
+// Fewer rows than panels want.
 template <typename Codes>
 void multiply_tiled(const LinearOf<Codes> &a, const byte *codes, Folds &folds, int64_t first, int64_t last, float *sums,
                     byte *decoded) {
