@@ -164,6 +164,9 @@ class KVStats(StatsRecord):
     chunks_used: int = gauge("kv_chunks_used", "Chunks that running requests hold, shared ones once.")
     chunks_cached: int = gauge("kv_chunks_cached", "Chunks that nobody uses, kept for later requests.")
     chunks_unshared: int = gauge("kv_chunks_unshared", "Chunks that running requests would hold without sharing.")
+    copied_tokens: int = counter(
+        "kv_copied_tokens", "Prompt tokens found in the cache in a chunk that goes on otherwise, and copied from there."
+    )
     evictions: int = counter("evictions", "Cached chunks given up for new ones.")
     chunks_pinned: int = gauge("kv_chunks_pinned", "Chunks that pinned prefixes hold, shared ones once.")
     chunks_protected: int = gauge("kv_chunks_protected", "Chunks that tenants have within their shares of the pool.")

@@ -123,8 +123,8 @@ def test_figures_of_a_run() -> None:
 
 def test_workloads_are_seeded_and_new_in_each_repetition() -> None:
     assert [w.name for w in chosen(["W1_512", "W4"])] == ["W1_512", "W4"]
-    with pytest.raises(ValueError, match="W6"):
-        chosen(["W7"])
+    with pytest.raises(ValueError, match="W7"):
+        chosen(["W8"])
     for workload in WORKLOADS:
         first, again, other = workload.draw(0, 32), workload.draw(0, 32), workload.draw(1, 32)
         assert first == again and first.prompts != other.prompts
@@ -135,6 +135,9 @@ def test_workloads_are_seeded_and_new_in_each_repetition() -> None:
     (turn,) = chosen(["W6"])
     first, second = turn.draw(0, 1).prime, turn.draw(0, 1).prompts[0]
     assert len(first) == 8192 and second[:8192] == first and len(second) == 8256
+    question = chosen(["W7_1000"])[0].draw(0, 1)
+    assert [len(question.prime), *map(len, question.prompts)] == [1020, 1020]
+    assert question.prime[:1000] == question.prompts[0][:1000] and question.prime[1000:] != question.prompts[0][1000:]
     assert tree[0][:1024] == tree[31][:1024] and np.ptp([len(p) for p in tree]) == 0
 
 

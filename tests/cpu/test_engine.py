@@ -47,7 +47,7 @@ def test_metrics_count_what_was_cached(llm: LLM) -> None:
     tokens = list(range(10, 310))
     cold, warm = (llm.generate([tokens], replace(GREEDY, n=2))[0].metrics for _ in range(2))
     assert (cold.prompt_tokens, cold.cached_tokens, cold.output_tokens) == (300, 0, 40)
-    assert (warm.prompt_tokens, warm.cached_tokens, warm.output_tokens) == (300, 256, 40)
+    assert (warm.prompt_tokens, warm.cached_tokens, warm.output_tokens) == (300, 299, 40)
     assert 0 <= warm.queue_s <= warm.ttft_s <= warm.e2e_s
 
 
@@ -62,7 +62,7 @@ def test_decoding_within_a_chunk_prepares_attention_once(llm: LLM, monkeypatch: 
         return make(plan)
 
     monkeypatch.setattr(attention, "_make", count)
-    llm.generate([list(range(10, 40)), list(range(20, 40))], replace(GREEDY, max_tokens=30))
+    llm.generate([list(range(1510, 1540)), list(range(1520, 1540))], replace(GREEDY, max_tokens=30))
     assert made == [50, 2]
 
 
@@ -124,7 +124,7 @@ def test_requests_that_have_ended_are_forgotten_at_once(llm: LLM) -> None:
     gc.collect()
     gc.disable()
     try:
-        llm.generate([list(range(10, 40)), list(range(20, 40))], replace(GREEDY, n=2))
+        llm.generate([list(range(1510, 1540)), list(range(1520, 1540))], replace(GREEDY, n=2))
         llm.engine.add(Request("gone", [20] * 100, GREEDY, arrival_s=time.monotonic()))
         llm.engine.step()
         llm.engine.abort("gone")
@@ -352,7 +352,7 @@ def test_tenants_share_only_the_public_prefix() -> None:
         (output,) = llm.generate([tokens], GREEDY, cache_salt=salt, public_prefix_tokens=public)
         return output.metrics.cached_tokens
 
-    assert [cached("a"), cached("b"), cached("a"), cached(None)] == [0, 0, 256, 0]
+    assert [cached("a"), cached("b"), cached("a"), cached(None)] == [0, 0, 299, 0]
     assert [cached("c", public=130), cached("d", public=130)] == [128, 128]
 
 

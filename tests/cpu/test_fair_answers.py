@@ -11,6 +11,7 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.bench.fairness import FairnessBench
 from headrace.engine.fairness import FairScheduler
+from headrace.kv.partial import LEAST
 from headrace.outputs import RequestOutput
 from headrace.types import InvalidRequest, Request
 
@@ -88,7 +89,8 @@ def test_prompts_that_begin_alike_are_not_parted_by_their_lengths() -> None:
         with LLM("tiny", scheduling_policy=policy, kv_cache_tokens=1536, max_batch_tokens=256) as llm:  # type: ignore[arg-type]
             llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
             cached[policy] = llm.engine.stats().tokens.cached
-    assert cached["fair"] == cached["fcfs"] == sum(3 * (len(text) // 64 * 64) for text in documents)
+    shared = [len(text) - (len(text) % 64 if len(text) % 64 < LEAST else 0) for text in documents]
+    assert cached["fair"] == cached["fcfs"] == 3 * sum(shared)
 
 
 def test_priorities_of_python_calls() -> None:

@@ -100,7 +100,9 @@ def test_only_while_nothing_is_computed(kv: dict[str, Any]) -> None:
     while llm.engine.settle():
         time.sleep(0.001)
     written = offload.tiers.stats()["disk"].writes
-    assert llm.engine.stats().restore.unstored == 0 and written == len(llm.engine.cache.tree.idle)
+    assert llm.engine.stats().restore.unstored == 0 and written == sum(
+        node.whole for node in llm.engine.cache.tree.idle.values()
+    )
     llm.generate([FIRST], PARAMS)
     llm.close()
     assert restored({**kv, "kv_offload_write": "idle"}) == CHUNKS, "at the end all is stored"

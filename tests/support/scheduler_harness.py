@@ -15,11 +15,11 @@ from headrace.types import CHUNK, Request, SamplingParams
 class Harness:
     """A scheduler and a memory of tokens in place of keys and values. The next token is a function of those before it,
     so that a sequence computed wrongly, or twice, shows. forces: some tokens are followed by some that are forced.
-    drafts: sequences that decode have drafts, of which some go wrong."""
+    drafts: sequences that decode have drafts, of which some go wrong. copies: a prompt's first rows may be copied."""
 
     def __init__(
         self, chunks: int, budget: int, sequences: int = 64, shares: bool = True, ranks: int = 1, align: int = 1,
-        forces: bool = False, drafts: bool = False, policy: type[Scheduler] = Scheduler,
+        forces: bool = False, drafts: bool = False, policy: type[Scheduler] = Scheduler, copies: bool = False,
     ) -> None:  # fmt: skip
         self.forces, self.drafts = forces, drafts
         self.random = random.Random(1)
@@ -32,6 +32,7 @@ class Harness:
             budget,
             sequences,
             align,
+            copy=self.copy if copies else None,
         )
         self.memory: dict[int, list[int]] = {}
         self.live: dict[SequenceState, int] = {}
@@ -120,6 +121,9 @@ class Harness:
             rows = self.memory.setdefault(int(table.slots[position // CHUNK]), [-1] * CHUNK)
             rows[position % CHUNK] = part.tokens[position - part.start]
 
+    def copy(self, source: int, target: int) -> None:
+        self.memory[target] = list(self.memory[source])
+
     def seen(self, sequence: SequenceState) -> list[int]:
         table = sequence.table
         assert table is not None
@@ -153,4 +157,6 @@ class Harness:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed).randrange(11) for _ in range(length)]
+    """A longer one begins with a shorter one of the same seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(11) for _ in range(length)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from headrace.engine.fairness import FairScheduler
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import SequenceState, Slice
@@ -19,20 +17,15 @@ Asked = tuple[float, float]
 """kv_share and kv_limit of a tenant."""
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    """A longer one begins with a shorter one of the same seed."""
-    rng = random.Random(seed)
-    return [rng.randrange(11) for _ in range(length)]
-
-
 class SharedPool(Harness):
     """Requests of tenants, and pins, whose clock is `now`. Whatever is evicted must be nobody's share."""
 
     def __init__(
         self, chunks: int, budget: int = 1000, ranks: int = 1, drafts: bool = False,
-        policy: type[Scheduler] = FairScheduler,
+        policy: type[Scheduler] = FairScheduler, copies: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(chunks, budget, ranks=ranks, align=1 if ranks == 1 else CHUNK, drafts=drafts, policy=policy)
+        align = 1 if ranks == 1 else CHUNK
+        super().__init__(chunks, budget, ranks=ranks, align=align, drafts=drafts, policy=policy, copies=copies)
         self.cache.block_chunks = 2
         self.now = 0.0
         self.pins = Pins(self.cache, chunks // 2, clock=lambda: self.now)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.partial import PartialMatches, words
 from headrace.kv.placement import Placement
 from headrace.kv.pool import SlotPool
 from headrace.kv.tree import Node, PrefixTree
@@ -51,10 +52,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.append(table)
         return table
 
-    @initialize(data=st.data(), block=st.sampled_from([1, 2, 3, 32]))
-    def start(self, data: st.DataObject, block: int) -> None:
+    @initialize(data=st.data(), block=st.sampled_from([1, 2, 3, 32]), tails=st.booleans())
+    def start(self, data: st.DataObject, block: int, tails: bool) -> None:
         self.cache = KVCache(POOL, ranks=data.draw(self.ranks))
         self.cache.block_chunks = block
+        if tails:
+            self.cache.tree.partial = PartialMatches()
 
     @rule(
         blocks=st.lists(st.integers(0, 2), min_size=0, max_size=6),
@@ -227,6 +230,13 @@ class CacheMachine(RuleBasedStateMachine):
             for position in range(0, table.length):
                 found = self.content[int(table.slots[position // CHUNK])][position % CHUNK]
                 assert found == table.tokens[position], "a sequence reads another's tokens"
+
+    @invariant()
+    def rows_are_there(self) -> None:
+        """Of every chunk that a prompt may copy from."""
+        for node in self.cache.tree.nodes.values():
+            if node.place is not None:
+                assert node.words == words(self.content[node.slot][: node.rows]), "other rows are copied"
 
     @invariant()
     def blocks_have_one_owner(self) -> None:

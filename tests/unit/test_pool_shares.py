@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.engine.fairness import FairScheduler
 from headrace.engine.scheduler import Scheduler
 from headrace.types import CHUNK, InvalidRequest
-from tests.support.shared_pool import Asked, SharedPool, prompt
+from tests.support.scheduler_harness import prompt
+from tests.support.shared_pool import Asked, SharedPool
 
 TENANTS = ["", "acme", "globex", "guests"]
 ASKED = [(0.0, 1.0), (0.25, 1.0), (0.3, 0.5), (0.0, 0.4), (0.1, 0.2)]
@@ -28,9 +29,12 @@ class PoolMachine(RuleBasedStateMachine):
         ranks=st.sampled_from([1, 1, 2, 3]),
         drafts=st.booleans(),
         policy=st.sampled_from([FairScheduler, Scheduler]),
+        copies=st.booleans(),
     )
-    def start(self, per_rank: int, budget: int, ranks: int, drafts: bool, policy: type[Scheduler]) -> None:
-        self.pool = SharedPool(per_rank // ranks * ranks, budget, ranks, drafts, policy)
+    def start(
+        self, per_rank: int, budget: int, ranks: int, drafts: bool, policy: type[Scheduler], copies: bool
+    ) -> None:
+        self.pool = SharedPool(per_rank // ranks * ranks, budget, ranks, drafts, policy, copies)
 
     @rule(tenant=st.sampled_from(TENANTS[1:]), asked=st.sampled_from(ASKED))
     def agree(self, tenant: str, asked: Asked) -> None:

@@ -30,13 +30,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.booleans(),
         policy=st.sampled_from([Scheduler, FairScheduler, FairScheduler]),
         places=st.sampled_from([1, 2, 5, 64]),
+        copies=st.booleans(),
     )
     def start(
         self, per_rank: int, budget: int, shares: bool, ranks: int, align: int, forces: bool, drafts: bool,
-        policy: type[Scheduler], places: int,
+        policy: type[Scheduler], places: int, copies: bool,
     ) -> None:  # fmt: skip
         chunks = max(8, per_rank // ranks * ranks)
-        self.harness = Harness(chunks, max(budget, align), places, shares, ranks, align, forces, drafts, policy)
+        each = max(budget, align), places, shares, ranks, align, forces, drafts, policy, copies
+        self.harness = Harness(chunks, *each)
         self.harness.cache.block_chunks = 2
         self.capacity = chunks * CHUNK
 

@@ -42,7 +42,7 @@ class EngineBench(Benchmark):
 
     name = "engine"
     workloads: tuple[str, ...] = option(
-        "Workloads, by commas: W1 to W6, or one case of them: W1_8192.", "W1,W2,W3,W4,W5", parse=words
+        "Workloads, by commas: W1 to W7, or one case of them: W1_8192.", "W1,W2,W3,W4,W5", parse=words
     )
     models: tuple[str, ...] = option(
         "By commas: random-weight shapes, S1 to S5 (S4 with experts, S5 a hybrid), GGUF files, or folders of a model.",
@@ -124,13 +124,13 @@ class EngineBench(Benchmark):
 
     def _ahead(self, case: Case) -> float | None:
         """How many times as fast Headrace was at the same work, in the same weights where it ran in them, if it was
-        measured before: at the first token of W1 and W6, at decoding of the others."""
+        measured before: at the first token of W1, W6 and W7, at decoding of the others."""
         key = case["model"], case["workload"]
         if case["engine"].startswith("headrace"):
             self._ours[*key, case["engine"]] = case
             return None
         ours = self._ours.get((*key, ENGINES[case["engine"]].beside)) or self._ours.get((*key, "headrace"), {})
-        if case["workload"].startswith(("W1", "W6")):
+        if case["workload"].startswith(("W1", "W6", "W7")):
             return _ratio(case["ttft_s"], ours.get("ttft_s"))
         return _ratio(ours.get("decode_tok_s"), case["decode_tok_s"])
 

@@ -96,6 +96,17 @@ def _second_turn(length: int) -> Workload:
     return Workload(f"W6_{length}", make)
 
 
+def _next_question(length: int) -> Workload:
+    """W7: 20 new tokens on a text about which 20 others were asked before, one token."""
+
+    def make(rng: random.Random, scale: int) -> WorkloadRun:
+        text = _ids(rng, length // scale)
+        before, now = (text + _ids(rng, 20 // scale) for _ in range(2))
+        return WorkloadRun([now], [1], before)
+
+    return Workload(f"W7_{length}", make)
+
+
 WORKLOADS = [
     *(_first_token(length) for length in (512, 2048, 8192, 16384)),
     *(_decode(length) for length in (512, 2048, 8192, 16384)),
@@ -103,6 +114,7 @@ WORKLOADS = [
     _tree(),
     _chat(),
     _second_turn(8192),
+    *(_next_question(length) for length in (1000, 4000)),
 ]
 
 

@@ -48,7 +48,7 @@ def run(model: str, first: Path, second: Path, as_json: bool) -> None:
     rows = [
         (str(first), f"{len(one):,} tokens"),
         (str(second), f"{len(ids):,} tokens"),
-        ("alike", f"{near.common:,} tokens; the cache keeps whole chunks of {CHUNK}: {reuse.cached:,}"),
+        ("alike", f"{near.common:,} tokens; in whole chunks of {CHUNK}: {reuse.cached:,}"),
         ("why", f"they have no whole chunk of {CHUNK} tokens in common" if reuse.cause == "first" else reuse.told),
         ("behind", repr(before)),
     ]

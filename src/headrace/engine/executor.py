@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch import Tensor
 
 from headrace.engine.programs import Launched
+from headrace.engine.row_copies import Copy
 from headrace.engine.sampler import Sampled, SampleInput, sample
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.model_step import Greatest
@@ -91,6 +92,11 @@ class Executor(Protocol):
 
     def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:
         """Who shall own the new chunks of a slice that is about to be taken (Scheduler.owners)."""
+        return None
+
+    @property
+    def copy(self) -> Copy | None:
+        """Copies a chunk to another slot between two steps, at once; None where that does not pay."""
         return None
 
     def expected_s(self, slices: Seq[Slice]) -> float:

@@ -31,6 +31,7 @@ def scheduler(loaded: Loaded, open_table: Callable[[SequenceState], ChunkTable])
         align=1 if loaded.cache.ranks == 1 else CHUNK,
         owners=loaded.executor.owners,
         below=loaded.below,
+        copy=loaded.executor.copy,
     )
 
 

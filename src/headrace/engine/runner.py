@@ -17,6 +17,7 @@ from headrace.engine import graphs
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.graph_buckets import PromptGraphs
 from headrace.engine.programs import Eager, InCpp, Launched, Logits, Program, StepRows
+from headrace.engine.row_copies import Copy
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.backend import backend_of, recorded
 from headrace.kv.storage import KVStorage, StateStorage
@@ -99,6 +100,12 @@ class Runner(Executor):
 
     def _plan(self, slices: Seq[Slice]) -> planning.PlannedStep:
         return self._planner.plan([planning.TableRows(table_of(part), part.start, part.length) for part in slices])
+
+    @property
+    def copy(self) -> Copy | None:
+        """See Executor.copy. A recurrent state is that behind a whole chunk; and a GPU computes a few rows more in less
+        time than copying them would take."""
+        return None if self.states is not None or self.backend.capabilities.graphs else self.storage.copy
 
     @property
     def launches(self) -> bool:

@@ -2,7 +2,8 @@
 
 Decoding sequences come first, one token each; what is left of the step's token budget goes to prompts in order of
 arrival, so that a long prompt delays a decoding sequence by at most one budget per token. A prompt whose next chunk
-another sequence is writing waits for that chunk, not for the sequence. When the cache is full, the sequence that
+another sequence is writing waits for that chunk, not for the sequence; one whose next rows can be copied does not
+compute them (engine.row_copies). When the cache is full, the sequence that
 arrived last gives up its chunks and is computed again later; nothing of its answer is lost.
 
 With several ranks a slice of a prompt ends at a multiple of `align` tokens, or at the prompt's end:
@@ -23,6 +24,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 
 from headrace.engine.below import Below, NothingBelow
+from headrace.engine.row_copies import Copy, RowCopies
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
@@ -49,6 +51,7 @@ class Scheduler:
     owners: a function of (sequence, start, count), the slice that is about to be taken: who shall own its new chunks
     (see KVCache.extend), or None where the cache shall choose.
     below: what lies below the pool, with one rank.
+    copy: may be given with one rank: copies a chunk to another slot at once (engine.row_copies).
     give_way: may be set to a function that lets go of something in the pool that no request needs; False if there is
     nothing left of that kind.
     ahead: while a step is planned behind one that is under way (engine.overlap). Nobody is preempted then, and nothing
@@ -70,6 +73,7 @@ class Scheduler:
         align: int = 1,
         owners: ChooseOwners = cache_chooses,
         below: Below | None = None,
+        copy: Copy | None = None,
     ) -> None:
         if align < 1:
             raise ValueError(f"align must be at least 1, got {align}")
@@ -85,6 +89,7 @@ class Scheduler:
         self.align = align
         self.owners = owners
         self.below = NothingBelow(cache) if below is None else below
+        self.rows = RowCopies(cache, self.below, copy) if copy is not None and align == 1 else None
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.give_way: Callable[[], bool] = lambda: False
@@ -218,6 +223,13 @@ class Scheduler:
         while self._room(table, least) < least:
             if not self._gain_room(sequence):
                 return
+        if self.rows is not None and not table.length % CHUNK:
+            before = table.length
+            if not self.rows.take(sequence, self.running, self._slices):
+                return
+            left -= table.length - before
+            if left <= 0:
+                return
         count = min(budget, left, self.cache.room(table))
         if count < left:
             count -= (table.length + count) % self.align
@@ -316,6 +328,7 @@ class Scheduler:
         """Writes its figures into `stats`."""
         told = stats.scheduler
         told.running, told.waiting, told.preemptions = len(self.running), len(self.waiting), self.preemptions
+        stats.kv.copied_tokens = 0 if self.rows is None else self.rows.copied
 
     def check(self, under_way: Collection[SequenceState] = ()) -> None:
         """Raises AssertionError unless queues, tables and cache agree. For tests. under_way: sequences that a step is

@@ -49,6 +49,7 @@ class SequenceState:
     planned: PlannedPrefill | None = None
     ended: bool = False
     adapter: Applied | None = None
+    waited: bool = False
 
     def __post_init__(self) -> None:
         prompt, params = self.request.prompt_token_ids, self.request.params

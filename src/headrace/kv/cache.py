@@ -284,13 +284,15 @@ class KVCache:
             self.states.keep_drafted(table)
 
     def close(self, table: ChunkTable) -> None:
-        """Lets go of everything the table holds; complete named chunks stay in the tree until evicted."""
+        """Lets go of everything the table holds; complete named chunks stay in the tree until evicted, and so does its
+        last one for its rows, where these can be copied (kv.partial)."""
         next(tables for tables in (self.tables, self.parked, self.pinned) if table in tables).remove(table)
         self.tree.now = time.monotonic()
         if table is self._latest:
             self._latest = None
         if self.states is not None:
             self.states.close(table)
+        self._names.keep_tail(table)
         self._drop_from(table, 0)
 
     def park(self, table: ChunkTable) -> None:
@@ -299,6 +301,7 @@ class KVCache:
             self.states.close(table)
         kept = next((i for i, node in enumerate(table.nodes) if node.digest is None or not node.complete), None)
         if kept is not None:
+            self._names.keep_tail(table)
             self._drop_from(table, kept)
         self.tables.remove(table)
         if table.nodes:

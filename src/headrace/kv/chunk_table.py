@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.kv.accounts import Account
+from headrace.kv.partial import Place
 from headrace.kv.table_state import TableState
 from headrace.kv.tree import Node, chain, token_array
 from headrace.types import CHUNK
@@ -86,11 +87,18 @@ class ChunkTable:
             raise ValueError(f"chunk {chunks - 1} is not full: {len(self.tokens)} tokens")
         parent = self._digests[-1] if first else self._root
         for chunk in range(first, chunks):
-            salt = self._salt if chunk == self._salt_chunk else b""
-            mark = self._mark[0] if self._mark is not None and chunk == self._mark[1] else b""
             start = (chunk - first) * CHUNK
-            parent = chain(parent, known[start : start + CHUNK], salt, mark)
+            parent = chain(parent, known[start : start + CHUNK], *self._said_at(chunk))
             self._digests.append(parent)
+
+    def _said_at(self, chunk: int) -> tuple[bytes, bytes]:
+        """Salt and mark that begin with the chunk."""
+        salt = self._salt if chunk == self._salt_chunk else b""
+        return salt, self._mark[0] if self._mark is not None and chunk == self._mark[1] else b""
+
+    def stands_at(self, chunk: int) -> Place:
+        """Of a chunk all tokens before which are known."""
+        return self.digest(chunk - 1) if chunk else self._root, *self._said_at(chunk)
 
     @property
     def _made_by(self) -> tuple[bytes, bytes, int, tuple[bytes, int] | None]:

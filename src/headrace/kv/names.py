@@ -6,7 +6,9 @@ from collections.abc import Container, Iterable
 
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.node import Node
-from headrace.kv.tree import PrefixTree
+from headrace.kv.partial import LEAST, words
+from headrace.kv.tree import PrefixTree, chain, token_array
+from headrace.types import CHUNK
 
 
 class ChunkNames:
@@ -16,6 +18,8 @@ class ChunkNames:
         self.tree = tree
         self._filled: list[tuple[ChunkTable, int]] = []
         self._planned: list[tuple[ChunkTable, int]] | None = None
+        self._shared: list[tuple[ChunkTable, int, Node]] = []
+        """Chunks that others could attach before they were filled."""
 
     def give(self, table: ChunkTable, chunk: int, node: Node) -> None:
         """Puts an own node into the tree, if the chunk before it is there."""
@@ -33,6 +37,8 @@ class ChunkNames:
             self._planned.append((table, chunk))
         elif node.digest is not None:
             node.writer = None
+            if self.tree.partial is not None:
+                self._shared.append((table, chunk, node))
         elif table.shares:
             self.later(table, chunk)
 
@@ -70,11 +76,34 @@ class ChunkNames:
             if twin is None:
                 own.writer = None
                 self.give(table, chunk, own)
+                self._index(table, chunk, own)
             elif self._replaces(twin, table, chunk, block_chunks):
                 self.tree.hold(twin)
                 table.replace(chunk, twin)
                 self.tree.release(own)
         self._filled.clear()
+        for table, chunk, node in self._shared:
+            self._index(table, chunk, node)
+        self._shared.clear()
+
+    def _index(self, table: ChunkTable, chunk: int, node: Node) -> None:
+        """Its keys and values are there: if it is in the tree, its rows may be copied."""
+        if self.tree.partial is not None and node.digest is not None and self.tree.find(node.digest) is node:
+            self.tree.partial.enter(node, table.stands_at(chunk), table.tokens[chunk * CHUNK : (chunk + 1) * CHUNK])
+
+    def keep_tail(self, table: ChunkTable) -> None:
+        """Before a table is closed: what is computed of its last chunk, if that is not whole, stays for its rows. (The
+        newest token has no row yet, or that of a draft.)"""
+        partial, (chunk, rows) = self.tree.partial, divmod(min(table.length, len(table.tokens) - 1), CHUNK)
+        if partial is None or not table.shares or rows < LEAST or table.nodes[chunk].digest is not None:
+            return
+        tokens, place = table.tokens[chunk * CHUNK : chunk * CHUNK + rows], table.stands_at(chunk)
+        if partial.longest(place, words(tokens))[1] == rows:
+            return
+        node = table.nodes[chunk]
+        self.tree.charge(node, table.account_of(chunk))
+        self.tree.insert_tail(node, chain(place[0], token_array(tokens), *place[1:]), rows)
+        partial.enter(node, place, tokens)
 
     def _replaces(self, twin: Node, table: ChunkTable, chunk: int, block_chunks: int) -> bool:
         if not twin.complete or twin.parent is not table.node_before(chunk):

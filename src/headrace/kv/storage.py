@@ -77,9 +77,18 @@ class KVStorage(LayerPools):
     def keeps_activations(self) -> bool:
         return self.x is not None
 
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*(tensor for pool in self.pools for tensor in pool.tensors), *(self.x or ())]
+
+    def copy(self, source: int, target: int) -> None:
+        """Chunk `target` has what chunk `source` has, in all layers."""
+        for each in self._tensors:
+            each[target].copy_(each[source])
+
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""
-        for each in (*(tensor for pool in self.pools for tensor in pool.tensors), *(self.x or ())):
+        for each in self._tensors:
             each.zero_()
 
     @staticmethod

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from headrace.kv.accounts import Account, Accounts
 from headrace.kv.node import Node as Node
+from headrace.kv.partial import PartialMatches
 from headrace.kv.pool import SlotPool
 from headrace.kv.segments import Segments
 from headrace.types import CHUNK
@@ -42,7 +43,7 @@ class PrefixTree:
     stand before it. leaving: may be set to be told of each node that is evicted, while its slot still has its content.
     forget_state: is told of each node with a recurrent state that leaves; set by whoever gives nodes states.
     now: seconds of time.monotonic as a request last came or ended. segments: the tree as listings show it.
-    accounts: from the first tenant on that has a share or a limit.
+    accounts: from the first tenant on that has a share or a limit. partial: where rows of chunks can be copied.
     With several ranks `_idle_of` has the idle nodes of each, in the same order; with one it is empty.
     """
 
@@ -55,6 +56,7 @@ class PrefixTree:
         self.now = 0.0
         self.segments = Segments()
         self.accounts: Accounts | None = None
+        self.partial: PartialMatches | None = None
         self.leaving: Callable[[Node], None] | None = None
         self.forget_state: Callable[[Node], None] | None = None
 
@@ -146,6 +148,19 @@ class PrefixTree:
         if self.accounts is not None:
             self.accounts.enter(node)
 
+    def insert_tail(self, node: Node, digest: bytes, rows: int) -> None:
+        """Names a chunk that is not whole, for the sake of its first rows. It has no place among the others: they may
+        leave before it, or come again. It is never attached, nor stored below. Raises ValueError if the name exists."""
+        if digest in self.nodes:
+            raise ValueError("a tail of that name is in the tree already")
+        node.digest, node.rows, node.stored, node.writer = digest, rows, True, None
+        self.nodes[digest] = node
+
+    def drop(self, node: Node) -> None:
+        """Forgets a tail, if it is idle and has not been evicted."""
+        if not node.whole and self.idle.get(node.digest or b"") is node:
+            self._remove(node)
+
     def hold(self, node: Node) -> None:
         """One more table uses a complete node."""
         if node.refs == 0:
@@ -189,7 +204,10 @@ class PrefixTree:
                 self._idle_of[self.pool.rank_of(node.slot)].pop(node.digest, None)
             if node.parent is not None:
                 del node.parent.children[node.digest]
-            self.segments.leave(node)
+            if node.whole:
+                self.segments.leave(node)
+            if self.partial is not None:
+                self.partial.leave(node)
         if self.accounts is not None:
             self.accounts.leave(node)
         self.pool.give(node.slot)
@@ -208,7 +226,9 @@ class PrefixTree:
                 children.setdefault(id(node.parent), {})[digest] = node
         for node in self.nodes.values():
             assert node.children == children.get(id(node), {}), "a node knows other children than it has"
-        self.segments.check(self.nodes)
+        self.segments.check({digest: node for digest, node in self.nodes.items() if node.whole})
+        if self.partial is not None:
+            self.partial.check(self.nodes)
         self._check_idle()
 
     def _check_idle(self) -> None:
