@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.engine.fairness import FairScheduler
 from headrace.engine.row_copies import WAITS
-from headrace.kv.partial import LEAST
+from headrace.kv.cache import KVCache
+from headrace.kv.partial import LEAST, PartialMatches
 from headrace.types import CHUNK
 from tests.support.scheduler_harness import Harness, prompt
 
@@ -75,6 +77,17 @@ def test_a_prompt_that_waited_for_nothing_goes_on() -> None:
     harness.abort(one)
     harness.cache.tree.clear()
     assert [(part.sequence, part.length) for part in harness.step()] == [(other, 41)]
+    harness.finish()
+
+
+def test_a_prompt_does_not_wait_again_for_one_that_overtakes_it() -> None:
+    harness = Harness(100, 1000, policy=FairScheduler, copies=True)
+    one, other = (harness.add([*TEXT, last], 5) for last in (1, 2))
+    harness.step()
+    harness.abort(one)
+    harness.cache.tree.clear()
+    hurried = harness.add([*TEXT, 3], 5, priority=-5)
+    assert [(part.sequence, part.length) for part in harness.step()] == [(hurried, 41), (other, 41)]
     harness.finish()
 
 
@@ -183,6 +196,18 @@ def test_the_rows_of_a_wrong_draft_are_not_left_behind() -> None:
         harness.finish()
         assert longer.cached_tokens > 0
     assert copied(harness) > 500
+
+
+def test_the_newest_token_has_no_row_or_that_of_a_draft() -> None:
+    """A sequence may end with a token that was drafted, in place of another one, before the draft is settled."""
+    cache = KVCache(4)
+    cache.tree.partial = PartialMatches()
+    table = cache.open(prompt(100))
+    assert cache.extend(table, 105, drafted=5)
+    cache.commit()
+    table.tokens += [1, 2]
+    cache.close(table)
+    assert [node.rows for node in cache.tree.nodes.values()] == [CHUNK, 101 - CHUNK]
 
 
 def test_a_preempted_sequence_finds_its_own_tail() -> None:
