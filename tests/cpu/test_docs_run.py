@@ -69,4 +69,4 @@ def test_some_run() -> None:
 
 def test_readme_shows_a_shared_prefix() -> None:
     shown = [text for block, text in SHOWN.items() if block.page == "README.md"]
-    assert [int(number) for number in re.findall(r"(\d+) of \d+ prompt tokens were cached", shown[0])] == [0, 256]
+    assert [int(number) for number in re.findall(r"(\d+) of \d+ prompt tokens were cached", shown[0])] == [0, 299]

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.config import AttentionSpec, RecurrentSpec
@@ -61,6 +63,7 @@ class KVStorage(LayerPools):
         self.x: list[Tensor] | None = None
         if hidden is not None:
             self.x = [new((slots, CHUNK, hidden), _computed(x_dtype)) for _ in range(spec.stored)]
+        self._bytes: list[NDArray[np.uint8]] | None = None
 
     def pool(self, layer: int) -> Pool:
         return self.pools[self._source(layer)]
@@ -69,7 +72,7 @@ class KVStorage(LayerPools):
         """The same memory with `parts` slots for each, of as many heads less: slot s has the first heads of its K and V
         in slot s * parts, the last in s * parts + parts - 1. Activations stay in slot s."""
         found = copy.copy(self)
-        found.slots = self.slots * parts
+        found.slots, found._bytes = self.slots * parts, None
         found.pools = [Pool(*(_split(each, parts) for each in pool.tensors)) for pool in self.pools]
         return found
 
@@ -82,9 +85,11 @@ class KVStorage(LayerPools):
         return [*(tensor for pool in self.pools for tensor in pool.tensors), *(self.x or ())]
 
     def copy(self, source: int, target: int) -> None:
-        """Chunk `target` has what chunk `source` has, in all layers."""
-        for each in self._tensors:
-            each[target].copy_(each[source])
+        """Chunk `target` has what chunk `source` has, in all layers; on the CPU."""
+        if self._bytes is None:  # numpy copies a small stretch in a third of the time that torch takes
+            self._bytes = [each.view(self.slots, -1).view(torch.uint8).numpy() for each in self._tensors]
+        for each in self._bytes:
+            each[target] = each[source]
 
     def prefault(self) -> None:
         """Writes zeros everywhere, so that the system maps all of the memory now."""
