@@ -4,8 +4,8 @@ Options: gguf, the file that is read; flash (flash attention on or off), kv_toke
 extra: false for weights laid out as they are in the file, as llama.cpp's --no-repack does. On AMX, 0.3.36 of
 llama-cpp-python ends at its first product of Q8_0 otherwise (a fault at ldtilecfg).
 Prompts share by copying sequences in the unified cache, each from the earlier prompt it has most in common with, which
-is more than llama.cpp's own server does; a single prompt that begins with the last one goes on in its sequence, as the
-server's slots do (recurrent states included). KV is f16, its default.
+is more than llama.cpp's own server does; a single prompt goes on in the last one's sequence, behind what both begin
+with, as the server's slots do (of recurrent states, behind all of it). KV is f16, its default.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ class LlamaCpp:
         return times
 
     def _keep(self, prompts: list[list[int]]) -> None:
-        """Forgets all sequences but the kept one, and that too unless the prompts begin with it."""
+        """Forgets all sequences but the kept one, and that too unless the prompts begin with it. Of the kept one
+        a single prompt takes what both begin with."""
         kept = self.held.get(KEPT)
+        if kept is not None and len(prompts) == 1 and (common := _common(kept, prompts[0])) >= LEAST_SHARED:
+            kept = kept[:common] if ll.llama_memory_seq_rm(self.memory, KEPT, common, -1) else kept
         if kept is None or any(len(p) <= len(kept) or p[: len(kept)] != kept for p in prompts):
             ll.llama_memory_clear(self.memory, False)
             self.held = {}
