@@ -167,6 +167,12 @@ def test_a_tail_goes_where_it_is_copied_whole() -> None:
     assert tails(harness) == [50], "that of the second begins with it"
 
 
+def test_a_table_of_nothing_leaves_nothing() -> None:
+    harness = pool()
+    harness.cache.close(harness.cache.open([]))
+    assert tails(harness) == []
+
+
 def test_tails_are_evicted_before_what_is_before_them() -> None:
     harness = pool(chunks=4)
     computed(harness, TEXT)

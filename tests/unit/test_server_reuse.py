@@ -154,3 +154,9 @@ def test_the_latest_of_equals_and_the_own_salt_first() -> None:
     found = recent.nearest("a", tokens, "none")
     assert found is not None and found.seen.request_id == "two" and found.missing == "salt"
     assert recent.nearest("b", tokens, None) is None
+
+
+@pytest.mark.parametrize(("cached", "words"), [(0, "begins alike"), (40, "begins alike for 64 tokens")])
+def test_less_than_a_chunk_may_be_found_all_the_same(cached: int, words: str) -> None:
+    found = Reuse(100, cached, Nearest(Seen("a", None, ids(*range(50))), 40, "evicted"))
+    assert (found.cause, found.told) == ("first", f"no recent request of this caller {words}")

@@ -8,7 +8,7 @@ sequence computes in the coming step can be copied after it: a prompt waits for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from headrace.engine.below import Below
 from headrace.engine.sequence import SequenceState, Slice
@@ -42,12 +42,14 @@ class RowCopies:
         table = sequence.table
         assert table is not None, "it is about to be computed"
         most = len(table.tokens) - 1 if table.reusable is None else min(len(table.tokens) - 1, table.reusable)
-        wanted = words(table.tokens[table.length : min(most, table.length + CHUNK)])
-        if not table.shares or not wanted:
+        wanted = table.tokens[table.length : min(most, table.length + CHUNK)]
+        if not table.shares or len(wanted) < LEAST:
             return True
-        node, rows = self.partial.longest(table.stands_at(table.length // CHUNK), wanted)
+        node, rows = self.partial.longest(table.stands_at(table.length // CHUNK), words(wanted))
         coming = 0
         for other, its, alike in self._alike(table, running, wanted):
+            if rows == len(wanted):
+                break
             coming = max(coming, min(alike, other.computed - table.length))
             computed = slices[other].start if other in slices else other.computed
             if not its.complete and (there := min(alike, computed - table.length)) > rows:
@@ -60,20 +62,20 @@ class RowCopies:
         return True
 
     def _alike(
-        self, table: ChunkTable, running: Sequence[SequenceState], wanted: bytes
-    ) -> list[tuple[SequenceState, Node, int]]:
-        """Sequences that have a chunk at this place, that chunk, and with how many of the wanted tokens it begins. (A
-        complete one whose keys and values are there is among `partial`. Another one is computed by the coming step.)"""
-        chunk, found = table.length // CHUNK, []
-        before = table.node_before()
+        self, table: ChunkTable, running: Sequence[SequenceState], wanted: list[int]
+    ) -> Iterator[tuple[SequenceState, Node, int]]:
+        """Sequences that have a chunk at this place, that chunk, and with how many of the wanted tokens it begins, if
+        these are not too few. (A complete one whose keys and values are there is among `partial`. Another one is
+        computed by the coming step.)"""
+        start, chunk, before = table.length, table.length // CHUNK, table.node_before()
         for other in running:
             its = other.table
             if its is None or its is table or len(its.nodes) <= chunk or its.node_before(chunk) is not before:
                 continue
-            if its.shares and its.stands_at(chunk) == table.stands_at(chunk) and not self.below.coming(other):
-                tokens = words(its.tokens[table.length : table.length + CHUNK])
-                found.append((other, its.nodes[chunk], common(tokens, wanted)))
-        return found
+            if its.tokens[start : start + LEAST] != wanted[:LEAST] or its.stands_at(chunk) != table.stands_at(chunk):
+                continue
+            if its.shares and not self.below.coming(other):
+                yield other, its.nodes[chunk], common(words(its.tokens[start : start + CHUNK]), words(wanted))
 
     def _copy(self, sequence: SequenceState, table: ChunkTable, source: Node, rows: int) -> None:
         extended = self.cache.extend(table, rows)

@@ -94,7 +94,8 @@ class ChunkNames:
     def keep_tail(self, table: ChunkTable) -> None:
         """Before a table is closed: what is computed of its last chunk, if that is not whole, stays for its rows. (The
         newest token has no row yet, or that of a draft.)"""
-        partial, (chunk, rows) = self.tree.partial, divmod(min(table.length, len(table.tokens) - 1), CHUNK)
+        partial, length = self.tree.partial, min(table.length, len(table.tokens) - 1)
+        chunk, rows = divmod(max(0, length), CHUNK)
         if partial is None or not table.shares or rows < LEAST or table.nodes[chunk].digest is not None:
             return
         tokens, place = table.tokens[chunk * CHUNK : chunk * CHUNK + rows], table.stands_at(chunk)

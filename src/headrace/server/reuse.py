@@ -75,7 +75,7 @@ class Reuse:
         near = self.nearest
         if near is None or near.common < CHUNK:
             return "first"
-        # The last token is always computed, and chunks are whole.
+        # The last token is always computed, and whole chunks are sure to be found.
         due = min(near.common, self.tokens - 1, len(near.seen.ids) - 1) // CHUNK * CHUNK
         if self.cached >= due:
             if near.common == min(self.tokens, len(near.seen.ids)):
@@ -92,7 +92,7 @@ class Reuse:
         """One line, with this name for the other request."""
         near, cause = self.nearest, self.cause
         if near is None or cause == "first":
-            return "no recent request of this caller begins alike"
+            return "no recent request of this caller begins alike" + (f" for {CHUNK} tokens" if self.cached else "")
         common = f"{near.common:,}"
         if cause == "continued":
             return f"begins like {name}, all of the shorter one's {common} tokens"
