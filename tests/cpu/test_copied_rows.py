@@ -130,10 +130,10 @@ def test_another_adapter_has_other_rows(folder_of: FolderOf, theirs_of: TheirsOf
     "settings",
     [
         {"context_parallel_size": 2},
-        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "kv_offloading_size": 0.02},
         {"kv_offloading_size": 0.02, "offload_schedule": "row"},
     ],
-    ids=["ranks", "tensor-ranks", "streamed"],
+    ids=["ranks", "tensor-ranks-with-tiers", "streamed"],
 )
 def test_elsewhere_every_row_is_computed(settings: dict[str, Any], folder_of: FolderOf) -> None:
     with LLM(folder_of("llama"), **settings) as llm:
@@ -141,6 +141,15 @@ def test_elsewhere_every_row_is_computed(settings: dict[str, Any], folder_of: Fo
             [output] = llm.generate([TEXT], BRIEF)
             assert output.metrics.cached_tokens == found and copied(llm) == 0
         assert all(node.whole for node in llm.engine.cache.tree.nodes.values())
+
+
+def test_tensor_ranks_copy_their_parts(folder_of: FolderOf) -> None:
+    expected = truth(folder_of("llama_gqa"))
+    with engine(folder_of("llama_gqa"), tensor_parallel_size=2) as llm:
+        same([run(llm, [prompt], BRIEF)[0] for prompt in PROMPTS], expected)
+        assert copied(llm) == 2 * 40 + 39 + 49 + 63 + 36
+        llm.engine.cache.tree.clear()
+        same(run(llm, PROMPTS, BRIEF), expected)
 
 
 def test_models_with_recurrent_layers_go_on_from_their_states(tmp_path: Path) -> None:

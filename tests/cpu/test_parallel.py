@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from headrace.kernels.records import Mask
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.weights import load_weights
 from headrace.parallel.merging import Kernels
-from headrace.parallel.messages import StepGroup
+from headrace.parallel.messages import RankStep, StepGroup
 from headrace.strategies import KEEPS_ALL
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.support.checkpoints import FolderOf
@@ -339,3 +340,6 @@ def test_a_step_that_cannot_be_is_refused(ours_of: Any) -> None:
         broken = msgspec.structs.replace(part, **wrong)
         with pytest.raises(ValueError, match=r"bounds|ranks|chunks"):
             loopback.run([StepGroup("chain", [broken])])
+    for slots in ((0, 128), (-1, 0)):
+        with pytest.raises(ValueError, match=f"copied between slots {re.escape(str(slots))} of 128"):
+            loopback.ranks[0].run(RankStep(0, [], copies=[slots]))

@@ -29,6 +29,7 @@ from torch import Tensor
 from headrace.engine.executor import Computed, Executor, table_of, wanted_of, wanted_rows
 from headrace.engine.group_room import GroupRoom
 from headrace.engine.ranked_streams import RankedStreams
+from headrace.engine.row_copies import Copy
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
@@ -57,7 +58,8 @@ class Driver(Executor):
     """Has steps computed by all ranks. send(step) hands a step to all other ranks, or raises RankLost.
 
     counts: prefills by strategy. end(): ends the other ranks. staged: chunks that a rank can have of a group at a time,
-    if not any number; streams: what ranks have streamed, if they do. confirm(): see Executor.
+    if not any number; streams: what ranks have streamed, if they do. confirm(): see Executor. copies: whether chunks
+    may be copied before a step.
     """
 
     rank: Rank
@@ -71,8 +73,10 @@ class Driver(Executor):
     staged: int | None = None
     streams: RankedStreams | None = None
     confirm: Callable[[], None] = lambda: None
+    copies: bool = False
     holders: StateHolders | None = field(init=False)
     _planned: dict[SequenceState, StrategyChoice] = field(default_factory=dict)
+    _copying: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.holders = None if self.cache.states is None else StateHolders(self.cache.states.total)
@@ -82,6 +86,14 @@ class Driver(Executor):
         return self.cache.ranks
 
     # -- when a slice is scheduled
+
+    @property
+    def copy(self) -> Copy | None:
+        """See Executor.copy: where every rank has a part of each chunk, which it copies as the step begins."""
+        return self._note_copy if self.copies and self.size == 1 and self.holders is None else None
+
+    def _note_copy(self, source: int, target: int) -> None:
+        self._copying.append((source, target))
 
     def owners(self, sequence: SequenceState, start: int, count: int) -> Owners | None:
         """Chooses how to compute a slice of a prompt, and who shall own its new chunks (Scheduler.owners)."""
@@ -184,8 +196,8 @@ class Driver(Executor):
         return True
 
     def _run(self, groups: list[StepGroup], moves: Sequence[StateMove] = ()) -> Hidden:
-        step = messages.RankStep(self.steps, groups, list(moves))
-        self.steps += 1
+        step = messages.RankStep(self.steps, groups, list(moves), self._copying)
+        self.steps, self._copying = self.steps + 1, []
         self.send(messages.encode(step))
         return self.rank.run(step)
 

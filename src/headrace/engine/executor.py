@@ -96,7 +96,7 @@ class Executor(Protocol):
 
     @property
     def copy(self) -> Copy | None:
-        """Copies a chunk to another slot between two steps, at once; None where that does not pay."""
+        """Copies a chunk to another slot before the coming step writes anywhere; None where that does not pay."""
         return None
 
     def expected_s(self, slices: Seq[Slice]) -> float:

@@ -243,8 +243,12 @@ class Ranks:
     def driver(self, cache: KVCache, config: EngineConfig) -> Driver:
         return Driver(
             self.rank, cache, self._workers.send, self._advise(config), self.allowed, end=self.close,
-            staged=self.rank.staged, streams=self._streams(), confirm=self._workers.check,
+            staged=self.rank.staged, streams=self._streams(), confirm=self._workers.check, copies=self._copies(config),
         )  # fmt: skip
+
+    def _copies(self, config: EngineConfig) -> bool:
+        """Whether chunks are copied as a step begins. What tiers bring may be written before, into the very slot."""
+        return config.tiers is None and self.rank.staged is None and self.rank.device is None
 
     def _streams(self) -> RankedStreams | None:
         """What ranks stream, if they do; workers then answer nothing else."""

@@ -2,7 +2,7 @@
 
 A prompt takes whole chunks of the tree. Where it parts from all of them in the middle of one, or its last chunk is not
 whole, the rows up to there have been computed all the same: for an earlier question on the same document, for another
-answer to the same prompt. They are copied at once, between two steps, and the step computes what follows. What another
+answer to the same prompt. They are copied before the step, which computes what follows. What another
 sequence computes in the coming step can be copied after it: a prompt waits for that one step, once.
 """
 

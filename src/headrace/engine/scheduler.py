@@ -51,7 +51,7 @@ class Scheduler:
     owners: a function of (sequence, start, count), the slice that is about to be taken: who shall own its new chunks
     (see KVCache.extend), or None where the cache shall choose.
     below: what lies below the pool, with one rank.
-    copy: may be given with one rank: copies a chunk to another slot at once (engine.row_copies).
+    copy: may be given with one rank: see Executor.copy (engine.row_copies).
     give_way: may be set to a function that lets go of something in the pool that no request needs; False if there is
     nothing left of that kind.
     ahead: while a step is planned behind one that is under way (engine.overlap). Nobody is preempted then, and nothing

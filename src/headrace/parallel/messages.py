@@ -68,11 +68,13 @@ class StepGroup(msgspec.Struct, frozen=True):
 
 class RankStep(msgspec.Struct, frozen=True):
     """Groups that a rank computes one after another; it does not wait for the others between them. moves: recurrent
-    states that change hands before them."""
+    states that change hands before them. copies: (slot, other slot) of chunks that are copied before them, in this
+    order, by ranks each of which has all chunks."""
 
     number: int
     groups: list[StepGroup]
     moves: list[StateMove] = []
+    copies: list[tuple[int, int]] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

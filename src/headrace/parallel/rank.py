@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -107,11 +107,18 @@ class Rank:
         finally:
             self.fence.computed()
 
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        for pair in copies:
+            if not all(0 <= slot < self.pool.slots for slot in pair):
+                raise ValueError(f"a chunk is to be copied between slots {pair} of {self.pool.slots}")
+            self.pool.copy(*pair)
+
     def _run(self, step: RankStep) -> Hidden:
         for group in step.groups:
             group_layout.check(group, self.transport.size)
         if self.threads is not None:  # all ranks alike: rank 0 makes the logits, whoever computed the rows
             self.threads.use(one_rank_computes(step))
+        self._copy(step.copies)
         found: Hidden = {}
         coming: list[PendingHidden] = []
         going: list[Transfer] = []
