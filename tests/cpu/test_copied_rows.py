@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +57,42 @@ def test_bits_are_those_of_computed_rows(kind: str, dtype: str, kv: str, folder_
         same(run(llm, PROMPTS, BRIEF), expected)
         llm.engine.cache.tree.clear()
         same(run(llm, PROMPTS, BRIEF), expected)
+
+
+def waves(seed: int) -> list[tuple[list[list[int]], list[SamplingParams]]]:
+    """Prompts that come together, six at most: beginnings of two texts, most of them with an end of their own."""
+    rng, texts, found = random.Random(seed), [random_tokens(VOCAB, 300, seed=each) for each in (1, 2)], []
+    for _ in range(12):
+        prompts, params = [], []
+        for _ in range(rng.randrange(1, 7)):
+            own = random_tokens(VOCAB, rng.randrange(1, 90), seed=rng.randrange(1000)) if rng.random() < 0.7 else []
+            prompts.append(rng.choice(texts)[: rng.randrange(1, 300)] + own)
+            n, temperature = rng.choice([1, 1, 1, 3]), rng.choice([0.0, 1.0])
+            own_params = dict(max_tokens=rng.randrange(1, 20), n=n, temperature=temperature, seed=rng.randrange(9))
+            params.append(SamplingParams(**own_params, logprobs=1, ignore_eos=True))  # type: ignore[arg-type]
+        found.append((prompts, params))
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv_cache_tokens": 16 * CHUNK, "max_batch_tokens": 150},
+        {"scheduling_policy": "fcfs", "speculative": "ngram"},
+    ],
+    ids=["roomy", "tight", "speculating"],
+)
+def test_many_that_begin_alike_answer_as_with_nothing_shared(settings: dict[str, Any], folder_of: FolderOf) -> None:
+    asked, answers = waves(seed=len(settings)), []
+    length = {"max_model_len": 8 * CHUNK}
+    for more in ({"enable_prefix_caching": False}, settings):
+        with engine(folder_of("llama_gqa"), **length, **more) as llm:
+            outputs = [output for prompts, params in asked for output in llm.generate(prompts, params)]
+            answers.append([(each.token_ids, each.logprobs) for output in outputs for each in output.outputs])
+            llm.engine.scheduler.check()
+            assert copied(llm) > 500 or more is not settings
+    assert answers[0] == answers[1]
 
 
 def test_several_answers_are_those_of_each_alone(folder_of: FolderOf) -> None:
