@@ -167,6 +167,16 @@ def test_a_tail_goes_where_it_is_copied_whole() -> None:
     assert tails(harness) == [50], "that of the second begins with it"
 
 
+def test_whole_chunks_do_not_go() -> None:
+    harness = pool()
+    computed(harness, TEXT)
+    before = list(harness.cache.tree.nodes.values())
+    for node in before:
+        harness.cache.tree.drop(node)
+    assert list(harness.cache.tree.nodes.values()) == [node for node in before if node.whole]
+    harness.scheduler.check()
+
+
 def test_a_table_of_nothing_leaves_nothing() -> None:
     harness = pool()
     harness.cache.close(harness.cache.open([]))
