@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from headrace.engine.llm import LLM
 
 GOAL = 1.15
-"""Times one prefill, for a text of whole chunks: what is behind the last whole chunk is computed with each option."""
+"""Times one prefill, for a text of whole chunks: what is behind the last whole chunk is computed with each option
+where rows are not copied (engine.row_copies)."""
 COMPARED = 4
 """Options whose scores are compared with whole prompts."""
 

@@ -3,8 +3,8 @@
 Decoding sequences come first, one token each; what is left of the step's token budget goes to prompts in order of
 arrival, so that a long prompt delays a decoding sequence by at most one budget per token. A prompt whose next chunk
 another sequence is writing waits for that chunk, not for the sequence; one whose next rows can be copied does not
-compute them (engine.row_copies). When the cache is full, the sequence that
-arrived last gives up its chunks and is computed again later; nothing of its answer is lost.
+compute them (engine.row_copies). When the cache is full, the sequence that arrived last gives up its chunks and is
+computed again later; nothing of its answer is lost.
 
 With several ranks a slice of a prompt ends at a multiple of `align` tokens, or at the prompt's end:
 
