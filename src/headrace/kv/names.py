@@ -102,7 +102,6 @@ class ChunkNames:
         if partial.longest(place, words(tokens))[1] == rows:
             return
         node = table.nodes[chunk]
-        self.tree.charge(node, table.account_of(chunk))
         self.tree.insert_tail(node, chain(place[0], token_array(tokens), *place[1:]), rows)
         partial.enter(node, place, tokens)
 
