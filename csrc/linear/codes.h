@@ -14,9 +14,21 @@ namespace headrace::HEADRACE_NS {
 
 // What 8 bits say as a whole number, those of 16 outputs by one input of a pair before those by the other,
 struct Whole {
+  static constexpr int STORED_ROWS = PASS_ROWS;
+
+  static int64_t column(int half, int v) { return 16 * v + 8 * half; }
+
   HEADRACE_ALWAYS_INLINE static vf load(const byte *pair, int odd, int64_t at) {
     return HEADRACE_NS::load(reinterpret_cast<const int8_t *>(pair + at / 16 * 32 + odd * 16 + at % 16));
   }
+
+#ifdef HEADRACE_BYTE_LANES
+  template <typename F> HEADRACE_ALWAYS_INLINE static void each_number(const byte *pair, int half, F f) {
+    each<2>([&](auto p) HEADRACE_ALWAYS_INLINE {
+      each<4>([&](auto v) HEADRACE_ALWAYS_INLINE { f(v, p, load(pair, p, column(half, v))); });
+    });
+  }
+#endif
 
 #ifdef __AVX512BF16__
   // A code's fp32 has nothing in its lower half: the pair is two upper halves.
@@ -32,6 +44,10 @@ struct Whole {
 // or as a number of 4 bits of exponent and 3 of mantissa, none of them NaN (E4M3 of OCP's 8-bit floating point), both inputs of a
 // pair side by side.
 struct Small {
+  static constexpr int STORED_ROWS = BY_LANES ? LANE_ROWS : PASS_ROWS;
+
+  static int64_t column(int half, int v) { return 32 * half + 8 * v; }
+
   HEADRACE_ALWAYS_INLINE static vf load(const byte *pair, int odd, int64_t at) {
     vh both;
     memcpy(&both, pair + 2 * at, sizeof both);
@@ -42,6 +58,15 @@ struct Small {
     const vf size = rest < (1u << 23) ? small : normal;
     return reinterpret_cast<vf>(reinterpret_cast<vu>(size) | (c & 0x80u) << 24);
   }
+
+#ifdef HEADRACE_BYTE_LANES
+  template <typename F> HEADRACE_ALWAYS_INLINE static void each_number(const byte *pair, int half, F f) {
+    each<2>([&](auto part) HEADRACE_ALWAYS_INLINE {
+      each_small(pair + 64 * half + 32 * part,
+                 [&](auto i, auto p, vf x) HEADRACE_ALWAYS_INLINE { f(Constant<2 * part + i>{}, p, x); });
+    });
+  }
+#endif
 
 #ifdef __AVX512BF16__
   // bf16 has the same bits behind a greater exponent: 120 is added to it. Of subnormal numbers, bits are flipped before, so that
@@ -65,7 +90,8 @@ template <typename Number, bool IN_GROUPS> struct EightBits {
 
   struct Reader {
     static constexpr int BYTES = COLUMNS, STEPS = 2, INPUTS = PASS_INPUTS;
-    static constexpr bool CHEAP = false;
+    static constexpr int STORED_ROWS = Number::STORED_ROWS;
+    static constexpr bool LANES = BY_LANES;
     using Same = float;
     const byte *codes;  // from an even input on
 
@@ -75,6 +101,14 @@ template <typename Number, bool IN_GROUPS> struct EightBits {
       const byte *pair = codes + (input - odd) * BYTES;
       HEADRACE_EACH(c, C, x[c] = Number::load(pair, odd, column + c * W));
     }
+
+#ifdef HEADRACE_BYTE_LANES
+    static int64_t column(int half, int v) { return Number::column(half, v); }
+
+    template <typename F> HEADRACE_ALWAYS_INLINE void each_number(int64_t input, int half, F f) const {
+      Number::each_number(codes + input * BYTES, half, f);
+    }
+#endif
   };
 
   static Reader reader(const byte *codes) { return {codes}; }

@@ -6,7 +6,6 @@
 
 namespace headrace::HEADRACE_NS {
 
-constexpr int64_t BLOCK_INPUTS = 256;  // whose scales are widened together
 constexpr int64_t LEAST_RUN = 16;
 constexpr int64_t SCALES = BLOCK_INPUTS / LEAST_RUN * COLUMNS;
 

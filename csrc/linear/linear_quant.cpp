@@ -144,10 +144,16 @@ void multiply(const LinearOf<Codes> &a, const T *x, int64_t x_stride, Folds &fol
 #endif
   const Codes format = format_of(a);
   const int64_t run = Codes::GROUPED ? a.scaling.run : 0;
+  Folding fold;
+  const auto fold_at = [&](int64_t k) {
+    if (!run) return Folding{};
+    const int64_t within = k % BLOCK_INPUTS;
+    if (within == 0) fold = folds.at(k);
+    return fold.next(within / run);
+  };
   pass_all(
       x + first * x_stride, x_stride, static_cast<int>(last - first), a.inputs,
-      [=](int64_t k) { return format.reader(codes + k * Codes::Reader::BYTES); }, static_cast<int>(run),
-      [&](int64_t k) { return run ? folds.at(k, 0, run) : Folding{}; }, sums, memory);
+      [=](int64_t k) { return format.reader(codes + k * Codes::Reader::BYTES); }, static_cast<int>(run), fold_at, sums, memory);
 }
 
 constexpr int64_t SCRATCH = PASS_SCRATCH;  // bytes; decoded weights of bf16 pairs [128][64][2] take less

@@ -16,6 +16,8 @@ HEADRACE_INLINE vf load_fp16(const byte *p) {
   memcpy(&half, p, sizeof half);
 #if defined(__AVX512F__)
   return reinterpret_cast<vf>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(half)));
+#elif defined(__F16C__)
+  return reinterpret_cast<vf>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(half)));
 #else
   const vu bits = __builtin_convertvector(half, vu), sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
   const vf normal = reinterpret_cast<vf>(rest + (112u << 23));
@@ -41,8 +43,8 @@ HEADRACE_INLINE int64_t divided(int64_t n, int64_t size) {
 HEADRACE_INLINE int64_t size_of(Number number) { return number == Number::fp32 ? 4 : number == Number::e8m0 ? 1 : 2; }
 
 // W numbers from the i-th on.
-HEADRACE_INLINE vf load_numbers(Number number, const byte *p, int64_t i) {
-  switch (number) {
+template <Number NUMBER> HEADRACE_INLINE vf load_numbers(const byte *p, int64_t i) {
+  switch (NUMBER) {
     case Number::fp32: return load(reinterpret_cast<const float *>(p) + i);
     case Number::bf16: return load(reinterpret_cast<const bf16 *>(p) + i);
     case Number::fp16: return load_fp16(p + 2 * i);
@@ -65,31 +67,68 @@ class BlockScales {
     const auto place = [&](int64_t k) { return divided(k, s.block) * bytes; };
     const byte *next = first + place(input + runs * s.run);
     for (int64_t at = 0, all = place(runs * s.run); at < all; at += LINE) __builtin_prefetch(next + at);
-    for (int64_t left = runs; left > 0;) {
-      const int64_t blocks = divided(input, s.block), within = input - blocks * s.block;
-      const int64_t inside = divided(s.block - within, s.run), count = left < inside ? left : inside;
-      widen_of_block(first + blocks * bytes, within, count, scales, offsets);
-      left -= count;
-      input += count * s.run;
+    switch (s.number) {
+      case Number::fp32: return widen_numbers<Number::fp32>(input, runs, scales, offsets);
+      case Number::bf16: return widen_numbers<Number::bf16>(input, runs, scales, offsets);
+      case Number::fp16: return widen_numbers<Number::fp16>(input, runs, scales, offsets);
+      default: return widen_numbers<Number::e8m0>(input, runs, scales, offsets);
+    }
+  }
+
+ private:
+  // Where runs lie among those of a group, of a block.
+  struct Runs {
+    int64_t group, of_group, each;  // the first one's group, those left of it, those of a whole one
+  };
+
+  template <Number NUMBER> void widen_numbers(int64_t input, int64_t runs, float *scales, float *offsets) const {
+    switch (s.offset) {
+      case Offset::none:
+        return s.subs ? widen_blocks<NUMBER, Offset::none, true>(input, runs, scales, offsets)
+                      : widen_blocks<NUMBER, Offset::none, false>(input, runs, scales, offsets);
+      case Offset::minimum:
+        return s.subs ? widen_blocks<NUMBER, Offset::minimum, true>(input, runs, scales, offsets)
+                      : widen_blocks<NUMBER, Offset::minimum, false>(input, runs, scales, offsets);
+      default:
+        return s.subs ? widen_blocks<NUMBER, Offset::zero, true>(input, runs, scales, offsets)
+                      : widen_blocks<NUMBER, Offset::zero, false>(input, runs, scales, offsets);
+    }
+  }
+
+  template <Number NUMBER, Offset OFFSET, bool SUBS>
+  void widen_blocks(int64_t input, int64_t runs, float *scales, float *offsets) const {
+    const int64_t each = divided(s.group, s.run), index = divided(input, s.block);
+    int64_t within = divided(input - index * s.block, s.run);
+    const int64_t whole = groups * each;  // runs of a block
+    for (const byte *block = first + index * bytes; runs > 0; block += bytes, within = 0) {
+      const int64_t count = runs < whole - within ? runs : whole - within;
+      const int64_t group = within ? divided(within, each) : 0;
+      widen_block<NUMBER, OFFSET, SUBS>(block, {group, (group + 1) * each - within, each}, count, scales, offsets);
+      runs -= count;
       scales += count * OUTPUTS;
       offsets += count * OUTPUTS;
     }
   }
 
- private:
-  // The same from an input of a block on, not beyond it.
-  void widen_of_block(const byte *block, int64_t input, int64_t runs, float *scales, float *offsets) const {
-    const bool minima = s.offset == Offset::minimum;
-    const byte *small = block + numbers * (minima ? 2 : 1), *other = small + (s.subs ? OUTPUTS * groups : 0);
+  // The same of one block.
+  template <Number NUMBER, Offset OFFSET, bool SUBS>
+  void widen_block(const byte *block, Runs where, int64_t runs, float *scales, float *offsets) const {
+    constexpr bool MINIMA = OFFSET == Offset::minimum;
+    const byte *small = block + numbers * (MINIMA ? 2 : 1) + where.group * OUTPUTS;
+    const byte *other = small + (SUBS ? OUTPUTS * groups : 0);
+    const int64_t each = where.each;
     for (int64_t c = 0; c < OUTPUTS; c += W) {
-      const vf large = load_numbers(s.number, block, c), least = minima ? load_numbers(s.number, block + numbers, c) : vf{};
-      for (int64_t i = 0; i < runs; ++i) {
-        const int64_t at = divided(input + i * s.run, s.group) * OUTPUTS + c;
-        const vf scale = s.subs ? large * load(reinterpret_cast<const int8_t *>(small + at)) : large;
-        store(scales + i * OUTPUTS + c, scale);
-        if (s.offset == Offset::none) continue;
-        const vf times = minima ? least : scale;
-        store(offsets + i * OUTPUTS + c, -(times * load(reinterpret_cast<const int8_t *>(other + at))));
+      const vf large = load_numbers<NUMBER>(block, c), least = MINIMA ? load_numbers<NUMBER>(block + numbers, c) : vf{};
+      int64_t left = where.of_group, at = c;
+      vf scale = large, offset = {};
+      float *to = scales + c, *beside = offsets + c;
+      for (int64_t i = 0; i < runs; at += OUTPUTS, left = each) {
+        if (SUBS) scale = large * load(reinterpret_cast<const int8_t *>(small + at));
+        if (OFFSET != Offset::none) offset = -((MINIMA ? least : scale) * load(reinterpret_cast<const int8_t *>(other + at)));
+        for (; i < runs && left > 0; ++i, --left, to += OUTPUTS, beside += OUTPUTS) {
+          store(to, scale);
+          if (OFFSET != Offset::none) store(beside, offset);
+        }
       }
     }
   }
