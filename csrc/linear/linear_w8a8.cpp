@@ -27,11 +27,21 @@ constexpr int64_t TASK_ROWS = 128;     // rows of a task: their sums (32 KB) sta
 constexpr int64_t FETCHED = 8192;      // bytes that few rows fetch ahead
 constexpr float LEAST = 1e-30f;  // rows of smaller numbers are rows of zeros: the inverse of their scale would be infinite
 
+// x as it is multiplied, what is added to its codes, how many rows pass by at once, and whether they meet all of 64 outputs at once.
 #if defined(__AVX512VNNI__)
+typedef byte Rounded;
 constexpr int OFFSET = 128, PASSING = 6;
-#else
+constexpr bool WHOLE_BLOCKS = true;
+#elif defined(__AVX2__)
+typedef int16_t Rounded;
 constexpr int OFFSET = 0, PASSING = 4;
+constexpr bool WHOLE_BLOCKS = false;
+#else
+typedef int8_t Rounded;
+constexpr int OFFSET = 0, PASSING = 4;
+constexpr bool WHOLE_BLOCKS = false;
 #endif
+typedef Rounded RoundedLanes __attribute__((vector_size(W * sizeof(Rounded))));
 
 // The greatest magnitude of x [n], as its bits: those of infinity or more where one is not finite.
 template <typename T> int32_t greatest_bits(const T *x, int64_t n) {
@@ -46,7 +56,7 @@ template <typename T> int32_t greatest_bits(const T *x, int64_t n) {
 }
 
 // codes [n] = x / scale to the nearest, plus OFFSET. A row that is not finite has the scale NaN.
-template <typename T> void round_row(const T *x, int64_t n, byte *codes, float *scale) {
+template <typename T> void round_row(const T *x, int64_t n, Rounded *codes, float *scale) {
   constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole number, in the last bits
   const int32_t bits = greatest_bits(x, n);
   float top;
@@ -54,14 +64,14 @@ template <typename T> void round_row(const T *x, int64_t n, byte *codes, float *
   const bool finite = bits < 0x7f800000, zero = !finite || top < LEAST;
   *scale = finite ? (zero ? 0.0f : top / 127.0f) : __builtin_nanf("");
   if (zero) {
-    memset(codes, OFFSET, n);
+    memset(codes, OFFSET, n * sizeof(Rounded));
     return;
   }
   const vf inverse = splat(127.0f / top);
   for (int64_t i = 0; i < n; i += W) {
     const vf y = load_up_to(x + i, n - i) * inverse + splat(SHIFT);
-    const vb narrow = __builtin_convertvector(reinterpret_cast<vi>(y) + (OFFSET - 0x4b400000), vb);
-    memcpy(codes + i, &narrow, n - i < W ? n - i : W);
+    const RoundedLanes narrow = __builtin_convertvector(reinterpret_cast<vi>(y) + (OFFSET - 0x4b400000), RoundedLanes);
+    memcpy(codes + i, &narrow, (n - i < W ? n - i : W) * sizeof(Rounded));
   }
 }
 
@@ -72,7 +82,7 @@ HEADRACE_INLINE void add_dots(vi &sum, vi x, vi w) { asm("vpdpbusd %2, %1, %0" :
 
 // sums[R][64] += x[R][4 quads] . w[quads][64][4], fetching LINES cache lines of `next` for each quad meanwhile.
 template <int R, int LINES>
-HEADRACE_APART void tile(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
+HEADRACE_APART void tile(const Rounded *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
   vi sum[R][4];  // not __m512i: GCC 12 keeps an array of those in memory
   HEADRACE_EACH(r, R, HEADRACE_EACH(c, 4, memcpy(&sum[r][c], sums + r * COLUMNS + c * 16, 64)));
   for (int64_t i = 0; i < quads; ++i) {
@@ -94,7 +104,7 @@ HEADRACE_APART void tile(const byte *x, int64_t x_stride, const byte *w, int64_t
 
 // Sixteen bytes of weights, four outputs, as numbers of 16 bits: multiplied and added by pairs, they make two sums an output.
 template <int R, int LINES>
-HEADRACE_APART void tile(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
+HEADRACE_APART void tile(const Rounded *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
   for (int c = 0; c < COLUMNS; c += 8) {
     __m256i sum[R][2];
     HEADRACE_EACH(r, R, HEADRACE_EACH(h, 2, sum[r][h] = _mm256_setzero_si256()));
@@ -106,9 +116,9 @@ HEADRACE_APART void tile(const byte *x, int64_t x_stride, const byte *w, int64_t
         weight[h] = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)));
       });
       HEADRACE_EACH(r, R, {
-        int32_t four;
+        int64_t four;
         memcpy(&four, x + r * x_stride + 4 * i, sizeof four);
-        const __m256i input = _mm256_cvtepi8_epi16(_mm_set1_epi32(four));
+        const __m256i input = _mm256_set1_epi64x(four);
         HEADRACE_EACH(h, 2, sum[r][h] = _mm256_add_epi32(sum[r][h], _mm256_madd_epi16(input, weight[h])));
       });
     }
@@ -141,7 +151,7 @@ struct Dots {
 
 // Sixteen outputs at a time, whose sums for R rows stay in registers.
 template <typename Way, int R, int LINES>
-HEADRACE_APART void tile_by(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
+HEADRACE_APART void tile_by(const Rounded *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
   for (int c = 0; c < COLUMNS; c += 16) {
     int32x4_t sum[R][4];
     HEADRACE_EACH(r, R, HEADRACE_EACH(v, 4, sum[r][v] = vld1q_s32(sums + r * COLUMNS + c + 4 * v)));
@@ -161,7 +171,7 @@ HEADRACE_APART void tile_by(const byte *x, int64_t x_stride, const byte *w, int6
 }
 
 template <int R, int LINES>
-void tile(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
+void tile(const Rounded *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
   static const bool dots = has_dot_products();
   dots ? tile_by<Dots, R, LINES>(x, x_stride, w, quads, sums, next)
        : tile_by<Pairs, R, LINES>(x, x_stride, w, quads, sums, next);
@@ -170,7 +180,7 @@ void tile(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t
 #else
 
 template <int R, int LINES>
-void tile(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *) {
+void tile(const Rounded *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *) {
   for (int64_t i = 0; i < quads; ++i)
     for (int r = 0; r < R; ++r) {
       const int8_t *four = reinterpret_cast<const int8_t *>(x + r * x_stride + 4 * i);
@@ -185,7 +195,7 @@ void tile(const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t
 #endif
 
 template <int LINES>
-void tile_of(int rows, const byte *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
+void tile_of(int rows, const Rounded *x, int64_t x_stride, const byte *w, int64_t quads, int32_t *sums, const byte *next) {
   if constexpr (PASSING > 4) {
     if (rows == 6) return tile<6, LINES>(x, x_stride, w, quads, sums, next);
     if (rows == 5) return tile<5, LINES>(x, x_stride, w, quads, sums, next);
@@ -203,7 +213,7 @@ void tile_of(int rows, const byte *x, int64_t x_stride, const byte *w, int64_t q
 constexpr int64_t STEP_BYTES = TILE * QUAD;  // bytes of the weights of 64 inputs
 
 // The same for up to 16 rows, as many as `tiles` have taken, and `steps` times 64 inputs.
-HEADRACE_APART void tile_steps_of_codes(const byte *x, int64_t x_stride, const byte *w, int64_t steps, int32_t *sums) {
+HEADRACE_APART void tile_steps_of_codes(const Rounded *x, int64_t x_stride, const byte *w, int64_t steps, int32_t *sums) {
   asm volatile("" ::: "memory");  // GCC 12 knows neither that loading a tile reads memory nor that storing one writes it
   _tile_loadd(0, sums, QUAD);
   _tile_loadd(1, sums + 16, QUAD);
@@ -227,7 +237,7 @@ HEADRACE_APART void tile_steps_of_codes(const byte *x, int64_t x_stride, const b
   asm volatile("" ::: "memory");
 }
 
-void multiply_block_by_tiles(const byte *x, int64_t x_stride, int rows, const byte *w, int64_t count, int32_t *sums) {
+void multiply_block_by_tiles(const Rounded *x, int64_t x_stride, int rows, const byte *w, int64_t count, int32_t *sums) {
   Tiles tiles;
   for (int row = 0; row < rows; row += TILE) {
     tiles.take(rows - row < TILE ? rows - row : TILE);
@@ -238,11 +248,12 @@ void multiply_block_by_tiles(const byte *x, int64_t x_stride, int rows, const by
 #endif
 
 // sums [rows, 64] += x . w over `count` quads.
-void multiply_block(const byte *x, int64_t x_stride, int rows, const byte *w, int64_t count, int32_t *sums) {
+void multiply_block(const Rounded *x, int64_t x_stride, int rows, const byte *w, int64_t count, int32_t *sums) {
 #ifdef __AMX_INT8__
   if (count % TILE == 0 && rows > PASSING) return multiply_block_by_tiles(x, x_stride, rows, w, count, sums);
 #endif
   const int tiles = (rows + PASSING - 1) / PASSING;
+  if (tiles == 1) return tile_of<QUAD / 64>(rows, x, x_stride, w, count, sums, w + count * QUAD);
   for (int i = 0; i < tiles; ++i) {
     const int row = rows * i / tiles, n = rows * (i + 1) / tiles - row;
     const byte *next = w + count * QUAD;  // the first tiles fetch the next block, a line for each quad
@@ -252,11 +263,11 @@ void multiply_block(const byte *x, int64_t x_stride, int rows, const byte *w, in
 }
 
 // The whole numbers of one packed block of outputs: sums [rows, 64].
-void multiply(const byte *x, int64_t x_stride, int rows, const byte *w, int64_t quads, int32_t *sums) {
+void multiply(const Rounded *x, int64_t x_stride, int rows, const byte *w, int64_t quads, int32_t *sums) {
   const byte *begin = w + quads * QUAD;
   for (int row = 0; row < rows; ++row)
     OFFSET ? memcpy(sums + row * COLUMNS, begin, QUAD) : memset(sums + row * COLUMNS, 0, QUAD);
-  if (rows <= PASSING) return tile_of<QUAD / 64>(rows, x, x_stride, w, quads, sums, w + FETCHED);
+  if (WHOLE_BLOCKS && rows <= PASSING) return tile_of<QUAD / 64>(rows, x, x_stride, w, quads, sums, w + FETCHED);
   for (int64_t k = 0; k < quads; k += BLOCK_QUADS) {
     const int64_t count = quads - k < BLOCK_QUADS ? quads - k : BLOCK_QUADS;
     multiply_block(x + 4 * k, x_stride, rows, w + k * QUAD, count, sums);
@@ -279,8 +290,8 @@ template <typename T> void linear_w8a8(const LinearQuant &any) {
   static thread_local Arena mine;
   const LinearOf<Int8> a{any};
   const int64_t stride = (a.inputs + 63) / 64 * 64 + 64;  // no power of two: rows would share few places in L1
-  Scratch memory = mine.at_least(room<byte>(a.rows * stride) + room<float>(a.rows));
-  byte *codes = memory.take<byte>(a.rows * stride);
+  Scratch memory = mine.at_least(room<Rounded>(a.rows * stride) + room<float>(a.rows));
+  Rounded *codes = memory.take<Rounded>(a.rows * stride);
   float *scales = memory.take<float>(a.rows);
   const T *x = static_cast<const T *>(a.x);
   each_row(a, [&](const LinearOf<Int8> &, int64_t row) {
