@@ -1,9 +1,9 @@
 // The formats of codes. Each stands for a number that is exact in bf16. How they lie: linear_quant.cpp.
 //
-// A format has BYTES for each pair of inputs of 64 outputs; a Reader (a policy of passes.h) for any instruction set; and where
-// pairs of bf16 are multiplied, decode(), which turns them into out[4][16 outputs][2] in registers of AVX-512. GROUPED: inputs
-// in runs under scales of their own (scales.h), else there is one fp32 for each output. FILLS_L1: rows meet a block of them in
-// L1, which has no room for more where it is small.
+// A format has BYTES for each pair of inputs of 64 outputs; a Reader (a policy of passes.h) for any instruction set, with
+// each_number for AVX2 (byte_lanes.h); and where pairs of bf16 are multiplied, decode(), which turns them into
+// out[4][16 outputs][2] in registers of AVX-512. GROUPED: inputs in runs under scales of their own (scales.h), else there is one
+// fp32 for each output. FILLS_L1: rows meet a block of them in L1, which has no room for more where it is small.
 #pragma once
 
 #include "isa/pairs.h"

@@ -55,7 +55,7 @@ def reference(x: Tensor, weight: Coded, bias: Tensor | None) -> tuple[Tensor, Te
 
 @formats
 @pytest.mark.parametrize("dtype", DTYPES)
-@given(st.integers(1, 70), st.integers(1, 200), st.integers(1, 4), st.booleans(), st.integers(0, 99))
+@given(st.integers(1, 70), st.integers(1, 200), st.integers(1, 7), st.booleans(), st.integers(0, 99))
 @few
 def test_agrees_with_fp64(
     isa: str, dtype: torch.dtype, name: str, rows: int, outputs: int, blocks: int, biased: bool, seed: int
