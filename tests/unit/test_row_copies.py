@@ -192,6 +192,18 @@ def test_tails_are_evicted_before_what_is_before_them() -> None:
     assert computed(harness, [*TEXT[: 2 * CHUNK], 1]) == 1
 
 
+def test_a_tail_leaves_before_older_whole_chunks() -> None:
+    """It serves one prompt, where they may serve many: a pool that is full keeps no more of tails than has room."""
+    harness = pool(chunks=4)
+    computed(harness, older := prompt(CHUNK + 6, seed=6))
+    computed(harness, TEXT)
+    assert tails(harness) == [40] and len(harness.cache.tree.idle) == 4, "the pool is full"
+    computed(harness, prompt(60, seed=8))
+    assert tails(harness) == [60], "the newest has room where the one before it was"
+    assert computed(harness, older) == 6 and tails(harness) == []
+    harness.scheduler.check()
+
+
 def test_a_tail_outlives_the_chunks_before_it() -> None:
     """They may be evicted first. Computed again with what follows, they leave no second one."""
     harness = pool()

@@ -57,6 +57,8 @@ class PrefixTree:
         self.segments = Segments()
         self.accounts: Accounts | None = None
         self.partial: PartialMatches | None = None
+        self._tails: dict[tuple[Account | None, int], dict[bytes, Node]] = {}
+        """Idle tails of each account on each rank, least recently used first."""
         self.leaving: Callable[[Node], None] | None = None
         self.forget_state: Callable[[Node], None] | None = None
 
@@ -87,10 +89,18 @@ class PrefixTree:
             self.accounts.charge(node, account)
 
     def _oldest(self, account: Account | None, rank: int | None = None) -> Node | None:
-        """The least recently used idle node that may be evicted for the account."""
+        """The least recently used idle node that may be evicted for the account, or a tail in its place."""
         if self.accounts is not None:
-            return self.accounts.oldest(account, rank)
-        return next(iter((self.idle if rank is None else self._idle_on(rank)).values()), None)
+            oldest = self.accounts.oldest(account, rank)
+        else:
+            oldest = next(iter((self.idle if rank is None else self._idle_on(rank)).values()), None)
+        return oldest and self._tail_before(oldest)
+
+    def _tail_before(self, oldest: Node) -> Node:
+        """The least recently used tail of the node's account on its rank, if there is one: it has few rows, for one
+        prompt, where a whole chunk may serve many."""
+        tails = self._tails.get((oldest.account, self.pool.rank_of(oldest.slot)))
+        return next(iter(tails.values())) if tails else oldest
 
     def _idle_on(self, rank: int) -> OrderedDict[bytes, Node]:
         return self._idle_of[rank] if self._idle_of else self.idle
@@ -110,7 +120,7 @@ class PrefixTree:
         if account is not None and account.owned >= account.limit:
             if (own := account.idle.first()) is None:
                 return None
-            self._evict(own)
+            self._evict(self._tail_before(own))
         slot = self.pool.take(rank)
         if slot is None and rank is not None:
             if (oldest := self._oldest(account, rank)) is not None:
@@ -166,6 +176,8 @@ class PrefixTree:
         if node.refs == 0:
             assert node.digest is not None
             del self.idle[node.digest]
+            if not node.whole:
+                self._leave_tails(node)
             if self._idle_of:
                 del self._idle_of[self.pool.rank_of(node.slot)][node.digest]
             if self.accounts is not None:
@@ -183,11 +195,22 @@ class PrefixTree:
         if node.digest is None or not node.complete:
             self._remove(node)
         else:
+            if not node.whole:
+                self._tails.setdefault(self._of_tail(node), {})[node.digest] = node
             self.idle[node.digest] = node
             if self._idle_of:
                 self._idle_of[self.pool.rank_of(node.slot)][node.digest] = node
             if self.accounts is not None:
                 self.accounts.rest(node)
+
+    def _of_tail(self, node: Node) -> tuple[Account | None, int]:
+        return node.account, self.pool.rank_of(node.slot)
+
+    def _leave_tails(self, node: Node) -> None:
+        if tails := self._tails.get(key := self._of_tail(node)):
+            tails.pop(node.digest or b"", None)
+            if not tails:
+                del self._tails[key]
 
     def clear(self) -> None:
         """Forgets all idle nodes."""
@@ -200,6 +223,8 @@ class PrefixTree:
         if node.digest is not None:
             del self.nodes[node.digest]
             self.idle.pop(node.digest, None)
+            if not node.whole:
+                self._leave_tails(node)
             if self._idle_of:
                 self._idle_of[self.pool.rank_of(node.slot)].pop(node.digest, None)
             if node.parent is not None:
@@ -235,6 +260,12 @@ class PrefixTree:
         for rank, idle in enumerate(self._idle_of):
             own = [digest for digest, node in self.idle.items() if self.pool.rank_of(node.slot) == rank]
             assert list(idle) == own, "the idle nodes of a rank are others, or in another order, than among all"
+        tails = {digest: node for each in self._tails.values() for digest, node in each.items()}
+        assert tails == {digest: node for digest, node in self.idle.items() if not node.whole}, (
+            "tails are the idle ones"
+        )
+        for key, each in self._tails.items():
+            assert each and all(self._of_tail(node) == key for node in each.values()), "a tail is with another's"
         age = {digest: order for order, digest in enumerate(self.idle)}
         for digest, node in self.idle.items():
             parent = node.parent
