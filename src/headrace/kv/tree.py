@@ -109,8 +109,9 @@ class PrefixTree:
         return self.nodes.get(digest)
 
     def take_slot(self, rank: int | None = None, account: Account | None = None) -> int | None:
-        """A slot of the rank, at the price of its least recently used idle node if none is free; where the rank has
-        nothing left, or none is asked for, a slot of any. None if all are held, or are kept from the account.
+        """A slot of the rank, at the price of its least recently used idle node if none is free (LRU), or of a tail of
+        the same account in its place; where the rank has nothing left, or none is asked for, a slot of any. None if all
+        are held, or are kept from the account.
 
         Nodes leave the tree leaf by leaf. The oldest idle node of all is a leaf. The oldest of one rank may have idle
         descendants on other ranks, and these leave with it: they were let go before it, hence before every other idle
@@ -260,12 +261,11 @@ class PrefixTree:
         for rank, idle in enumerate(self._idle_of):
             own = [digest for digest, node in self.idle.items() if self.pool.rank_of(node.slot) == rank]
             assert list(idle) == own, "the idle nodes of a rank are others, or in another order, than among all"
-        tails = {digest: node for each in self._tails.values() for digest, node in each.items()}
-        assert tails == {digest: node for digest, node in self.idle.items() if not node.whole}, (
-            "tails are the idle ones"
-        )
-        for key, each in self._tails.items():
-            assert each and all(self._of_tail(node) == key for node in each.values()), "a tail is with another's"
+        tails: dict[tuple[Account | None, int], list[bytes]] = {}
+        for digest, node in self.idle.items():
+            if not node.whole:
+                tails.setdefault(self._of_tail(node), []).append(digest)
+        assert {key: list(each) for key, each in self._tails.items()} == tails, "idle tails, in order of use"
         age = {digest: order for order, digest in enumerate(self.idle)}
         for digest, node in self.idle.items():
             parent = node.parent
