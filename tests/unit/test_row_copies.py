@@ -204,6 +204,15 @@ def test_a_tail_leaves_before_older_whole_chunks() -> None:
     harness.scheduler.check()
 
 
+def test_of_tails_the_least_recently_used_leaves_first() -> None:
+    harness = pool(chunks=3)
+    for rows in (20, 30, 40):
+        computed(harness, prompt(rows, seed=rows))
+    assert tails(harness) == [20, 30, 40], "the pool is full"
+    computed(harness, prompt(50, seed=50))
+    assert tails(harness) == [30, 40, 50]
+
+
 def test_a_tail_outlives_the_chunks_before_it() -> None:
     """They may be evicted first. Computed again with what follows, they leave no second one."""
     harness = pool()

@@ -173,12 +173,10 @@ class PrefixTree:
             self._remove(node)
 
     def hold(self, node: Node) -> None:
-        """One more table uses a complete node."""
+        """One more table uses a complete node. (No tail: they are copied from, never attached.)"""
         if node.refs == 0:
             assert node.digest is not None
             del self.idle[node.digest]
-            if not node.whole:
-                self._leave_tails(node)
             if self._idle_of:
                 del self._idle_of[self.pool.rank_of(node.slot)][node.digest]
             if self.accounts is not None:
