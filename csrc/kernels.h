@@ -328,6 +328,19 @@ struct GatedDelta {
   float *matrix(int64_t slot, int64_t head) const { return matrices + (slot * value_heads + head) * key_dim * value_dim; }
 };
 
+// Short convolutions between two gates: short_conv.cpp. K: inputs of the convolution, H: channels.
+struct ShortConv {
+  static constexpr int64_t MOST_INPUTS = 8;
+
+  const void *mixed;             // [T, 3 H] = (gates of what is convolved, gates of the output, x), rows mixed_stride apart
+  const float *conv;             // [K, H]
+  void *last;                    // [slots, K - 1, H]: the convolution's last inputs, of the type of `mixed`
+  const DeltaSegment *segments;  // [n], which take effect one after another
+  void *out;                     // [T, H]; rows in no segment are left as they are
+  int64_t rows, mixed_stride, segment_count, channels, kernel;
+  int threads;
+};
+
 // Whether the first cache of a core holds 32 KB or less, as those of Zen 4 do: half a chunk of keys and values and the half
 // that is read next leave no room in it. What is fetched ahead goes to the second one then. (Zen 5 and Sapphire Rapids: 48.)
 extern bool small_l1;
@@ -348,6 +361,7 @@ extern const bool multiplies_bf16;
   PER_TYPE(embed, Embed)                                                      \
   PER_TYPE(rotary, Rotary)                                                    \
   PER_TYPE(gated_delta, GatedDelta)                                           \
+  PER_TYPE(short_conv, ShortConv)                                             \
   PER_TYPE(linear_quant, LinearQuant)                                         \
   PER_TYPE(linear_plain, Linear)                                              \
   PER_TYPE(packed_rows, PackedRows)                                           \

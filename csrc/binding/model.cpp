@@ -42,6 +42,11 @@ void make_net(DeltaNet *self, const Matrix &gates, const Addresses &vectors, int
                       eps};
 }
 
+void make_convolution(ShortConvolution *self, Address conv, int64_t channels, int64_t kernel) {
+  if (kernel < 1 || kernel > ShortConv::MOST_INPUTS) refuse("a convolution of ", kernel, " inputs");
+  new (self) ShortConvolution{at<float>(conv), channels, kernel};
+}
+
 // query_in: none where queries are made of x. query_norm: of its outputs.
 void make_latent(Latent *self, const Matrix &queries, const Matrices &keys, const Matrices &values, Address latent_norm,
                  float eps, const Matrix *query_in, Address query_norm) {
@@ -66,7 +71,7 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
                 const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
                 int64_t turned, float residual_scale, bool norm_whole, const Experts *experts, bool gated, const DeltaNet *net,
-                int64_t query_first, bool turn_before_norm, const Latent *latent) {
+                int64_t query_first, bool turn_before_norm, const Latent *latent, const ShortConvolution *convolution) {
   const bool normed = order == Order::sandwich || order == Order::after;
   if (out_norms.size() != (normed ? 2 : 0)) refuse("a block of this order has other norms");
   if (experts && normed) refuse("what experts make is not normed");
@@ -96,6 +101,7 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
       .residual_scale = residual_scale,
       .gated = gated,
       .net = net ? std::optional<DeltaNet>(*net) : std::nullopt,
+      .convolution = convolution ? std::optional<ShortConvolution>(*convolution) : std::nullopt,
       .latent = latent ? std::optional<Latent>(*latent) : std::nullopt,
   };
 }
@@ -159,7 +165,7 @@ typedef std::vector<AttentionStep::Layer> Layers;
 
 size_t attentions(const Blocks &blocks) {
   size_t count = 0;
-  for (const DecoderLayer *block : blocks) count += !block->net;
+  for (const DecoderLayer *block : blocks) count += !block->recurrent();
   return count;
 }
 
@@ -233,6 +239,8 @@ void bind_model(nb::module_ &m) {
   nb::class_<DeltaNet>(m, "DeltaNet")
       .def("__init__", make_net, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
            "kernel"_a, "eps"_a);
+  nb::class_<ShortConvolution>(m, "ShortConvolution")
+      .def("__init__", make_convolution, "conv"_a, named, "channels"_a, "kernel"_a);
   nb::class_<Latent>(m, "Latent")
       .def("__init__", make_latent, "queries"_a, "keys"_a, "values"_a, named, "latent_norm"_a, "eps"_a,
            "query_in"_a = nb::none(), "query_norm"_a = 0);
@@ -241,7 +249,8 @@ void bind_model(nb::module_ &m) {
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
            "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a, "turn_first"_a,
            "turned"_a, "residual_scale"_a, "norm_whole"_a = false, "experts"_a = nb::none(), "gated"_a = false,
-           "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false, "latent"_a = nb::none())
+           "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false, "latent"_a = nb::none(),
+           "convolution"_a = nb::none())
       .def("scratch", &DecoderLayer::scratch)
       .def("mixed_size", &DecoderLayer::mixed_size)
       .def("gates_at", &DecoderLayer::gates_at)

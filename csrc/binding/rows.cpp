@@ -43,6 +43,25 @@ void gated_delta(int type, Address mixed, Address gates, const Addresses &vector
   kernels().gated_delta[type](a);
 }
 
+void short_conv(int type, Address mixed, Address conv, Address last, Address segments, Address out, int64_t rows,
+                int64_t mixed_stride, int64_t count, int64_t slots, int64_t channels, int64_t kernel, int threads) {
+  const ShortConv a = {
+      .mixed = at<void>(mixed),
+      .conv = at<float>(conv),
+      .last = at<void>(last),
+      .segments = at<DeltaSegment>(segments),
+      .out = at<void>(out),
+      .rows = rows,
+      .mixed_stride = mixed_stride,
+      .segment_count = count,
+      .channels = channels,
+      .kernel = kernel,
+      .threads = threads,
+  };
+  check_segments(a, slots);
+  kernels().short_conv[type](a);
+}
+
 void layer_norm(int type, Address x, Address weight, Address bias, Address out, int64_t rows, int64_t width, float eps,
                 int threads) {
   kernels().layer_norm[type](
@@ -81,6 +100,8 @@ void bind_rows(nb::module_ &m) {
   m.def("gated_delta", gated_delta, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a,
         named, "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
         "kernel"_a, "eps"_a, "threads"_a);
+  m.def("short_conv", short_conv, unlocked, "type"_a, "mixed"_a, "conv"_a, "last"_a, "segments"_a, "out"_a, named, "rows"_a,
+        "mixed_stride"_a, "count"_a, "slots"_a, "channels"_a, "kernel"_a, "threads"_a);
   m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
         "threads"_a);
   m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,

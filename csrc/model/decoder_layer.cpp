@@ -160,6 +160,7 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
       return project_latents(*this, run, from, turns, rotary, q, Buffers(*this, scratch, count).behind());
     }
     run.multiply(qkv, from, q);
+    if (convolution) return;
     if (net) {
       float *gates = reinterpret_cast<float *>(heads_out + gates_at(rows));
       return run.multiply_wide(net->gates, from, gates + first * net->gates.outputs, nullptr);

@@ -51,6 +51,12 @@ struct DeltaNet {
   float eps;
 };
 
+// A short convolution in the place of attention (ShortConv); `mixed` is the layer's qkv.
+struct ShortConvolution {
+  Borrowed<const float> conv;
+  int64_t channels, kernel;
+};
+
 // Latent attention (models/latent.py) over one KV head of `dim` numbers, those that are rotated and a latent [rank] behind them,
 // which the layer's qkv makes of x. Queries come apart: each head's plain part goes through `keys` [rank, plain] of its own. What
 // it attends to is a latent again, and goes through its `values` [value, rank].
@@ -85,7 +91,11 @@ struct DecoderLayer {
   float residual_scale;                    // of what is added to the residual stream, of Order::pre, sandwich and after
   bool gated;                              // attention is let through by gates, which qkv has behind q, k and v
   std::optional<DeltaNet> net;
+  std::optional<ShortConvolution> convolution;
   std::optional<Latent> latent;
+
+  // Whether it needs the states of its rows (Recurrence).
+  bool recurrent() const { return net || convolution; }
 
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;
@@ -103,14 +113,14 @@ struct DecoderLayer {
   // Elements of a row that `after` takes.
   int64_t attended_width() const { return latent ? heads * dim : out.inputs; }
 
-  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v), and Hq gates behind them if there are any; of a net `mixed`, and its gates; of
-  // latents [T, Hq + 1, D] = (q, k), whose k is v too.
+  // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v), and Hq gates behind them if there are any; of a recurrent layer `mixed`, and a
+  // net's gates; of latents [T, Hq + 1, D] = (q, k), whose k is v too.
   // cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated. adapted [T]: the number of each row's adapter, -1 for
   // none; or null, no row has one.
   void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads,
               const int64_t *adapted = nullptr) const;
 
-  // attended [T, Hq, D], overwritten where there are gates, or what a net has read [T, Hv, V]; x [T, H] becomes the layer's output.
+  // attended [T, Hq, D], overwritten where there are gates, or what a recurrent layer has made [T, Hv, V]; x [T, H] becomes the layer's output.
   void after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates = {},
              const int64_t *adapted = nullptr) const;
 };

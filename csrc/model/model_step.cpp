@@ -12,15 +12,14 @@ using HEADRACE_NS::room;
 
 void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &layers, const AttentionStep &step,
                 const Recurrence *recurrence, const LayerBuffers &r) {
-  size_t attentions = 0, nets = 0;
+  size_t attentions = 0, recurrences = 0;
   for (const DecoderLayer *each : blocks) {
     const DecoderLayer &block = *each;
     const int64_t stride = block.mixed_width();
     block.before(r.x, r.cos_sin, r.rotary, r.qkv, r.scratch, r.rows, r.threads, r.adapted);
-    if (block.net) {
+    if (block.recurrent()) {
       if (!recurrence) refuse("a recurrent layer needs the states of its rows");
-      const float *gates = reinterpret_cast<const float *>(r.qkv + block.gates_at(r.rows));
-      recurrence->run(nets++, *block.net, r.qkv, gates, r.attended, r.rows, r.threads);
+      recurrence->run(recurrences++, block, r.qkv, r.attended, r.rows, r.threads);
       block.after(r.x, r.attended, r.scratch, r.rows, r.threads, {}, r.adapted);
       continue;
     }

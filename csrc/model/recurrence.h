@@ -26,11 +26,18 @@ struct Recurrence {
   const DeltaSegment *segments;
   int64_t count;
 
-  // The net of a layer, by its number among the recurrent ones: mixed [T, C + Hv V], gates [T, 2 Hv] -> out [T, Hv, V]. Throws for
-  // segments that fit neither rows nor slots.
-  void run(size_t layer, const DeltaNet &net, const bf16 *mixed, const float *gates, bf16 *out, int64_t rows,
-           int threads) const {
-    const RecurrentStates::Layer &own = states.layers.at(layer);
+  // A recurrent layer, by its number among them: what its `before` has left -> out [T, Hv, V], or [T, H]. Throws for segments that
+  // fit neither rows nor slots.
+  void run(size_t number, const DecoderLayer &layer, const bf16 *mixed, bf16 *out, int64_t rows, int threads) const {
+    const RecurrentStates::Layer &own = states.layers.at(number);
+    if (layer.convolution) return convolve(own, *layer.convolution, mixed, out, rows, threads);
+    run_net(own, *layer.net, mixed, reinterpret_cast<const float *>(mixed + layer.gates_at(rows)), out, rows, threads);
+  }
+
+ private:
+  // mixed [T, C + Hv V], gates [T, 2 Hv].
+  void run_net(const RecurrentStates::Layer &own, const DeltaNet &net, const bf16 *mixed, const float *gates, bf16 *out,
+               int64_t rows, int threads) const {
     GatedDelta a = {};
     a.mixed = mixed, a.gates = gates, a.out = out;
     a.conv = net.conv, a.rate = net.rate, a.dt_bias = net.dt_bias, a.norm = net.norm;
@@ -43,6 +50,19 @@ struct Recurrence {
     a.eps = net.eps, a.threads = threads;
     check_segments(a, states.slots);
     kernels().gated_delta[0](a);
+  }
+
+  // mixed [T, 3 H].
+  void convolve(const RecurrentStates::Layer &own, const ShortConvolution &layer, const bf16 *mixed, bf16 *out, int64_t rows,
+                int threads) const {
+    ShortConv a = {};
+    a.mixed = mixed, a.out = out, a.conv = layer.conv, a.last = own.last;
+    a.segments = segments, a.segment_count = count;
+    a.rows = rows, a.mixed_stride = 3 * layer.channels;
+    a.channels = layer.channels, a.kernel = layer.kernel;
+    a.threads = threads;
+    check_segments(a, states.slots);
+    kernels().short_conv[0](a);
   }
 };
 

@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
+    Lfm2VlConfig,
+    Lfm2VlForConditionalGeneration,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -23,8 +29,8 @@ from transformers import (
 )
 
 from headrace.config import RecurrentSpec
-from headrace.kernels.gated_delta import Recur, gated_delta
-from headrace.kernels.records import DeltaWeights, LayerStates
+from headrace.kernels.records import LayerStates
+from headrace.kernels.recurrent import Recur, RecurrentWeights, recur_rows
 from headrace.models.decoder import Decoder
 from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import NaiveAttend, RowAttend, batch_of, naive
@@ -51,6 +57,12 @@ VISION = dict(
     num_position_embeddings=16,
 )  # fmt: skip
 MOE = {name: value for name, value in EXPERTS.items() if name != "mlp_only_layers"}
+CONV = ["conv", "conv", "full_attention", "conv"]
+LFM2_ONLY: dict[str, Any] = dict(layer_types=CONV, hidden_size=120, num_attention_heads=4, block_multiple_of=16)
+"""Four heads of 30: rows of 120 fill no vector."""
+LFM2_MOE = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, num_dense_layers=1, routed_scaling_factor=1.5
+)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
     "next_uneven": ("next", UNEVEN),
@@ -62,7 +74,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "3_5_vision": ("3_5_vision", {}),
     "3_5_experts": ("3_5_experts", MOE),
     "3_5_experts_vision": ("3_5_experts_vision", MOE),
+    "lfm2": ("lfm2", {}),
+    "lfm2_four_inputs": ("lfm2", dict(conv_L_cache=4, layer_types=["full_attention", *CONV[:3]])),
+    "lfm2_experts": ("lfm2_experts", LFM2_MOE),
+    "lfm2_vision": ("lfm2_vision", {}),
 }
+
+
+LFM2_NORMS = tuple(
+    f"{part}.weight" for part in ("operator_norm", "ffn_norm", "embedding_norm", "q_layernorm", "k_layernorm")
+)
+"""Which do not add one to their weights."""
 
 
 def _next(**fields: Any) -> PreTrainedModel:
@@ -77,12 +99,36 @@ def _experts_vision(**fields: Any) -> PreTrainedModel:
     return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=fields, vision_config=VISION))
 
 
+def _lfm2(**fields: Any) -> PreTrainedModel:
+    return Lfm2ForCausalLM(Lfm2Config(**LFM2_ONLY | _without_nets(fields)))
+
+
+def _lfm2_experts(**fields: Any) -> PreTrainedModel:
+    return Lfm2MoeForCausalLM(Lfm2MoeConfig(**LFM2_ONLY | _without_nets(fields)))
+
+
+def _lfm2_vision(**fields: Any) -> PreTrainedModel:
+    vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_patches=16)
+    text = dict(model_type="lfm2", **LFM2_ONLY | _without_nets(fields))
+    config = Lfm2VlConfig(text_config=text, vision_config=dict(model_type="siglip2_vision_model", **vision))
+    return Lfm2VlForConditionalGeneration(config)
+
+
+def _without_nets(fields: dict[str, Any]) -> dict[str, Any]:
+    """What says nothing of LFM2."""
+    own = ("hidden_size", "num_attention_heads", "head_dim")
+    return {name: value for name, value in fields.items() if name not in own and not name.startswith("linear_")}
+
+
 BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "next": _next,
     "3_5": lambda **fields: Qwen3_5ForCausalLM(Qwen3_5TextConfig(**fields)),
     "3_5_experts": lambda **fields: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**fields)),
     "3_5_vision": _vision,
     "3_5_experts_vision": _experts_vision,
+    "lfm2": _lfm2,
+    "lfm2_experts": _lfm2_experts,
+    "lfm2_vision": _lfm2_vision,
 }
 
 
@@ -92,9 +138,14 @@ def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = BUILDERS[family](**{**SIZES, **fields, **overrides})
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *_corrections(model)):
             parameter.copy_(_drawn(name, parameter).bfloat16())
     return model.eval()
+
+
+def _corrections(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Those of routers, which are no parameters."""
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
 
 
 def _drawn(name: str, parameter: Tensor) -> Tensor:
@@ -103,7 +154,9 @@ def _drawn(name: str, parameter: Tensor) -> Tensor:
     if name.endswith(("A_log", "dt_bias")):
         return 0.5 * noise - 1
     if "norm" in name:
-        return 0.3 * noise + name.endswith("linear_attn.norm.weight")
+        return 0.3 * noise + name.endswith(("linear_attn.norm.weight", *LFM2_NORMS))
+    if "conv.conv" in name:
+        return noise
     if parameter.dim() == 1:
         return 0.3 * noise
     return noise * (0.5 if "embed" in name else 1.3 / parameter.shape[-1] ** 0.5)
@@ -125,7 +178,7 @@ class OwnStates(Recur):
             LayerStates(torch.full(last, 7.0, dtype=dtype), torch.full(matrices, 7.0)) for _ in range(spec.layers)
         ]
 
-    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
         segments, row = [], 0
         for slot, count in enumerate(self.counts):
             segments.append([row, row + count, slot if self.begun[slot] else -1, slot])
@@ -133,7 +186,7 @@ class OwnStates(Recur):
         if layer == self.spec.layers - 1:
             self.begun = [begun or count > 0 for begun, count in zip(self.begun, self.counts, strict=True)]
         kept = [each for each in segments if each[0] < each[1]]
-        return gated_delta(self.spec, mixed, gates, weights, self.states[layer], torch.tensor(kept))
+        return recur_rows(self.spec, mixed, gates, weights, self.states[layer], torch.tensor(kept))
 
 
 def states_of(decoder: Decoder, sequences: int = 1) -> OwnStates:

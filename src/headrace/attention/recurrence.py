@@ -11,8 +11,7 @@ from torch import Tensor
 
 from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
-from headrace.kernels.gated_delta import Recur, fits_cpp, gated_delta
-from headrace.kernels.records import DeltaWeights
+from headrace.kernels.recurrent import Recur, RecurrentWeights, fits_cpp, recur_rows
 from headrace.kernels.recurrent_step import PreparedRecurrence, StatesInCpp
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import Segment
@@ -42,7 +41,7 @@ class StepRecurrence(Recur):
         self.prepared = prepared_recurrence(storage, segments)
         self._on_gpu: DeltaStep | None = None
 
-    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
         storage = self.storage
         if dispatch.on_gpu(mixed):
             if self._on_gpu is None:
@@ -50,7 +49,7 @@ class StepRecurrence(Recur):
 
                 self._on_gpu = DeltaStep.of(storage.spec, self.segments, len(mixed), storage.slots, mixed.device)
             return self._on_gpu(mixed, gates, weights, storage.layers[layer])
-        return gated_delta(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
+        return recur_rows(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
 
 
 class ReplayedRecurrence:
@@ -82,7 +81,7 @@ class _ReplayedLayers(Recur):
         self.storage = recurrence.storage
         self.step: DeltaStep = DeltaStep(self.storage.spec, recurrence.memory, rows, min(rows, recurrence.groups))
 
-    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
         return self.step(mixed, gates, weights, self.storage.layers[layer])
 
 

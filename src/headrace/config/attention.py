@@ -79,10 +79,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """The gated delta nets of a model, one for each of its layers with linear attention (docs/hybrids.md).
+    """What stands in place of attention in some layers of a model: gated delta nets, or short convolutions
+    (docs/hybrids.md).
 
-    kernel: inputs that the causal convolution sees. layers: how many such layers there are. Each value head has a
-    matrix [key_dim, value_dim] of its own; `value_heads // key_heads` of them share queries and keys.
+    kernel: inputs that the causal convolution sees. layers: how many such layers there are. Each value head of a net
+    has a matrix [key_dim, value_dim] of its own; `value_heads // key_heads` of them share queries and keys. A short
+    convolution is one head without queries, keys and matrix (`short_convolutions`).
     """
 
     layers: int
@@ -91,6 +93,16 @@ class RecurrentSpec:
     key_dim: int
     value_dim: int
     kernel: int
+
+    @classmethod
+    def short_convolutions(cls, layers: int, channels: int, kernel: int) -> RecurrentSpec:
+        """Of layers that convolve their rows, gated before it and behind it, and do nothing else."""
+        return cls(layers, key_heads=1, value_heads=1, key_dim=0, value_dim=channels, kernel=kernel)
+
+    @property
+    def convolves_alone(self) -> bool:
+        """Whether these are short convolutions."""
+        return self.key_dim == 0
 
     @property
     def keys(self) -> int:
@@ -106,6 +118,17 @@ class RecurrentSpec:
     def channels(self) -> int:
         """Width of what is convolved: queries, keys and values."""
         return 2 * self.keys + self.values
+
+    @property
+    def mixed(self) -> tuple[int, ...]:
+        """Widths of what a layer first makes of its rows: channels and what gates a net's output; or what gates a
+        convolution's inputs, its output, and what is gated."""
+        return (self.channels,) * 3 if self.convolves_alone else (self.channels, self.values)
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a row that its fp32 gates are: two for each value head of a net."""
+        return 0 if self.convolves_alone else 2 * self.value_heads
 
     def state_bytes(self, element_bytes: int) -> int:
         """Bytes of one state over all layers: the matrices in fp32, and the convolutions' last inputs."""

@@ -139,6 +139,9 @@ class DeltaNet:
     ) -> None:
         """vectors: conv, rate, dt_bias and norm."""
 
+class ShortConvolution:
+    def __init__(self, conv: int, *, channels: int, kernel: int) -> None: ...
+
 class Latent:
     def __init__(
         self,
@@ -186,6 +189,7 @@ class Block:
         query_first: int = -1,
         turn_before_norm: bool = False,
         latent: Latent | None = None,
+        convolution: ShortConvolution | None = None,
     ) -> None:
         """query_first: where the rotation of queries begins; below 0: where that of keys does."""
 
@@ -458,6 +462,24 @@ class Extension(Protocol):
         threads: int,
     ) -> None:
         """vectors: conv, rate, dt_bias and norm; states: last and matrices (csrc/kernels.h, GatedDelta)."""
+    def short_conv(
+        self,
+        type: int,
+        mixed: int,
+        conv: int,
+        last: int,
+        segments: int,
+        out: int,
+        *,
+        rows: int,
+        mixed_stride: int,
+        count: int,
+        slots: int,
+        channels: int,
+        kernel: int,
+        threads: int,
+    ) -> None:
+        """csrc/kernels.h, ShortConv."""
     def layer_norm(
         self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
     ) -> None: ...

@@ -21,9 +21,10 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
 from headrace.kernels.extension import address, check, require
-from headrace.kernels.gated_delta import Recur, check_weights, fits_cpp
 from headrace.kernels.layer_shape import Experts, LayerShape, LayerWeights, Net
 from headrace.kernels.ops import Weight
+from headrace.kernels.records import DeltaWeights
+from headrace.kernels.recurrent import Recur, check_weights, fits_cpp, gates_behind
 from headrace.kernels.routing import check_routing
 from headrace.kernels.triton.weights import GpuWeight
 
@@ -138,7 +139,7 @@ class Blocks:
         self, layer: int, mixed: Tensor, rows: int, attend: Attend, recur: Recur | None, some: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """What the rows of a layer, or `some`, take from others: attended heads [T, Hq, D] and gates for them of this
-        shape, if there are any; or what a net has read [T, Hv, V]. mixed: what `before` has left."""
+        shape, if there are any; or what a recurrent layer has made. mixed: what `before` has left."""
         net, place = self.layers[layer].net, self.places[layer]
         if net is not None and recur is not None:
             read = self._recurred(layer, net, mixed, rows, recur)
@@ -163,8 +164,8 @@ class Blocks:
         """[T, Hv, V]."""
         spec = self.shape.recurrent
         assert spec is not None, "there are recurrent layers"
-        width, at = spec.channels + spec.values, self.blocks[layer].gates_at(rows)
-        gates = mixed[at : at + rows * 4 * spec.value_heads].view(torch.float32).view(rows, 2 * spec.value_heads)
+        width = sum(spec.mixed)
+        gates = gates_behind(spec, mixed, rows, self.blocks[layer].gates_at(rows))
         return recur(self.places[layer], mixed[: rows * width].view(rows, width), gates, net.weights)
 
     def project(self, layer: int, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -213,7 +214,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
     sizes = {"qkv": (heads * (1 + shape.gated) + 2 * kv, shape.hidden), "out": (shape.hidden, heads)}
     if layer.net is not None and shape.recurrent is not None:
         net = shape.recurrent
-        sizes = {"mixed": (net.channels + net.values, shape.hidden), "out": (shape.hidden, net.values)}
+        sizes = {"mixed": (sum(net.mixed), shape.hidden), "out": (shape.hidden, net.values)}
     if shape.latent is not None:
         sizes = {"latent": (kv, shape.hidden), "out": (shape.hidden, spec.heads * shape.latent.value)}
     qkv, out = (_matrix(layer, name, size, 0 if query or name != "qkv" else heads) for name, size in sizes.items())
@@ -243,16 +244,25 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
         query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
         experts=None if experts is None else _experts(shape, layer, experts, mlps),
-        gated=shape.gated and layer.net is None, net=_net(shape, layer), latent=_latent(shape, layer), **shape.more,
+        gated=shape.gated and layer.net is None, latent=_latent(shape, layer), **_recurrence(shape, layer),
+        **shape.more,
     )  # fmt: skip
 
 
-def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:
-    """The layer's gated delta net but for its first matrix."""
+def _recurrence(shape: LayerShape, layer: LayerWeights) -> dict[str, native.DeltaNet | native.ShortConvolution]:
+    """A recurrent layer's arguments of Block, but for its first matrix."""
     if layer.net is None or shape.recurrent is None:
-        return None
+        return {}
     spec, vectors = shape.recurrent, layer.net.weights
     check_weights(spec, vectors)
+    if isinstance(vectors, DeltaWeights):
+        return {"net": _net(shape, layer, spec, vectors)}
+    conv = vectors.conv.data_ptr()
+    return {"convolution": require().ShortConvolution(conv, channels=spec.channels, kernel=spec.kernel)}
+
+
+def _net(shape: LayerShape, layer: LayerWeights, spec: RecurrentSpec, vectors: DeltaWeights) -> native.DeltaNet:
+    """A layer's gated delta net."""
     gates = _matrix(layer, "gates", (2 * spec.value_heads, shape.hidden))
     return require().DeltaNet(
         gates, [each.data_ptr() for each in vectors[:4]], key_heads=spec.key_heads, value_heads=spec.value_heads,

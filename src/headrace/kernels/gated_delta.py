@@ -10,8 +10,6 @@ There is one order of operations, token by token, so a row has the same bits how
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,23 +18,10 @@ from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
 from headrace.kernels.extension import check, require, type_of
 from headrace.kernels.records import DeltaWeights, LayerStates
-from headrace.kernels.recurrent_step import PreparedRecurrence, check_states
+from headrace.kernels.recurrent_step import check_states
 
 MOST_KEY_DIM, MOST_INPUTS = 256, 8
 """Of the C++ kernel (csrc/kernels.h, GatedDelta)."""
-
-
-class Recur(Protocol):
-    """The recurrent layers of one step, as a model calls them: see `gated_delta`. layer: their number among themselves.
-
-    Whoever supplies it keeps the states, and knows which rows belong to which.
-
-    prepared: the same as C++ can run it without calling this, where that is possible.
-    """
-
-    prepared: PreparedRecurrence | None = None
-
-    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor: ...
 
 
 def gated_delta(

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
 from headrace.kernels.adapted_rows import PlacedPairs
 from headrace.kernels.ops import Weight
-from headrace.kernels.records import DeltaWeights
+from headrace.kernels.recurrent import RecurrentWeights
 
 
 class Experts(Protocol):
@@ -51,10 +51,10 @@ class Latent(Protocol):
 
 
 class Net(Protocol):
-    """models.hybrid.DeltaNet, as far as it counts here."""
+    """A layer of models.hybrid, as far as it counts here."""
 
     @property
-    def weights(self) -> DeltaWeights: ...
+    def weights(self) -> RecurrentWeights: ...
 
     @property
     def tiled(self) -> object | None:

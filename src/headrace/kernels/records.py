@@ -114,11 +114,18 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStates:
-    """States of one recurrent layer (kernels.gated_delta). K: inputs of its convolution, C: its channels; V: size of
-    the values. last [slots, K-1, C]: the convolution's last inputs; matrices [slots, value heads, D, V] fp32."""
+    """States of one recurrent layer (kernels.recurrent). K: inputs of its convolution, C: its channels; V: size of
+    the values. last [slots, K-1, C]: the convolution's last inputs; matrices [slots, value heads, D, V] fp32, of a
+    short convolution without elements."""
 
     last: Tensor
     matrices: Tensor
+
+
+class ConvWeights(NamedTuple):
+    """Of a short convolution, fp32: conv [K, H]."""
+
+    conv: Tensor
 
 
 class DeltaWeights(NamedTuple):

@@ -22,8 +22,8 @@ from headrace.config import Quantization
 from headrace.kernels import block, dispatch, ops
 from headrace.kernels.adapted_rows import AdaptedRows, placed
 from headrace.kernels.backend import Attend
-from headrace.kernels.gated_delta import Recur
 from headrace.kernels.model_step import Ends, ModelStep
+from headrace.kernels.recurrent import Recur
 from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.adapters import Adapters, load_adapters

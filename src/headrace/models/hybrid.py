@@ -1,4 +1,5 @@
-"""What layers of hybrid models do that plain attention does not: gated delta nets, and gates behind attention.
+"""What layers of hybrid models do that plain attention does not: gated delta nets, short convolutions, and gates behind
+attention.
 
 T: rows; H: hidden size; Hq: query heads, D: their size; Hv, V: value heads of a gated delta net, and their size.
 """
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import ops
-from headrace.kernels.gated_delta import Recur
-from headrace.kernels.records import DeltaWeights
+from headrace.kernels.records import ConvWeights, DeltaWeights
+from headrace.kernels.recurrent import Recur
 from headrace.models.spec import ModelConfig
 
 
 class DeltaNet:
-    """One recurrent layer's part in place of attention. place: its number among the recurrent layers."""
+    """A gated delta net in place of a layer's attention. place: its number among the recurrent layers."""
 
     def __init__(
         self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
@@ -30,8 +31,7 @@ class DeltaNet:
 
     def __call__(self, x: Tensor, recur: Recur | None) -> Tensor:
         """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
-        if recur is None:
-            raise ValueError("this model has recurrent layers: forward needs `recur`, which keeps their states")
+        recur = needed(recur)
         gates = ops.linear(x, self.gates, wide=True)
         return recur(self.place, ops.linear(x, self.mixed), gates, self.weights)
 
@@ -41,6 +41,43 @@ class DeltaNet:
             return heads
         by_key = heads.view(len(heads), self.tiled.key_heads, -1, self.tiled.value_dim)
         return by_key.transpose(1, 2).reshape(heads.shape)
+
+
+class ShortConvolution:
+    """A short convolution between two gates, in place of a layer's attention. place: as of a DeltaNet."""
+
+    tiled = None
+
+    def __init__(
+        self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
+    ) -> None:
+        self.place, self.mixed = config.place(index), matrices["mixed.weight"]
+        self.weights = ConvWeights(weights["conv.weight"].squeeze(1).t().contiguous())
+
+    def __call__(self, x: Tensor, recur: Recur | None) -> Tensor:
+        """x [T, H], normed -> [T, H]. Raises ValueError without `recur`."""
+        return needed(recur)(self.place, ops.linear(x, self.mixed), None, self.weights)
+
+    def as_columns(self, made: Tensor) -> Tensor:
+        """As they are."""
+        return made
+
+
+def recurrent_layer(
+    config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
+) -> DeltaNet | ShortConvolution | None:
+    """What a layer has in place of attention; None: it has attention."""
+    if config.recurrent is None or index not in config.recurrent_layers:
+        return None
+    kind = ShortConvolution if config.recurrent.convolves_alone else DeltaNet
+    return kind(config, index, weights, matrices)
+
+
+def needed(recur: Recur | None) -> Recur:
+    """Raises ValueError where there is none."""
+    if recur is None:
+        raise ValueError("this model has recurrent layers: forward needs `recur`, which keeps their states")
+    return recur
 
 
 def let_through(heads: Tensor, gates: Tensor) -> Tensor:

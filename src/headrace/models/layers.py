@@ -1,4 +1,4 @@
-"""The layers of a decoder, one operation at a time: attention or a gated delta net, and an MLP or experts.
+"""The layers of a decoder, one operation at a time: attention or what stands in its place, and an MLP or experts.
 
 T: rows (tokens) of a step, of all sequences together. H: hidden size, Hq, Hkv: query and KV heads, D: head size.
 No row's bits depend on other rows here (docs/architecture.md, rule 2): sums run inside headrace.kernels.ops or within
@@ -17,11 +17,11 @@ from headrace.config.routing import CORRECTION
 from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.adapted_rows import AdaptedRows, PlacedPairs
 from headrace.kernels.backend import Attend
-from headrace.kernels.gated_delta import Recur
 from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.records import QKRotary
+from headrace.kernels.recurrent import Recur
 from headrace.kernels.triton.weights import GpuWeight
-from headrace.models.hybrid import DeltaNet, let_through
+from headrace.models.hybrid import let_through, recurrent_layer
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import NORMED_BEHIND, ExpertsSpec, ModelConfig
 
@@ -30,7 +30,7 @@ Matrices = dict[str, ops.Weight]
 
 
 class Layer:
-    """One block: attention, or a gated delta net, and MLP, in the order that ModelConfig.block says.
+    """One block: attention, or a recurrent layer of models.hybrid, and MLP, in the order that ModelConfig.block says.
 
     Of several tensor ranks each has its share of the heads, of the MLP's width and of the output (models.shards);
     `whole` puts the shares together.
@@ -48,7 +48,7 @@ class Layer:
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
         self.place = config.place(index)
-        self.net = DeltaNet(config, index, self.weights, self.matrices) if index in config.recurrent_layers else None
+        self.net = recurrent_layer(config, index, self.weights, self.matrices)
         self.experts = config.experts_of(index)
         self.mixture = self._mixture(self.experts)
         self.pairs: dict[str, PlacedPairs] = {}

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
-from headrace.kernels.gated_delta import Recur
 from headrace.kernels.records import QKRotary
+from headrace.kernels.recurrent import Recur
 from headrace.models.layers import Layer, Matrices, OneByOne, Weights
 from headrace.models.shards import ALONE, Whole
 from headrace.models.spec import ExpertsSpec, LayerInputs, ModelConfig

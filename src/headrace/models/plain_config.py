@@ -90,6 +90,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["mlp_layer_types"] = ["dense"] + ["sparse"] * (values["num_hidden_layers"] - 1)
     if model_type == "gemma4_text":
         _fill_in_gemma4(values)
+    if model_type.startswith("lfm2"):
+        _fill_in_lfm2(values)
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
         values["word_embed_proj_dim"] = values["hidden_size"]
     if model_type == "falcon":
@@ -136,6 +138,17 @@ def _fill_in_smollm3(values: dict[str, Any]) -> None:
         windows = values["use_sliding_window"] and values["sliding_window"] is not None
         turned = [*values["no_rope_layers"], *layers]
         values["layer_types"] = [KINDS[windows and not turned[layer]] for layer in layers]
+
+
+def _fill_in_lfm2(values: dict[str, Any]) -> None:
+    """Names that its first files had."""
+    values["tie_word_embeddings"] = values.get("tie_embedding", values["tie_word_embeddings"])
+    if "full_attn_idxs" not in values:
+        return
+    values["intermediate_size"] = values.get("block_ff_dim", values["intermediate_size"])
+    if values["layer_types"] is None:
+        layers, own = range(values["num_hidden_layers"]), values["full_attn_idxs"]
+        values["layer_types"] = [KINDS[0] if own is None or layer in own else "conv" for layer in layers]
 
 
 def _fill_in_gemma4(values: dict[str, Any]) -> None:

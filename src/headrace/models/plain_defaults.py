@@ -59,6 +59,11 @@ QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1,
     mlp_only_layers=None,
 )  # fmt: skip
+LFM2: dict[str, Any] = COMMON | dict(
+    vocab_size=65536, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    max_position_embeddings=128_000, norm_eps=1e-5, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+    conv_bias=False, conv_L_cache=3, layer_types=None,
+)  # fmt: skip
 LATENT: dict[str, Any] = COMMON | dict(
     kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, hidden_act="silu",
     rms_norm_eps=1e-6, attention_bias=False,
@@ -192,6 +197,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=128, max_position_embeddings=196608, bos_token_id=200034, eos_token_id=200020,
         num_experts_per_tok=8, num_local_experts=256,
     ),
+    "lfm2": LFM2
+    | dict(
+        hidden_size=2560, intermediate_size=12288, block_multiple_of=256, block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=True, full_attn_idxs=None,
+    ),
+    "lfm2_moe": LFM2
+    | dict(
+        hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792, num_dense_layers=2, num_experts_per_tok=4,
+        num_experts=32, use_expert_bias=True, routed_scaling_factor=1.0, norm_topk_prob=True,
+    ),
     "opt": COMMON
     | dict(
         vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, max_position_embeddings=2048,
@@ -252,7 +267,7 @@ NEVER_NULL = (
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace",
     "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index",
-    "moe_layer_interval",
+    "moe_layer_interval", "conv_L_cache", "block_multiple_of", "num_dense_layers",
 )  # fmt: skip
 ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Classes that know the number of experts by one name alone."""
@@ -264,6 +279,7 @@ THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
 THETAS |= {"minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_moe": 500_000.0}
 THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0, "olmo3": 500_000.0}
+THETAS |= {"lfm2": 1_000_000.0, "lfm2_moe": 1_000_000.0}
 """Where the class has another one."""
 LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}
 """Of layers with a window, where they have a base of their own."""

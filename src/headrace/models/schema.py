@@ -99,6 +99,7 @@ class ConfigFields(msgspec.Struct):
     head_dim: Count = UNSET
     max_position_embeddings: Length = UNSET
     rms_norm_eps: Epsilon = UNSET
+    norm_eps: Epsilon = UNSET
     layer_norm_epsilon: Epsilon = UNSET
     layer_norm_eps: Epsilon = UNSET
     hidden_act: ShortText = UNSET
@@ -192,6 +193,16 @@ class ConfigFields(msgspec.Struct):
     rope_local_base_freq: Theta = UNSET
     sliding_window_pattern: Annotated[int, Meta(ge=0, le=1 << 16)] | ShortText = UNSET
     full_attention_interval: Count = UNSET
+    conv_L_cache: Count = UNSET
+    conv_bias: Flag = UNSET
+    full_attn_idxs: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
+    tie_embedding: Flag = UNSET
+    block_ff_dim: WideCount = UNSET
+    block_auto_adjust_ff_dim: Flag = UNSET
+    block_ffn_dim_multiplier: Factor = UNSET
+    block_multiple_of: Count = UNSET
+    num_dense_layers: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
+    use_expert_bias: Flag = UNSET
     linear_conv_kernel_dim: Count = UNSET
     linear_key_head_dim: Count = UNSET
     linear_value_head_dim: Count = UNSET

@@ -115,14 +115,18 @@ def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
 def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, spec, hidden = f"layers.{layer}.", config.recurrent, config.hidden_size
     assert spec is not None, "there are recurrent layers"
-    return {
-        prefix + "mixed.weight": Slot((spec.channels, spec.values), hidden),
-        prefix + "gates.weight": Slot((spec.value_heads, spec.value_heads), hidden),
+    slots = {
+        prefix + "mixed.weight": Slot(spec.mixed, hidden),
         prefix + "conv.weight": Slot((spec.channels,), spec.kernel, filter=True, wide=True),
+        prefix + "out.weight": Slot((hidden,), spec.values),
+    }
+    if spec.convolves_alone:
+        return slots
+    return slots | {
+        prefix + "gates.weight": Slot((spec.value_heads, spec.value_heads), hidden),
         prefix + "delta.A_log": Slot((spec.value_heads,), wide=True),
         prefix + "delta.dt_bias": Slot((spec.value_heads,), wide=True),
         prefix + "delta_norm.weight": Slot((spec.value_dim,), wide=True),
-        prefix + "out.weight": Slot((hidden,), spec.values),
     }
 
 

@@ -7,7 +7,7 @@ fill it in, the field of config.json in schema.py, and what layers.py does with 
 H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
 Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the attended heads where the model does that;
 up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
-and gates [2 Hv, H] = (b, a) in their place: see kernels.gated_delta.
+and gates [2 Hv, H] = (b, a) in their place, or mixed [3 H, H]: see kernels.gated_delta and kernels.short_conv.
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
 Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H]. Corrections of a
 router's scores (RoutingSpec): layers.N.routing.e_score_correction_bias [E], fp32.
@@ -164,7 +164,8 @@ class ModelConfig:
     labels: names of a classifier's outputs, of a checkpoint that has one in place of the head.
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
-    recurrent: of the layers that have a gated delta net in place of attention, which `recurrent_layers` numbers;
+    recurrent: of the layers that have a gated delta net or a short convolution in place of attention, which
+    `recurrent_layers` numbers;
     `attention.layers` counts the others alone. tiled_values: the columns of such a layer's `out` go through all key
     heads for their first value heads, then for their second ones, where rows of other matrices end one key head first.
 

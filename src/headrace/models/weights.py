@@ -153,6 +153,8 @@ def source_of(names: Names, name: str, prefix: str) -> tuple[str, ...]:
         return (CLASSIFIER,)
     module, kind = name.rsplit(".", 1)
     numbers = re.findall(r"\d+", module)
+    if alone := names.get(re.sub(r"\d+", "{}", name)):
+        return tuple(prefix + source.format(*numbers) for source in alone)
     theirs = names[module if module in names else re.sub(r"\d+", "{}", module)]
     return tuple(f"{prefix}{source.format(*numbers)}.{kind}" for source in theirs)
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.gated_delta import Recur, gated_delta
-from headrace.kernels.records import DeltaWeights, LayerStates
+from headrace.kernels.records import LayerStates
+from headrace.kernels.recurrent import Recur, RecurrentWeights, recur_rows
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import NONE, Segment
 from headrace.parallel.group_layout import RowRange, runs
@@ -137,11 +137,11 @@ class GroupStates(Recur):
         self._coming = [states.receive_all(move, number, i) for i, (move, _) in moves if move.rank == mine]
         self.segments = segment_rows(group, mine)
 
-    def __call__(self, layer: int, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> Tensor:
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
         for work in (work for each in self._coming for work in each[layer]):
             work.wait()
         storage = self.states.storage
-        out = gated_delta(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
+        out = recur_rows(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
         for index, move in self._leaving:
             self.states.send(move, layer, self.number, index)
         return out

@@ -14,6 +14,7 @@ from headrace.models.families.glm4_moe import GLM4_MOE
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.hunyuan import HUNYUAN_DENSE
+from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION
 from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
@@ -64,6 +65,9 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
+    "Lfm2VlForConditionalGeneration": LFM2_WITH_VISION,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,

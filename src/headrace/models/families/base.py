@@ -12,7 +12,8 @@ from headrace.types import UnsupportedModel
 
 Names = Mapping[str, tuple[str, ...]]
 """Our module -> the checkpoint's modules whose rows, one after another, make it. Layers have a `{}` for their index, or
-the index of a layer whose module has another name than most."""
+the index of a layer whose module has another name than most. A tensor that is called otherwise in its module there is
+named itself, on both sides."""
 
 
 @dataclass(frozen=True)

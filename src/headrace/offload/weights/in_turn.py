@@ -15,7 +15,7 @@ from headrace.device import Device
 from headrace.kernels.adapted_rows import AdaptedRows
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Watch
-from headrace.kernels.gated_delta import Recur
+from headrace.kernels.recurrent import Recur
 from headrace.models.layers import OneByOne
 from headrace.offload.stopwatch import Stopwatch
 from headrace.offload.streaming_totals import StreamingTotals

@@ -1,0 +1,67 @@
+"""Recurrent layers of either kind over states that live elsewhere: gated delta nets and short convolutions.
+
+T: rows; H: hidden size; C: channels; Hv, V: value heads of a net and their size (kernels.gated_delta).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.config import RecurrentSpec
+from headrace.kernels import gated_delta, short_conv
+from headrace.kernels.records import ConvWeights, DeltaWeights, LayerStates
+from headrace.kernels.recurrent_step import PreparedRecurrence
+
+RecurrentWeights = DeltaWeights | ConvWeights
+"""Vectors of a net, or of a short convolution."""
+
+
+class Recur(Protocol):
+    """The recurrent layers of one step, as a model calls them: see `recur_rows`. layer: their number among themselves.
+
+    Whoever supplies it keeps the states, and knows which rows belong to which.
+
+    prepared: the same as C++ can run it without calling this, where that is possible.
+    """
+
+    prepared: PreparedRecurrence | None = None
+
+    def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor: ...
+
+
+def recur_rows(
+    spec: RecurrentSpec,
+    mixed: Tensor,
+    gates: Tensor | None,
+    weights: RecurrentWeights,
+    states: LayerStates,
+    segments: Tensor,
+) -> Tensor:
+    """kernels.gated_delta.gated_delta, or without gates kernels.short_conv.short_conv -> [T, Hv, V], or [T, H]."""
+    if isinstance(weights, ConvWeights):
+        return short_conv.short_conv(spec, mixed, weights, states, segments)
+    if gates is None:
+        raise ValueError("a gated delta net needs gates")
+    return gated_delta.gated_delta(spec, mixed, gates, weights, states, segments)
+
+
+def fits_cpp(spec: RecurrentSpec) -> bool:
+    """Whether the C++ kernels take layers of these sizes."""
+    return short_conv.fits_cpp(spec) if spec.convolves_alone else gated_delta.fits_cpp(spec)
+
+
+def check_weights(spec: RecurrentSpec, weights: RecurrentWeights) -> None:
+    """Raises ValueError for vectors that do not fit."""
+    if isinstance(weights, DeltaWeights):
+        return gated_delta.check_weights(spec, weights)
+    short_conv.check_weights(spec, weights)
+
+
+def gates_behind(spec: RecurrentSpec, mixed: Tensor, rows: int, at: int) -> Tensor | None:
+    """The gates [T, 2 Hv] fp32 that lie behind `mixed`, bf16 and flat, from its element `at` on; None: none."""
+    if not spec.gates:
+        return None
+    return mixed[at : at + 2 * rows * spec.gates].view(torch.float32).view(rows, spec.gates)
