@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu
-from headrace.types import Request
+from headrace.kv.milestones import INTERVAL
+from headrace.types import CHUNK, Request
 from tests.support.greedy_answers import greedy_behind
 from tests.support.hybrid_checkpoints import make_checkpoint
 from tests.support.kind_sizes import VOCAB
@@ -23,9 +24,9 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("3_5_ends_recurrent", tmp_path_factory.mktemp("hybrid"))
+@pytest.fixture(scope="module", params=["3_5_ends_recurrent", "lfm2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -120,6 +121,8 @@ def cached(llm: LLM, prompt: list[int], answer: int = 1) -> int:
 def test_a_prefix_is_reused_from_its_last_state(folder: Path) -> None:
     """A state stands where a prompt ends, then where the second one has parted, and where an answer has come to."""
     llm, base = engine(folder), words(330)
+    assert llm.engine.cache.states is not None
+    llm.engine.cache.states.milestones.interval = INTERVAL  # where states are small they stand behind every chunk
     assert cached(llm, base) == 0
     assert cached(llm, base) == 320
     assert cached(llm, [*base, *words(100, 1)]) == 320
@@ -128,6 +131,23 @@ def test_a_prefix_is_reused_from_its_last_state(folder: Path) -> None:
     assert cached(llm, base[:210]) == 192
     (output,) = llm.generate([base], LONG)
     assert cached(llm, [*base, *output.token_ids[:-1], *words(9, 4)]) == 448  # of 330 + 139 that are known
+
+
+def test_small_states_stand_behind_every_chunk(tmp_path: Path) -> None:
+    """As many as there are chunks; so a prompt takes from another one all chunks that both begin with, at once."""
+    folder, base, counts = make_checkpoint("lfm2", tmp_path), words(330), (192, 320, 64, 0)
+    llm, private = engine(folder, recurrent_states=None), engine(folder, enable_prefix_caching=False)
+    states = llm.engine.cache.states
+    assert states is not None
+    assert states.total == 8192 // CHUNK + llm.engine.loaded.config.scheduler.max_sequences
+    assert cached(llm, base) == 0 and states.kept == 5
+    for number, shared in enumerate(counts):
+        other = base[: shared + 9] + words(50, 2 + number)
+        same(run(llm, [other], SHORT), run(private, [other], SHORT))
+        assert llm.engine.stats().tokens.cached == sum(counts[: number + 1])
+    for seed in range(100):  # a pool that is full: states leave with their chunks
+        assert cached(llm, words(330, 99 + seed)) == 0
+    assert cached(llm, words(330, 198)) == 320 and states.evictions == 0
 
 
 def test_the_first_part_of_a_document_is_reused_from_a_milestone(folder: Path) -> None:
@@ -191,6 +211,11 @@ def test_a_request_that_is_aborted_leaves_no_state_held(folder: Path) -> None:
 def test_what_is_not_built_is_refused(settings: dict[str, Any], told: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=told):
         engine(folder, **settings)
+
+
+def test_short_convolutions_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="attention_backend 'triton': Lfm2ForCausalLM has short convolutions"):
+        engine(make_checkpoint("lfm2", tmp_path), attention_backend="triton")
 
 
 def test_other_models_have_no_states() -> None:

@@ -83,18 +83,20 @@ def test_a_row_has_the_same_bits_in_every_cut(kind: str, dtype: str, folder: Cal
 
 
 @pytest.mark.skipif(not cpu.available(), reason="there are no kernels")
-def test_on_every_instruction_set(isa: str, folder: Callable[[str], Path]) -> None:
-    check_cuts(load_decoder(folder("3_5_ends_recurrent"), "bfloat16"))
+@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "lfm2"])
+def test_on_every_instruction_set(kind: str, isa: str, folder: Callable[[str], Path]) -> None:
+    check_cuts(load_decoder(folder(kind), "bfloat16"))
 
 
-def test_in_torch(folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("kind", ["next", "lfm2"])
+def test_in_torch(kind: str, folder: Callable[[str], Path]) -> None:
     with dispatch.force("torch"):
-        decoder = load_decoder(folder("next"), "float32")
+        decoder = load_decoder(folder(kind), "float32")
         check_cuts(decoder)
-        assert (ours(decoder, prompt(70)) - their_logits(theirs_of(folder("next")), prompt(70))).abs().max() <= 1e-4
+        assert (ours(decoder, prompt(70)) - their_logits(theirs_of(folder(kind)), prompt(70))).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ["next_experts", "3_5_experts", "3_5_experts_vision"])
+@pytest.mark.parametrize("kind", ["next_experts", "3_5_experts", "3_5_experts_vision", "lfm2_experts"])
 def test_experts_in_one_tensor(kind: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
     """transformers writes them so, too."""
     forms = (tmp_path / "other", folder(kind))

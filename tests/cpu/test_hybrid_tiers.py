@@ -25,9 +25,9 @@ pytestmark = pytest.mark.cpu
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("3_5", tmp_path_factory.mktemp("hybrid"))
+@pytest.fixture(scope="module", params=["3_5", "lfm2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 
 
 def words(count: int, seed: int = 0) -> list[int]:
@@ -152,8 +152,10 @@ def test_a_damaged_state_on_a_remote_server(folder: Path, truth: list[Trace]) ->
         offload.states.store_all(20)
         llm.engine.cache.tree.clear()
         server = redis.Redis(host, port, protocol=2)
-        (key,) = (key for key in server.scan_iter() if server.strlen(key) == offload.states.codec.blob_bytes)
-        server.setrange(key, offload.states.codec.blob_bytes - 3, b"xxx")
+        keys = [key for key in server.scan_iter() if server.strlen(key) == offload.states.codec.blob_bytes]
+        assert keys
+        for key in keys:
+            server.setrange(key, offload.states.codec.blob_bytes - 3, b"xxx")
         same(watched(llm, prompts()[:1], SHORT), truth[:1])
         assert llm.engine.stats().restore.failures == 1 and restored(llm) == 0
         llm.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from headrace.engine import preflight
 from headrace.engine.capacity import model_folder
 from headrace.engine.footprint import Footprint, keeps_activations
 from headrace.host import GIB
+from headrace.kv.milestones import INTERVAL
 from headrace.models.plain_config import plain_config
+from headrace.types import CHUNK
 
 pytestmark = pytest.mark.unit
 
@@ -158,3 +162,38 @@ def test_what_has_passed_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch)
     preflight.check(config)
     with pytest.raises(ValueError, match="take a smaller model"):
         preflight.check(EngineConfig(kv_cache_tokens=123_457))
+
+
+LFM2 = dict(
+    architectures=["Lfm2ForCausalLM"], model_type="lfm2", hidden_size=2048, block_ff_dim=12288, num_hidden_layers=16,
+    num_attention_heads=32, num_key_value_heads=8, full_attn_idxs=[2, 5, 8, 10, 12, 14], vocab_size=65536,
+    torch_dtype="bfloat16",
+)  # fmt: skip
+"""LFM2-1.2B."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tokens", [None, 64_000])
+def test_small_states_are_as_many_as_chunks(tokens: int | None, ranks: int, tmp_path: Path) -> None:
+    """And the pool is as much smaller: a token takes 12,288 bytes, a state 81,920, a ninth of its chunk."""
+    (tmp_path / "config.json").write_text(json.dumps(LFM2))
+    model = plain_config(tmp_path)
+    assert model.recurrent is not None and model.recurrent.state_bytes(2) == 81_920
+    config = EngineConfig(model=str(tmp_path), kv_cache_tokens=tokens, context_parallel_size=ranks)
+    taken = Footprint.of(config, model, 40 * GIB)
+    states, running = taken.states(), config.scheduler.max_sequences
+    assert states is not None and taken.state_interval() == CHUNK
+    chunks = taken.kv_bytes() // (12_288 * CHUNK)
+    assert chunks <= states <= 1.02 * chunks + running
+    if tokens is None:
+        assert taken.kv_bytes() + taken.state_bytes() <= 10 * GIB <= 1.02 * (taken.kv_bytes() + taken.state_bytes())
+
+
+def test_large_states_are_few(tmp_path: Path) -> None:
+    """Of a gated delta net a state is larger than a chunk."""
+    fields = dict(architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", torch_dtype="bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = EngineConfig(model=str(tmp_path))
+    taken = Footprint.of(config, plain_config(tmp_path), 800 * GIB)
+    assert taken.state_interval() == INTERVAL
+    assert taken.states() == 4 * config.scheduler.max_sequences

@@ -35,6 +35,7 @@ MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
+LFM2, CONVOLUTIONS = "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
     dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=[3, 4]),
@@ -136,6 +137,20 @@ GIVEN: list[dict[str, Any]] = [
             partial_rotary_factor=0.25,
         ),
     ),
+    dict(architectures=[LFM2], full_attn_idxs=[2, 5], num_hidden_layers=7, block_ff_dim=6656, tie_embedding=False),
+    dict(architectures=[LFM2], block_auto_adjust_ff_dim=False, intermediate_size=100, **CONVOLUTIONS),
+    dict(architectures=[LFM2], block_ffn_dim_multiplier=1.3, block_multiple_of=64, rope_theta=5e5, **CONVOLUTIONS),
+    dict(architectures=[LFM2], conv_L_cache=4, norm_eps=1e-6, **CONVOLUTIONS),
+    dict(architectures=[LFM2], conv_bias=True, **CONVOLUTIONS),
+    dict(architectures=[LFM2], conv_L_cache=1, **CONVOLUTIONS),
+    dict(architectures=[LFM2], layer_types=["conv"] * 3, num_hidden_layers=3),
+    dict(architectures=[LFM2], layer_types=["conv", "sliding_attention"], num_hidden_layers=2),
+    dict(
+        architectures=["Lfm2MoeForCausalLM"], num_experts=16, tie_embedding=False, norm_topk_prob=False, **CONVOLUTIONS
+    ),
+    dict(architectures=["Lfm2MoeForCausalLM"], use_expert_bias=False, routed_scaling_factor=2.5, **CONVOLUTIONS),
+    dict(architectures=["Lfm2MoeForCausalLM"], num_dense_layers=3, num_experts_per_tok=33, **CONVOLUTIONS),
+    dict(architectures=["Lfm2VlForConditionalGeneration"], block_ff_dim=12288, num_key_value_heads=16, **CONVOLUTIONS),
     dict(architectures=["Qwen3MoeForCausalLM"], num_experts=16, mlp_only_layers=[1], decoder_sparse_step=2, **WINDOWS),
     dict(architectures=["Qwen3MoeForCausalLM"], num_local_experts=16, num_experts_per_tok=17),
     dict(architectures=["MixtralForCausalLM"], num_local_experts=4, sliding_window=64, rope_theta=5e5),

@@ -33,7 +33,7 @@ class Steps:
     ) -> None:  # fmt: skip
         self.drafts, self.random = drafts, random.Random(1)
         self.drafted = self.settled = 0
-        self.cache = KVCache(chunks, states=states)
+        self.cache = KVCache(chunks, states=states, state_interval=interval)
         self.scheduler = Scheduler(self.cache, lambda s: self.cache.open(s.tokens, shares=shares), budget, 8)
         self.memory: dict[int, list[int]] = {}
         self.left: dict[SequenceState, int] = {}
@@ -42,7 +42,6 @@ class Steps:
         assert self.cache.states is not None
         self.states = self.cache.states
         self.states.leaving = self._leaves
-        self.states.milestones.interval = interval
         self.states._evict = self._evicted(self.states._evict)  # type: ignore[method-assign]
 
     def _leaves(self, node: Node) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
-from headrace.kernels.recurrent import Recur, RecurrentWeights, fits_cpp, recur_rows
+from headrace.kernels.recurrent import Recur, RecurrentWeights, fits_cpp, of_net, recur_rows
 from headrace.kernels.recurrent_step import PreparedRecurrence, StatesInCpp
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import Segment
@@ -48,7 +48,7 @@ class StepRecurrence(Recur):
                 from headrace.kernels.triton.delta import DeltaStep
 
                 self._on_gpu = DeltaStep.of(storage.spec, self.segments, len(mixed), storage.slots, mixed.device)
-            return self._on_gpu(mixed, gates, weights, storage.layers[layer])
+            return self._on_gpu(mixed, *of_net(gates, weights), storage.layers[layer])
         return recur_rows(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
 
 
@@ -82,7 +82,7 @@ class _ReplayedLayers(Recur):
         self.step: DeltaStep = DeltaStep(self.storage.spec, recurrence.memory, rows, min(rows, recurrence.groups))
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
-        return self.step(mixed, gates, weights, self.storage.layers[layer])
+        return self.step(mixed, *of_net(gates, weights), self.storage.layers[layer])
 
 
 _known: WeakKeyDictionary[StateStorage, StatesInCpp] = WeakKeyDictionary()

@@ -10,6 +10,7 @@ from headrace.config import EngineConfig, KVDType
 from headrace.engine.adapters import adapter_bytes
 from headrace.engine.draft_facts import DraftFacts
 from headrace.host import GIB
+from headrace.kv.milestones import INTERVAL
 from headrace.models.shards import shard
 from headrace.models.sizes import (
     BYTES,
@@ -33,6 +34,8 @@ STATES_SHARE = 2
 """Recurrent states take one part in so many of that."""
 STATES_EACH = 4
 """States at most for each sequence that may run, where their number is not given."""
+SMALL_STATE = 2
+"""A state that takes at most one part in so many of a chunk is kept behind every chunk."""
 
 
 def ranks_here(config: EngineConfig) -> int:
@@ -154,15 +157,38 @@ class Footprint:
         spec, given = self.model.recurrent, self.config.cache.states
         if spec is None or given is not None:
             return given if spec is not None else None
-        fit = max(0, min(self.free // AUTO_SHARE, self.free - self.weights)) // STATES_SHARE // self._state_size()
-        least = 1 + self.config.speculation.on  # a draft takes a second one
-        return max(least, min(fit, STATES_EACH * self.config.scheduler.max_sequences))
+        each, running = (
+            1 + self.config.speculation.on,
+            self.config.scheduler.max_sequences,
+        )  # a draft takes a second one
+        if self.state_interval() == CHUNK:
+            return self._chunks_with_states() + each * running
+        return max(each, min(self._room() // STATES_SHARE // self._state_size(), STATES_EACH * running))
+
+    def state_interval(self) -> int:
+        """Tokens between the states that are kept within prompts (kv.milestones): a chunk where they are small."""
+        small = SMALL_STATE * self._state_of_a_rank() <= CHUNK * self.per_token()
+        return CHUNK if small else INTERVAL
+
+    def _chunks_with_states(self) -> int:
+        """Of all context ranks, each of which has memory for the states of all."""
+        parts = self.config.ranks.context
+        if self.config.cache.tokens is not None:
+            return self.config.cache.tokens // CHUNK * parts
+        each = CHUNK * self.per_token() + parts * self._state_of_a_rank()
+        return min(self._room() // ranks_here(self.config) // each, self._most_tokens() // CHUNK) * parts
+
+    def _room(self) -> int:
+        """Bytes for the KV cache and recurrent states where nothing is given."""
+        return max(0, min(self.free // AUTO_SHARE, self.free - self.weights))
 
     def _state_size(self) -> int:
         """On all ranks here: each has memory for all states."""
+        return self._state_of_a_rank() * ranks_here(self.config)
+
+    def _state_of_a_rank(self) -> int:
         spec = self.model.recurrent
-        each = 0 if spec is None else spec.state_bytes(BYTES[compute_type(self.model, self.config.model.dtype)])
-        return each * ranks_here(self.config)
+        return 0 if spec is None else spec.state_bytes(BYTES[compute_type(self.model, self.config.model.dtype)])
 
     def state_bytes(self) -> int:
         """Of all recurrent states, on all ranks here."""
@@ -175,16 +201,18 @@ class Footprint:
     def auto_bytes(self) -> int:
         """For a rank's pool whose size is not given: its part of a quarter of the free memory, and of what the weights
         leave."""
-        most = min(self.free // AUTO_SHARE, self.free - self.weights) - self.state_bytes()
-        return max(0, most) // ranks_here(self.config)
+        return max(0, self._room() - self.state_bytes()) // ranks_here(self.config)
 
     def _tokens(self) -> int:
         """Of one rank's pool, as the loader sizes it."""
         if self.config.cache.tokens is not None:
             return self.config.cache.tokens // CHUNK * CHUNK
-        affordable = self.auto_bytes() // self.per_token()
+        return min(self.auto_bytes() // self.per_token(), self._most_tokens())
+
+    def _most_tokens(self) -> int:
+        """That as many sequences as may run, of the greatest length, can fill."""
         length = self.config.model.max_len or self.model.max_model_len
-        return min(affordable, self.config.scheduler.max_sequences * chunks_for(length) * CHUNK)
+        return self.config.scheduler.max_sequences * chunks_for(length) * CHUNK
 
     def _fitting(self, kv_dtype: KVDType) -> int:
         room = (self.free - self.weights - self.state_bytes()) // ranks_here(self.config)

@@ -68,6 +68,14 @@ def footprint(config: EngineConfig, model: ModelConfig) -> Footprint:
     return Footprint.of(config, model, current().free_memory() if config.model.on_gpu else None)
 
 
+def states(config: EngineConfig, model: ModelConfig) -> tuple[int | None, int]:
+    """(recurrent states in memory, tokens between those within prompts); (None, a chunk) where a model has none."""
+    if model.recurrent is None:
+        return None, CHUNK
+    taken = footprint(config, model)
+    return taken.states(), taken.state_interval()
+
+
 def check_pool(config: EngineConfig, model: ModelConfig, tokens: int, bytes_per_token: int) -> None:
     """Raises ValueError for a KV cache that a GPU has no memory for."""
     left, asked = max(0, beside_weights(config, model)), tokens * bytes_per_token

@@ -108,8 +108,7 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Sized:
     """What is known before any weight is read. per_rank: tokens of KV cache of each rank; hidden: width of the inputs
-    of the projections, where the pool keeps them; states: recurrent ones, if the model has some; streamed: where KV
-    lies outside."""
+    of the projections, where the pool keeps them; states, state_interval: see KVCache; streamed: KV lies outside."""
 
     config: EngineConfig
     model: ModelConfig
@@ -121,6 +120,7 @@ class Sized:
     hidden: int | None
     streamed: StreamSizes | None = None
     states: int | None = None
+    state_interval: int = CHUNK
     adapters: tuple[AdapterFacts, ...] = ()
 
     @property
@@ -135,7 +135,9 @@ class Sized:
         if outlives:
             tell(LoadPhase("fingerprint of the model"))
         identity = tiers.identity(config, capacity) if outlives else _identity(folder, capacity)
-        return KVCache(capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context, self.states)
+        return KVCache(
+            capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context, self.states, self.state_interval
+        )
 
     def decoder(self, tell: OnPhase) -> Decoder:
         config = self.config
@@ -275,10 +277,10 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer), experts=_experts(config, model))
     facts = read_adapters(config)
     capacity = replace(capacity, adapters=served(facts))
-    states = None if model.recurrent is None else gpu_memory.footprint(config, model).states()
+    states, every = gpu_memory.states(config, model)
     if states is not None:
         capacity = replace(capacity, max_sequences=min(capacity.max_sequences, states))
-    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed, states, facts)
+    return Sized(config, model, capacity, tokenizer, dtype, kv_dtype, per_rank, hidden, streamed, states, every, facts)
 
 
 def _capacity(

@@ -23,7 +23,7 @@ from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
 from headrace.kernels.extension import address, check, require
 from headrace.kernels.layer_shape import Experts, LayerShape, LayerWeights, Net
 from headrace.kernels.ops import Weight
-from headrace.kernels.records import DeltaWeights
+from headrace.kernels.records import ConvWeights, DeltaWeights
 from headrace.kernels.recurrent import Recur, check_weights, fits_cpp, gates_behind
 from headrace.kernels.routing import check_routing
 from headrace.kernels.triton.weights import GpuWeight
@@ -244,30 +244,31 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
         query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
         experts=None if experts is None else _experts(shape, layer, experts, mlps),
-        gated=shape.gated and layer.net is None, latent=_latent(shape, layer), **_recurrence(shape, layer),
-        **shape.more,
+        gated=shape.gated and layer.net is None, net=_net(shape, layer), convolution=_convolution(shape, layer),
+        latent=_latent(shape, layer), **shape.more,
     )  # fmt: skip
 
 
-def _recurrence(shape: LayerShape, layer: LayerWeights) -> dict[str, native.DeltaNet | native.ShortConvolution]:
-    """A recurrent layer's arguments of Block, but for its first matrix."""
-    if layer.net is None or shape.recurrent is None:
-        return {}
-    spec, vectors = shape.recurrent, layer.net.weights
+def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:
+    """The layer's gated delta net but for its first matrix."""
+    vectors, spec = None if layer.net is None else layer.net.weights, shape.recurrent
+    if spec is None or not isinstance(vectors, DeltaWeights):
+        return None
     check_weights(spec, vectors)
-    if isinstance(vectors, DeltaWeights):
-        return {"net": _net(shape, layer, spec, vectors)}
-    conv = vectors.conv.data_ptr()
-    return {"convolution": require().ShortConvolution(conv, channels=spec.channels, kernel=spec.kernel)}
-
-
-def _net(shape: LayerShape, layer: LayerWeights, spec: RecurrentSpec, vectors: DeltaWeights) -> native.DeltaNet:
-    """A layer's gated delta net."""
-    gates = _matrix(layer, "gates", (2 * spec.value_heads, shape.hidden))
+    gates = _matrix(layer, "gates", (spec.gates, shape.hidden))
     return require().DeltaNet(
         gates, [each.data_ptr() for each in vectors[:4]], key_heads=spec.key_heads, value_heads=spec.value_heads,
         key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel, eps=vectors.eps,
     )  # fmt: skip
+
+
+def _convolution(shape: LayerShape, layer: LayerWeights) -> native.ShortConvolution | None:
+    """The layer's short convolution but for its first matrix."""
+    vectors, spec = None if layer.net is None else layer.net.weights, shape.recurrent
+    if spec is None or not isinstance(vectors, ConvWeights):
+        return None
+    check_weights(spec, vectors)
+    return require().ShortConvolution(vectors.conv.data_ptr(), channels=spec.channels, kernel=spec.kernel)
 
 
 def _latent(shape: LayerShape, layer: LayerWeights) -> native.Latent | None:

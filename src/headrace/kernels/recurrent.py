@@ -43,9 +43,14 @@ def recur_rows(
     """kernels.gated_delta.gated_delta, or without gates kernels.short_conv.short_conv -> [T, Hv, V], or [T, H]."""
     if isinstance(weights, ConvWeights):
         return short_conv.short_conv(spec, mixed, weights, states, segments)
-    if gates is None:
-        raise ValueError("a gated delta net needs gates")
-    return gated_delta.gated_delta(spec, mixed, gates, weights, states, segments)
+    return gated_delta.gated_delta(spec, mixed, *of_net(gates, weights), states, segments)
+
+
+def of_net(gates: Tensor | None, weights: RecurrentWeights) -> tuple[Tensor, DeltaWeights]:
+    """What is a gated delta net's; raises ValueError for anything else."""
+    if gates is None or not isinstance(weights, DeltaWeights):
+        raise ValueError("this is no gated delta net: short convolutions have no gates, and no kernel for a GPU")
+    return gates, weights
 
 
 def fits_cpp(spec: RecurrentSpec) -> bool:

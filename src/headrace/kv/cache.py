@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from headrace.kv.accounts import Account, mark_of
 from headrace.kv.checks import check_tables
 from headrace.kv.chunk_table import ChunkTable, Owners
+from headrace.kv.milestones import INTERVAL
 from headrace.kv.names import ChunkNames
 from headrace.kv.placement import Placement
 from headrace.kv.pool import SlotPool
@@ -37,7 +38,7 @@ class KVCache:
     """Pool, tree and tables. `identity` names model, layout and dtype: chunks of another identity never match.
 
     total_chunks: of all ranks together, in equal parts; ValueError if that cannot be. states: how many recurrent states
-    there are, with one rank, for a model that has them.
+    there are, with one rank, for a model that has them; state_interval: tokens between those within prompts.
     tables are those of sequences; parked ones have none any more, and are held until what they hold is stored below;
     pinned ones never had one (kv.pins).
     loose: chunks that something is written into before a table has them.
@@ -48,10 +49,17 @@ class KVCache:
 
     block_chunks = BLOCK_CHUNKS
 
-    def __init__(self, total_chunks: int, identity: bytes = b"", ranks: int = 1, states: int | None = None) -> None:
+    def __init__(
+        self,
+        total_chunks: int,
+        identity: bytes = b"",
+        ranks: int = 1,
+        states: int | None = None,
+        state_interval: int = INTERVAL,
+    ) -> None:
         self.pool = SlotPool(total_chunks, ranks)
         self.tree = PrefixTree(self.pool)
-        self.states = None if states is None else StateCache(states, self.tree)
+        self.states = None if states is None else StateCache(states, self.tree, state_interval)
         self.identity = identity
         self.ranks = ranks
         self.displaced = 0

@@ -17,17 +17,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from headrace.types import CHUNK
 
 INTERVAL = 4096
-"""Tokens between two milestones, whole chunks."""
+"""Tokens between two milestones, whole chunks, unless states are small."""
 
 NO_MILESTONE = 64
 """More than any weight."""
 
 
 class Milestones:
-    """Slots of states that are kept at milestones. interval: tokens between these, may be set before there are any."""
+    """Slots of states that are kept at milestones. interval: tokens between these, whole chunks."""
 
-    def __init__(self) -> None:
-        self.interval = INTERVAL
+    def __init__(self, interval: int = INTERVAL) -> None:
+        self.interval = interval
         self._weights: dict[int, tuple[int, object]] = {}
         """Weight by slot, and who kept it; in the order in which they were kept."""
 

@@ -18,11 +18,11 @@ class StateSlots:
     nothing else. leaving: may be set to be told of each chunk whose state is evicted, while the slot still has it.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, interval: int) -> None:
         self.total = total
         self.evictions = 0
         self.idle: OrderedDict[int, None] = OrderedDict()
-        self.milestones = Milestones()
+        self.milestones = Milestones(interval)
         self.leaving: Callable[[Node], None] | None = None
         self._free = list(range(total - 1, -1, -1))
         self._kept: dict[int, Node | None] = {}

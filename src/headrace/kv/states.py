@@ -29,6 +29,7 @@ from collections.abc import Iterable
 
 from headrace.kv.checks import check_states
 from headrace.kv.chunk_table import ChunkTable
+from headrace.kv.milestones import INTERVAL
 from headrace.kv.state_slots import StateSlots
 from headrace.kv.step_states import StepStates
 from headrace.kv.table_state import NONE, Ahead, Segment, TableState
@@ -41,13 +42,14 @@ class StateCache(StateSlots):
     states: first those at milestones, then the least recently used. So does a draft, as long as it leaves a slot for
     each of `tables`.
 
-    tables: that may be open in the coming step; may be set, at most `total`.
+    interval: tokens between milestones, whole chunks. tables: that may be open in the coming step; may be set, at most
+    `total`.
     """
 
-    def __init__(self, total: int, tree: PrefixTree) -> None:
+    def __init__(self, total: int, tree: PrefixTree, interval: int = INTERVAL) -> None:
         if total < 1:
             raise ValueError(f"a model with recurrent layers needs at least one state, got {total}")
-        super().__init__(total)
+        super().__init__(total, interval)
         self.tree = tree
         self.tables = total
         self._read: set[int] = set()
@@ -165,6 +167,8 @@ class StateCache(StateSlots):
             return False
         own_is_lesser = self._own_milestone(track) < self.milestones.weight(mark)
         needed = 1 if track.owns or own_is_lesser else 2  # for the state there, and for what follows it
+        if len(self._free) >= needed:
+            return True
         lesser = self.milestones.lesser(mark, table, self.idle)
         if len(self._free) + len(lesser) < needed:
             return False

@@ -267,7 +267,7 @@ NEVER_NULL = (
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace",
     "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index",
-    "moe_layer_interval", "conv_L_cache", "block_multiple_of", "num_dense_layers",
+    "moe_layer_interval", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier", "num_dense_layers",
 )  # fmt: skip
 ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
 """Classes that know the number of experts by one name alone."""

@@ -62,10 +62,8 @@ def _lfm2(config: Any) -> dict[str, Any]:
 
 def _adjusted(config: Any) -> int:
     """The MLP's width where the file gives that of one without gates: two thirds of it, in whole blocks."""
-    inner, factor = int(2 * config.intermediate_size / 3), config.block_ffn_dim_multiplier
-    if factor is None:
-        return inner
-    return -(-int(factor * inner) // config.block_multiple_of) * config.block_multiple_of
+    inner = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+    return -(-inner // config.block_multiple_of) * config.block_multiple_of
 
 
 def _lfm2_moe(config: Any) -> dict[str, Any]:
