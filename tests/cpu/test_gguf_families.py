@@ -28,7 +28,7 @@ from tests.support.traces import run, same
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
-STORED = ("e_score_correction_bias", "layer_scalar")
+STORED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 """Buffers that a file has."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 NEAR = (

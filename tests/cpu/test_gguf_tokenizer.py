@@ -135,7 +135,8 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [BYTES_OF_WORDS], "phi-2": [BYTES_OF_WORDS], "olmo": [BYTES_OF_WORDS],
     "smollm": DIGITS, "refact": DIGITS, "starcoder": DIGITS, "command-r": DIGITS,
     "falcon": FALCON, "default": FALCON,
-    "llama-bpe": split(CL100K), "llama3": split(CL100K), "smaug-bpe": split(CL100K), "dbrx": split(CL100K),
+    "llama-bpe": split(CL100K), "llama3": split(CL100K), "lfm2": split(CL100K),
+    "smaug-bpe": split(CL100K), "dbrx": split(CL100K),
     "glm4": split(CL100K), "chatglm-bpe": split(CL100K), "gpt-4o": split(O200K), "tekken": split(NEMO),
     "qwen2": split(CL100K.replace("{1,3}", "")), "deepseek-r1-qwen": split(CL100K.replace("{1,3}", "")),
     "deepseek-llm": split(
@@ -150,7 +151,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 """The pre_tokenizer of the models' own tokenizer.json, by what a GGUF file calls it."""
 NORMAL_FORM = ("olmo", "command-r", "qwen2", "deepseek-r1-qwen", "qwen35")
-WHOLE = ("llama-bpe", "llama3", "smaug-bpe", "tekken")
+WHOLE = ("llama-bpe", "llama3", "lfm2", "smaug-bpe", "tekken")
 
 
 @cache

@@ -19,7 +19,15 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFWriter, quants
 from transformers import PreTrainedModel
 
-from tests.support import checkpoints, gguf_deepseek, gguf_gemma4, gguf_gpt_oss, gguf_routed, hybrid_checkpoints
+from tests.support import (
+    checkpoints,
+    gguf_deepseek,
+    gguf_gemma4,
+    gguf_gpt_oss,
+    gguf_lfm2,
+    gguf_routed,
+    hybrid_checkpoints,
+)
 from tests.support.gguf_files import SIZES, Array, KindOf, finish, raw_rows
 
 HYBRID = dict(
@@ -73,10 +81,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next_experts": ("qwen3next", "next_experts", HYBRID | dict(mlp_only_layers=[])),
     "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
-} | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS  # fmt: skip
+} | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS | gguf_lfm2.KINDS  # fmt: skip
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
+FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (
     "gemma2", "gemma3", "gemma4", "qwen3next", "qwen35", "qwen35moe", "seed_oss", "gpt-oss", "glm4moe", "olmo2",
     "exaone4",
@@ -100,7 +109,7 @@ NAMES = {
     "linear_attn.out_proj": "ssm_out", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
-} | gguf_deepseek.NAMES | gguf_gpt_oss.NAMES | gguf_gemma4.NAMES | gguf_routed.NAMES  # fmt: skip
+} | gguf_deepseek.NAMES | gguf_gpt_oss.NAMES | gguf_gemma4.NAMES | gguf_routed.NAMES | gguf_lfm2.NAMES  # fmt: skip
 
 
 def _as_it_is(value: Array) -> Array:
@@ -126,7 +135,7 @@ def build(kind: str) -> PreTrainedModel:
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
     if architecture == "deepseek2":
         del fields["head_dim"]
-    if architecture in HYBRIDS:
+    if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES):
         return hybrid_checkpoints.build_model(base, **fields)
     if architecture in ("chatglm", "glm4"):
         fields["eos_token_id"] = checkpoints.NO_TOKEN
@@ -140,10 +149,14 @@ def write_family(
     that are there already among it. split: into parts, as GGUFWriter does it."""
     model, architecture = build(kind), KINDS[kind][0]
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
-    describe(writer, config, architecture)
+    if architecture in gguf_lfm2.ARCHITECTURES:
+        gguf_lfm2.describe(writer, config)
+        gguf_lfm2.add_corrections(writer, model)
+    else:
+        describe(writer, config, architecture)
     latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
     corrected = architecture in ("ernie4_5-moe", "minimax-m2")
-    apart = latent or corrected or architecture == "granitemoe" or architecture in HYBRIDS
+    apart = latent or corrected or architecture in ("granitemoe", "lfm2moe", *HYBRIDS)
     if architecture == "deepseek2":
         gguf_deepseek.describe(writer, config, old)
     if architecture == "glm4moe":
@@ -185,7 +198,7 @@ def _add(writer: GGUFWriter, place: Place, parameters: list[torch.Tensor], kind_
     index = rows if place.columns is None else np.ix_(rows, place.columns)
     value = np.ascontiguousarray(place.forth(own[index]))
     value = value.reshape(-1) if len(value) == 1 else value  # as the converter does
-    kind = Kind.F32 if value.ndim == 1 or "conv1d" in place.name else kind_of(place.name)
+    kind = Kind.F32 if value.ndim == 1 or place.name.endswith(FILTERS) else kind_of(place.name)
     if value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = Kind.F16  # as the converter does
     stored = raw_rows(value, kind)
@@ -211,6 +224,8 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
     if module == "post_attention_layernorm" and architecture in NORM_BEHIND_ATTENTION:
         theirs = "post_attention_norm.weight"
     place = Place(prefix + theirs)
+    if module == "conv.conv":
+        place.forth = lambda value: value.squeeze(1)
     turned = architecture in ("smollm3", "granite", "granitemoe", "mistral3", "arcee")
     if turned and module in ("self_attn.q_proj", "self_attn.k_proj"):
         place.rows = _in_pairs(config.num_attention_heads if "q_proj" in module else config.num_key_value_heads, config)

@@ -58,7 +58,7 @@ VISION = dict(
 )  # fmt: skip
 MOE = {name: value for name, value in EXPERTS.items() if name != "mlp_only_layers"}
 CONV = ["conv", "conv", "full_attention", "conv"]
-LFM2_ONLY: dict[str, Any] = dict(layer_types=CONV, hidden_size=120, num_attention_heads=4, block_multiple_of=16)
+LFM2: dict[str, Any] = dict(layer_types=CONV, hidden_size=120, num_attention_heads=4, block_multiple_of=16)
 """Four heads of 30: rows of 120 fill no vector."""
 LFM2_MOE = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, num_dense_layers=1, routed_scaling_factor=1.5
@@ -74,10 +74,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "3_5_vision": ("3_5_vision", {}),
     "3_5_experts": ("3_5_experts", MOE),
     "3_5_experts_vision": ("3_5_experts_vision", MOE),
-    "lfm2": ("lfm2", {}),
-    "lfm2_four_inputs": ("lfm2", dict(conv_L_cache=4, layer_types=["full_attention", *CONV[:3]])),
-    "lfm2_experts": ("lfm2_experts", LFM2_MOE),
-    "lfm2_vision": ("lfm2_vision", {}),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2_four_inputs": ("lfm2", LFM2 | dict(conv_L_cache=4, layer_types=["full_attention", *CONV[:3]])),
+    "lfm2_experts": ("lfm2_experts", LFM2 | LFM2_MOE),
+    "lfm2_vision": ("lfm2_vision", LFM2),
 }
 
 
@@ -100,24 +100,23 @@ def _experts_vision(**fields: Any) -> PreTrainedModel:
 
 
 def _lfm2(**fields: Any) -> PreTrainedModel:
-    return Lfm2ForCausalLM(Lfm2Config(**LFM2_ONLY | _without_nets(fields)))
+    return Lfm2ForCausalLM(Lfm2Config(**_without_nets(fields)))
 
 
 def _lfm2_experts(**fields: Any) -> PreTrainedModel:
-    return Lfm2MoeForCausalLM(Lfm2MoeConfig(**LFM2_ONLY | _without_nets(fields)))
+    return Lfm2MoeForCausalLM(Lfm2MoeConfig(**_without_nets(fields)))
 
 
 def _lfm2_vision(**fields: Any) -> PreTrainedModel:
     vision = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_patches=16)
-    text = dict(model_type="lfm2", **LFM2_ONLY | _without_nets(fields))
+    text = dict(model_type="lfm2", **_without_nets(fields))
     config = Lfm2VlConfig(text_config=text, vision_config=dict(model_type="siglip2_vision_model", **vision))
     return Lfm2VlForConditionalGeneration(config)
 
 
 def _without_nets(fields: dict[str, Any]) -> dict[str, Any]:
-    """What says nothing of LFM2."""
-    own = ("hidden_size", "num_attention_heads", "head_dim")
-    return {name: value for name, value in fields.items() if name not in own and not name.startswith("linear_")}
+    """What says something of LFM2."""
+    return {name: value for name, value in fields.items() if name != "head_dim" and not name.startswith("linear_")}
 
 
 BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {

@@ -104,7 +104,7 @@ FALCON = Words((_punctuation, _bytes(True), _digits(False), _threes))
 WORDS = {
     "gpt-2": PLAIN, "phi-2": PLAIN, "olmo": Words(PLAIN.steps, normal=True),
     "smollm": DIGITS, "refact": DIGITS, "starcoder": DIGITS, "command-r": Words(DIGITS.steps, normal=True),
-    "llama-bpe": LLAMA, "llama3": LLAMA, "smaug-bpe": Words(LLAMA.steps, whole=True),
+    "llama-bpe": LLAMA, "llama3": LLAMA, "lfm2": LLAMA, "smaug-bpe": Words(LLAMA.steps, whole=True),
     "dbrx": Words(LLAMA.steps), "glm4": Words(LLAMA.steps), "chatglm-bpe": Words(LLAMA.steps),
     "qwen2": QWEN, "deepseek-r1-qwen": QWEN, "qwen35": Words(_cut(QWEN3_5), normal=True),
     "tekken": Words(_cut(TEKKEN), whole=True, begins=True), "gpt-4o": Words(_cut(GPT4O)),

@@ -38,6 +38,8 @@ FUSED = re.compile(
 """Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published, and as Granite is."""
 CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
+FILTERS = (".conv1d.weight", ".conv.conv.weight")
+"""Of convolutions [channels, 1, inputs], which GGUF files have as matrices."""
 ONE_ROW = ".shared_expert_gate.weight"
 """A matrix [1, inputs] that GGUF files have as a vector."""
 OF_KEYS, OF_VALUES, OF_BOTH = (f".self_attn.{part}_b_proj.weight" for part in ("k", "v", "kv"))
@@ -265,7 +267,7 @@ class GgufCheckpoint:
         shape = self._where[name][1].shape
         if name.endswith(ONE_ROW):
             return 1, shape[-1]
-        return (shape[0], 1, *shape[1:]) if name.endswith(".conv1d.weight") else shape
+        return (shape[0], 1, *shape[1:]) if name.endswith(FILTERS) else shape
 
     def stored_as(self, name: str) -> str:
         return "F32" if name in self._of_heads else self._where[name][1].type.name

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from headrace.logs import shown
-from headrace.models.gguf import deepseek, families, gemma4, hybrids, routed
+from headrace.models.gguf import deepseek, families, gemma4, hybrids, lfm2, routed
+from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.models.gguf.rotations import rope_of
@@ -58,6 +57,8 @@ GLM_MOE_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.GLM_NAMES}
 GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
 HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
 GRANITE_EXPERTS = _with_experts("block_sparse_moe", ("gate_proj", "up_proj", "down_proj"))
+LFM2_MOE_NAMES = _with_experts("feed_forward", ("w1", "w3", "w2")) | lfm2.EXPERT_NAMES
+LFM2_EPSILON = ("attention.layer_norm_rms_epsilon", "norm_eps")
 MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3", "w2"))
 
 
@@ -165,6 +166,12 @@ ARCHITECTURES = {
         "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", HYBRID_NAMES, form=hybrids.qwen3_5_form,
         fields=hybrids.qwen3_5_moe, partial=True, added_one=True, tiled=True, routed=False,
     ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", "lfm2", LLAMA_NAMES | lfm2.NAMES, fields=lfm2.dense, epsilon=LFM2_EPSILON
+    ),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM", "lfm2_moe", LFM2_MOE_NAMES, fields=lfm2.with_experts, epsilon=LFM2_EPSILON, routed=False
+    ),
     "gemma4": Architecture(
         "Gemma4ForCausalLM", "gemma4_text", LLAMA_NAMES | gemma4.NAMES, form=gemma4.form, fields=gemma4.fields,
         routed=False,
@@ -204,16 +211,7 @@ OTHERS: Mapping[str, Mapping[str, Architecture]] = {
 """What a name stands for where the file has a key that is not 0; the first such key says it."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MODULE = re.compile(r"blk\.(\d+)\.")
-CONTROL = 3
-"""Type of special tokens."""
-ENDS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-    "<|return|>", "<|call|>",
-)  # fmt: skip
-"""Those of them that end an answer, whatever else the file says: most name one of several, as in llama.cpp."""
-HARMONY, WITHIN = "<|return|>", "<|end|>"
-"""Where there is the one, as in gpt-oss, the other ends a message within an answer."""
-F32_ALONE = (".ssm_conv1d.weight", ".bias")
+F32_ALONE = (".ssm_conv1d.weight", ".shortconv.conv.weight", ".bias")
 """Filters of convolutions, and biases of experts: always F32."""
 
 
@@ -262,7 +260,7 @@ def checkpoint_tensors(
 def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     """What config.json would say. parts: the model's others, if it has any; the first has the metadata, and maybe no
     tensor. Raises UnsupportedModel for what is not read, naming it."""
-    facts = _Facts(file, *parts)
+    facts = FileFacts(file, *parts)
     found = architecture_of(file)
     heads, hidden = facts.count("attention.head_count"), facts.count("embedding_length")
     head_dim = facts.count("attention.key_length", hidden // max(1, heads))
@@ -308,65 +306,6 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     return fields | own
 
 
-class _Facts:
-    """The metadata of an architecture, by the end of the key."""
-
-    def __init__(self, file: GgufFile, *parts: GgufFile) -> None:
-        self.file = file
-        self._where = {name: part for part in (file, *parts) for name in part.tensors}
-        self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
-        name = str(file.metadata.get("general.architecture"))
-        self.prefix, self.scaling = f"{name}.", families.READ_KEYS.get(name, set())
-
-    def value(self, name: str) -> Any:
-        return self.file.metadata.get(self.prefix + name)
-
-    def count(self, name: str, default: int | None = None) -> int:
-        return int(self._typed(name, default, int))
-
-    def number(self, name: str, default: float | None = None) -> float:
-        return float(self._typed(name, default, (int, float)))
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.value(name)
-        if not isinstance(value, bool | None):
-            raise ValueError(f"{self.file.path}: {self.prefix}{name} is neither true nor false; download it again")
-        return default if value is None else value
-
-    def vector(self, name: str, length: int) -> np.ndarray[Any, Any]:
-        """Divisors of the rotation, in fp64."""
-        info = self.tensors.get(name)
-        if info is None or info.type.name != "F32" or info.shape != (length,):
-            raise UnsupportedModel(f"{self.file.path}: {name} is not F32 [{length}], half of what is rotated of a head")
-        return np.frombuffer(self._where[name].bytes_of(info), np.float32).astype(np.float64)
-
-    def _typed(self, name: str, default: Any, kind: Any) -> Any:
-        value = self.value(name)
-        value = default if value is None else value
-        if isinstance(value, np.ndarray) and len(each := set(value.tolist())) == 1:
-            (value,) = each  # of every layer
-        if isinstance(value, np.ndarray):
-            raise UnsupportedModel(f"{self.file.path}: {self.prefix}{name} differs from layer to layer: not supported")
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{self.file.path}: {self.prefix}{name} is {shown(repr(value))}; download it again")
-        return value
-
-    def token(self, name: str) -> int | None:
-        value = self.file.metadata.get(f"tokenizer.ggml.{name}")
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    def ends(self) -> list[int] | None:
-        """Tokens that end an answer."""
-        found = [self.token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
-        types, tokens = (self.file.metadata.get(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens"))
-        if isinstance(types, np.ndarray) and tokens is not None:
-            texts = self.file.strings("tokenizer.ggml.tokens")
-            ends = {token: texts[token] for token in np.flatnonzero(types[: len(texts)] == CONTROL).tolist()}
-            within = WITHIN if HARMONY in ends.values() else None
-            found += [token for token, text in ends.items() if text in ENDS and text != within]
-        return list(dict.fromkeys(token for token in found if token is not None)) or None
-
-
 def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     """The type computed in: that of numbers where all are numbers, else bfloat16."""
     matrices = [info for name, info in tensors.items() if len(info.shape) > 1 and not name.endswith(F32_ALONE)]
@@ -379,7 +318,7 @@ def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
 READ = {"expert_count", "expert_used_count", "expert_feed_forward_length", "expert_weights_norm"}
 
 
-def _experts(facts: _Facts, found: Architecture) -> dict[str, Any]:
+def _experts(facts: FileFacts, found: Architecture) -> dict[str, Any]:
     """What config.json would say of experts. Raises UnsupportedModel for a routing that is not read."""
     if ROUTER not in found.names:
         if facts.count("expert_count", 0):

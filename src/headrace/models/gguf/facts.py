@@ -1,0 +1,82 @@
+"""The metadata of a GGUF file's architecture, each value checked as it is read. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headrace.logs import shown
+from headrace.models.gguf.families import READ_KEYS
+from headrace.models.gguf.header import GgufFile, TensorInfo
+from headrace.types import UnsupportedModel
+
+CONTROL = 3
+"""Type of special tokens."""
+ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<|return|>", "<|call|>",
+)  # fmt: skip
+"""Those of them that end an answer, whatever else the file says: most name one of several, as in llama.cpp."""
+HARMONY, WITHIN = "<|return|>", "<|end|>"
+"""Where there is the one, as in gpt-oss, the other ends a message within an answer."""
+
+
+class FileFacts:
+    """The metadata of an architecture, by the end of the key."""
+
+    def __init__(self, file: GgufFile, *parts: GgufFile) -> None:
+        self.file = file
+        self._where = {name: part for part in (file, *parts) for name in part.tensors}
+        self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
+        name = str(file.metadata.get("general.architecture"))
+        self.prefix, self.scaling = f"{name}.", READ_KEYS.get(name, set())
+
+    def value(self, name: str) -> Any:
+        return self.file.metadata.get(self.prefix + name)
+
+    def count(self, name: str, default: int | None = None) -> int:
+        return int(self._typed(name, default, int))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return float(self._typed(name, default, (int, float)))
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.value(name)
+        if not isinstance(value, bool | None):
+            raise ValueError(f"{self.file.path}: {self.prefix}{name} is neither true nor false; download it again")
+        return default if value is None else value
+
+    def vector(self, name: str, length: int) -> np.ndarray[Any, Any]:
+        """Divisors of the rotation, in fp64."""
+        info = self.tensors.get(name)
+        if info is None or info.type.name != "F32" or info.shape != (length,):
+            raise UnsupportedModel(f"{self.file.path}: {name} is not F32 [{length}], half of what is rotated of a head")
+        return np.frombuffer(self._where[name].bytes_of(info), np.float32).astype(np.float64)
+
+    def _typed(self, name: str, default: Any, kind: Any) -> Any:
+        value = self.value(name)
+        value = default if value is None else value
+        if isinstance(value, np.ndarray) and len(each := set(value.tolist())) == 1:
+            (value,) = each  # of every layer
+        if isinstance(value, np.ndarray):
+            raise UnsupportedModel(f"{self.file.path}: {self.prefix}{name} differs from layer to layer: not supported")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{self.file.path}: {self.prefix}{name} is {shown(repr(value))}; download it again")
+        return value
+
+    def token(self, name: str) -> int | None:
+        value = self.file.metadata.get(f"tokenizer.ggml.{name}")
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def ends(self) -> list[int] | None:
+        """Tokens that end an answer."""
+        found = [self.token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        types, tokens = (self.file.metadata.get(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens"))
+        if isinstance(types, np.ndarray) and tokens is not None:
+            texts = self.file.strings("tokenizer.ggml.tokens")
+            ends = {token: texts[token] for token in np.flatnonzero(types[: len(texts)] == CONTROL).tolist()}
+            within = WITHIN if HARMONY in ends.values() else None
+            found += [token for token, text in ends.items() if text in ENDS and text != within]
+        return list(dict.fromkeys(token for token in found if token is not None)) or None
