@@ -40,6 +40,7 @@ TEMPLATES = {
     "llama3.1": (SHOWN + '{"name": function name, "parameters": dictionary of argument name and its value}',
                  "llama3_json", NONE),
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
+    "lfm2": ("{% if tools %}" + SHOWN + "'<|tool_call_start|>' + calls + '<|tool_call_end|>'", "lfm2", NONE),
     "mistral": ("[AVAILABLE_TOOLS]" + SHOWN + "[TOOL_CALLS] [", "mistral", NONE),
     "magistral": (SHOWN + "'[TOOL_CALLS]' + name + '[ARGS]' [THINK][/THINK]", "mistral", "mistral"),
     "gpt-oss": (SHOWN + "<|start|>assistant<|channel|>analysis<|message|>", "openai", "harmony"),
@@ -60,6 +61,7 @@ def test_the_vocabulary_tells_where_the_template_does_not() -> None:
     assert formats_of(SHOWN, tokens=tokens) == Formats("mistral", "mistral", tokens)
     assert formats_of(SHOWN + "<tool_call>", tokens=tokens).tools == "hermes"
     assert formats_of("{{ messages }}", tokens=tokens).tools == "json"
+    assert formats_of(SHOWN + "<|tool_list_start|>", tokens={"<|tool_call_start|>": 5}).tools == "lfm2"
 
 
 def test_a_template_without_tools_must_be_of_a_model_with_the_marks() -> None:

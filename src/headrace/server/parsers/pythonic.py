@@ -25,6 +25,8 @@ class PythonicParser(LineParser):
 
     opening = "["
     marks = (BEGIN,)
+    last = END
+    """What may follow the list, and is left out."""
 
     def call(self) -> Reading[bool]:
         reader, begun = self.reader, self.calls
@@ -52,7 +54,7 @@ class PythonicParser(LineParser):
         reader.drop()
         reader.hold()
         yield from reader.skip_space()
-        if (yield from reader.literal(END)) or reader.cut(END):
+        if (yield from reader.literal(self.last)) or reader.cut(self.last):
             reader.drop()
 
     def _one(self) -> Reading[bool]:

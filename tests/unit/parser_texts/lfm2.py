@@ -1,0 +1,41 @@
+"""LFM2: (what the model writes, text, calls). The tools are get_weather and search."""
+
+BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
+
+CASES = [
+    ("Hello [world](url).", "Hello [world](url).", []),
+    (f'{BEGIN}[get_weather(city="Paris")]{END}', "", [("get_weather", '{"city": "Paris"}')]),
+    (
+        f"{BEGIN}[get_weather(city='Zürich', days=[3, None]), search(q=\"x\")]{END}",
+        "",
+        [("get_weather", '{"city": "Zürich", "days": [3, null]}'), ("search", '{"q": "x"}')],
+    ),
+    (f"{BEGIN}[search()]{END}{BEGIN}[search()]{END}", "", [("search", "{}")] * 2),
+    (f'I look it up. {BEGIN}[search(q="a")]{END}', "I look it up.", [("search", '{"q": "a"}')]),
+    (f'Let me see.\n{BEGIN}[search(q="a")]{END}\nSo.', "Let me see.\nSo.", [("search", '{"q": "a"}')]),
+    (f'{BEGIN} [search(**{{"q": "a", "n": [1]}})] {END}', "", [("search", '{"q": "a", "n": [1]}')]),
+    ('[search(q="a")]', "", [("search", '{"q": "a"}')]),
+    ('I would write [search(q="a")] here.', 'I would write [search(q="a")] here.', []),
+    (f'{BEGIN}[unknown(q="a")]{END}', f'{BEGIN}[unknown(q="a")]{END}', []),
+    (f'{BEGIN}[search(q="half a str', "", [("search", '{"q": "half a str')]),
+    (f"{BEGIN}[search()]<|tool_call_e", "", [("search", "{}")]),
+    (f"{BEGIN}[sear", f"{BEGIN}[sear", []),
+    (f"{BEGIN}[search(), search( )]{END}", "", [("search", "{}")] * 2),
+    (f"{BEGIN}[search(a=True, b=None, c=false)]{END}", "", [("search", '{"a": true, "b": null, "c": false}')]),
+    (f"{BEGIN}[search(a=-2.5, b=0x1F, c=1_000)]{END}", "", [("search", '{"a": -2.5, "b": 31, "c": 1000}')]),
+    (f"{BEGIN}[search(a=(1, 2,), b={{'k': []}})]{END}", "", [("search", '{"a": [1, 2], "b": {"k": []}}')]),
+    (BEGIN + r"""[search(q='it\'s "quoted"')]""" + END, "", [("search", r'{"q": "it' + "'" + r's \"quoted\""}')]),
+    (BEGIN + r'[search(q="a\n\t\\ é \101")]' + END, "", [("search", r'{"q": "a\n\t\\ é A"}')]),
+    (f'{BEGIN}[search(q="{END}")]{END}', "", [("search", '{"q": "<|tool_call_end|>"}')]),
+    (f'{BEGIN}[search(q="a)]b], (c=1")]{END}', "", [("search", '{"q": "a)]b], (c=1"}')]),
+    (f"{BEGIN}[search(q=\"\", r='')]{END}", "", [("search", '{"q": "", "r": ""}')]),
+    (f'{BEGIN}[\n  search(\n    q = "a",\n    n=1,\n  ),\n]\n{END}', "", [("search", '{"q": "a", "n": 1}')]),
+    (f"{BEGIN}[search(q=other())]{END}", f"other())]{END}", [("search", '{"q": ')]),
+    (f'{BEGIN}[search(q="a"), unknown(q="b")]{END}', f', unknown(q="b")]{END}', [("search", '{"q": "a"}')]),
+    (f'{BEGIN}[search("positional")]{END}', f'{BEGIN}[search("positional")]{END}', []),
+    (f"{BEGIN}[search(", "", [("search", "")]),
+    (f"{BEGIN}[search(a=[1, [2", "", [("search", '{"a": [1, [')]),
+    (f'{BEGIN}[search(q="a")', "", [("search", '{"q": "a"}')]),
+    (f"{BEGIN}[search()]{END}\n{BEGIN}[search(a=1)]{END}\n", "", [("search", "{}"), ("search", '{"a": 1}')]),
+    ("- [ ] a task\n[x] another\n", "- [ ] a task\n[x] another\n", []),
+]
