@@ -33,8 +33,7 @@ template <typename T> void convolve_row(const ShortConv &a, int64_t row, const C
     const int64_t left = range.width - c;
     const vf own = round_as(gates, load_up_to(gates + c, left) * load_up_to(x + c, left));
     vf y = {};
-    for (int64_t j = 0; j < before; ++j)
-      y = madd(load_up_to(weights + j * a.channels + c, left), load(range.seen[j] + c), y);
+    for (int64_t j = 0; j < before; ++j) y = madd(load_up_to(weights + j * a.channels + c, left), load(range.seen[j] + c), y);
     y = madd(load_up_to(weights + before * a.channels + c, left), own, y);
     store(range.seen[before] + c, own);
     store_up_to(out + c, y * load_up_to(out_gates + c, left), left);

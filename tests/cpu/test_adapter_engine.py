@@ -31,6 +31,7 @@ from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import MIXES, counters, flush, forced, look_at_once, watched
 from tests.support.traces import Trace, random_tokens, run, same
 
+HYBRIDS = [("3_5", r".*(q_proj|o_proj|down_proj)"), ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)")]
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 KIND = "llama"
@@ -189,9 +190,10 @@ def test_whole_layers_have_the_bits_of_single_operations(folders: Path, folder_o
 
 
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
-def test_whole_layers_beside_recurrent_ones(tmp_path: Path) -> None:
-    folder = make_hybrid("3_5", tmp_path / "m")
-    write_adapter(tmp_path / "a", build_hybrid("3_5"), r".*(q_proj|o_proj|down_proj)", seed=1)
+@pytest.mark.parametrize(("kind", "targets"), HYBRIDS)
+def test_whole_layers_beside_recurrent_ones(kind: str, targets: str, tmp_path: Path) -> None:
+    folder = make_hybrid(kind, tmp_path / "m")
+    write_adapter(tmp_path / "a", build_hybrid(kind), targets, seed=1)
     same_one_at_a_time(folder, f"a={tmp_path / 'a'}", [CONTEXT[:5], CONTEXT[:130]], ["a", ""])
 
 
@@ -227,11 +229,12 @@ def test_keys_are_projected_by_its_matrices(way: str, dtype: str, folders: Path,
             assert counters(llm).projected_tokens >= 9 * CHUNK and counters(llm).loaded_tokens == 0
 
 
-def test_attention_layers_of_a_hybrid(tmp_path: Path) -> None:
-    """Those without recurrence, and MLPs; states are kept by the adapters' own chunks."""
-    model = build_hybrid("3_5")
-    folder = make_hybrid("3_5", tmp_path / "m")
-    write_adapter(tmp_path / "a", model, r".*(q_proj|o_proj|down_proj)", seed=1)
+@pytest.mark.parametrize(("kind", "targets"), HYBRIDS)
+def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
+    """Those with attention, MLPs, and short convolutions; states are kept by the adapters' own chunks."""
+    model = build_hybrid(kind)
+    folder = make_hybrid(kind, tmp_path / "m")
+    write_adapter(tmp_path / "a", model, targets, seed=1, size=1.5)
     adapted, tokens = with_adapter(model, tmp_path / "a"), CONTEXT[:150]
     with LLM(folder, dtype="float32", kv_cache_tokens=32 * CHUNK, lora_modules=f"a={tmp_path / 'a'}") as llm:
         [plain] = llm.generate([tokens], BRIEF)

@@ -25,9 +25,10 @@ from headrace.models.spec import ModelConfig
 from headrace.models.weights import fused, rows_of, source_of
 from headrace.types import UnsupportedModel
 
-MATRIX = re.compile(r"layers\.(\d+)\.(qkv|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$")
+MATRIX = re.compile(r"layers\.(\d+)\.(qkv|mixed|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$")
 """Of ours, those that an adapter may change."""
-IN_ATTENTION = ("qkv", "out")
+IN_ATTENTION = ("mixed", "out")
+"""Those of a recurrent layer, in place of attention: short convolutions are adapted, gated delta nets are not."""
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")
 UNIT = 32
 """R is a multiple of it: kernels read whole vectors."""
@@ -82,7 +83,10 @@ def load_adapters(
 
 def _may_change(config: ModelConfig, name: str) -> bool:
     found = MATRIX.match(name)
-    return found is not None and not (int(found[1]) in config.recurrent_layers and found[2] in IN_ATTENTION)
+    if found is None:
+        return False
+    is_net = config.recurrent is not None and not config.recurrent.convolves_alone
+    return not (is_net and int(found[1]) in config.recurrent_layers and found[2] in IN_ATTENTION)
 
 
 def _packed(pairs: Sequence[tuple[Tensor, Tensor] | None], device: torch.device | None) -> list[Pair | None]:

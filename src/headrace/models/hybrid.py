@@ -6,7 +6,7 @@ T: rows; H: hidden size; Hq: query heads, D: their size; Hv, V: value heads of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from headrace.kernels.records import ConvWeights, DeltaWeights
 from headrace.kernels.recurrent import Recur
 from headrace.models.spec import ModelConfig
 
+Linear = Callable[[str, Tensor], Tensor]
+"""A layer's matrix of that name times x [T, H], with what adapters have for it."""
+
 
 class DeltaNet:
     """A gated delta net in place of a layer's attention. place: its number among the recurrent layers."""
@@ -24,16 +27,16 @@ class DeltaNet:
         self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
     ) -> None:
         self.place = config.place(index)
-        self.mixed, self.gates = matrices["mixed.weight"], matrices["gates.weight"]
+        self.gates = matrices["gates.weight"]
         conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
         self.weights = DeltaWeights(conv, rate, weights["delta.dt_bias"], weights["delta_norm.weight"], config.norm_eps)
         self.tiled = config.recurrent if config.tiled_values else None
 
-    def __call__(self, x: Tensor, recur: Recur | None) -> Tensor:
+    def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
         """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
         recur = needed(recur)
         gates = ops.linear(x, self.gates, wide=True)
-        return recur(self.place, ops.linear(x, self.mixed), gates, self.weights)
+        return recur(self.place, linear("mixed", x), gates, self.weights)
 
     def as_columns(self, heads: Tensor) -> Tensor:
         """All heads of a row [T, Hv V] as the columns of `out` take them (ModelConfig.tiled_values)."""
@@ -51,12 +54,12 @@ class ShortConvolution:
     def __init__(
         self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
     ) -> None:
-        self.place, self.mixed = config.place(index), matrices["mixed.weight"]
+        self.place = config.place(index)
         self.weights = ConvWeights(weights["conv.weight"].squeeze(1).t().contiguous())
 
-    def __call__(self, x: Tensor, recur: Recur | None) -> Tensor:
+    def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
         """x [T, H], normed -> [T, H]. Raises ValueError without `recur`."""
-        return needed(recur)(self.place, ops.linear(x, self.mixed), None, self.weights)
+        return needed(recur)(self.place, linear("mixed", x), None, self.weights)
 
     def as_columns(self, made: Tensor) -> Tensor:
         """As they are."""

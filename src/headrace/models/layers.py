@@ -77,7 +77,7 @@ class Layer:
         if self.net is None:
             heads = self._heads(first, cos_sin, attend, rows)
         else:
-            heads = self.net(first, recur)
+            heads = self.net(first, recur, self._linear)
             heads = heads if rows is None else heads[rows]
         if rows is not None:
             x, first = x[rows], first[rows]
