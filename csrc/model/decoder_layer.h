@@ -120,7 +120,7 @@ struct DecoderLayer {
   void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads,
               const int64_t *adapted = nullptr) const;
 
-  // attended [T, Hq, D], overwritten where there are gates, or what a recurrent layer has made [T, Hv, V]; x [T, H] becomes the layer's output.
+  // attended [T, Hq, D], overwritten where there are gates, or what a recurrent layer has made; x [T, H] becomes the layer's output.
   void after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates = {},
              const int64_t *adapted = nullptr) const;
 };

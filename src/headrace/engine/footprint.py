@@ -157,10 +157,8 @@ class Footprint:
         spec, given = self.model.recurrent, self.config.cache.states
         if spec is None or given is not None:
             return given if spec is not None else None
-        each, running = (
-            1 + self.config.speculation.on,
-            self.config.scheduler.max_sequences,
-        )  # a draft takes a second one
+        running = self.config.scheduler.max_sequences
+        each = 1 + self.config.speculation.on  # a draft takes a second one
         if self.state_interval() == CHUNK:
             return self._chunks_with_states() + each * running
         return max(each, min(self._room() // STATES_SHARE // self._state_size(), STATES_EACH * running))

@@ -50,13 +50,9 @@ class KVCache:
     block_chunks = BLOCK_CHUNKS
 
     def __init__(
-        self,
-        total_chunks: int,
-        identity: bytes = b"",
-        ranks: int = 1,
-        states: int | None = None,
+        self, total_chunks: int, identity: bytes = b"", ranks: int = 1, states: int | None = None,
         state_interval: int = INTERVAL,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pool = SlotPool(total_chunks, ranks)
         self.tree = PrefixTree(self.pool)
         self.states = None if states is None else StateCache(states, self.tree, state_interval)

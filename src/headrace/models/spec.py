@@ -165,9 +165,9 @@ class ModelConfig:
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
     recurrent: of the layers that have a gated delta net or a short convolution in place of attention, which
-    `recurrent_layers` numbers;
-    `attention.layers` counts the others alone. tiled_values: the columns of such a layer's `out` go through all key
-    heads for their first value heads, then for their second ones, where rows of other matrices end one key head first.
+    `recurrent_layers` numbers; `attention.layers` counts the others alone. tiled_values: the columns of a net's `out`
+    go through all key heads for their first value heads, then for their second ones, where rows of other matrices end
+    one key head first.
 
     value_norm: values are normed, without weights. keys_as_values: in layers without a window values are the keys
     before their norm. shared_inner: MLP width of layers without keys and values of their own (AttentionSpec.shared); 0:
