@@ -81,6 +81,20 @@ def test_evicted_to_memory_and_restored(folder: Path, truth: list[Trace]) -> Non
     llm.close()
 
 
+def test_an_idle_engine_looks_for_states_once(folder: Path) -> None:
+    """However many it stores; and once more to see that there are no others."""
+    llm = engine(folder, kv_offloading_size=0.05)
+    llm.generate(prompts(), SHORT)
+    assert llm.engine.offload is not None and llm.engine.offload.states is not None
+    states, looks = llm.engine.offload.states, []
+    cache, nodes = states.cache, states.cache.nodes
+    cache.nodes = lambda: looks.append(None) or nodes()  # type: ignore[method-assign, func-returns-value]
+    assert len({node.digest for node in nodes()} - states._stored) > 2
+    states.store_all(20)
+    assert {node.digest for node in nodes()} <= states._stored and len(looks) == 2
+    llm.close()
+
+
 def test_a_damaged_state_is_computed_again(folder: Path, truth: list[Trace], tmp_path: Path) -> None:
     llm = engine(folder, kv_offloading_size=0.05)
     same(watched(llm, prompts()[:1], SHORT), truth[:1])

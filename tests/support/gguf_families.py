@@ -24,6 +24,7 @@ from tests.support import (
     gguf_deepseek,
     gguf_gemma4,
     gguf_gpt_oss,
+    gguf_hybrids,
     gguf_lfm2,
     gguf_routed,
     hybrid_checkpoints,
@@ -237,7 +238,7 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
     if "linear_attn" in module or end in ("A_log", "dt_bias"):
         _change_linear(place, module, end, config, tiled=architecture in HYBRIDS[1:])
     if "in_proj_qkvz" in module and kind != "qwen3_next_old":
-        qkv, z = _by_kind(config)
+        qkv, z = gguf_hybrids.by_kind(config)
         yield Place(prefix + "attn_qkv.weight", qkv)
         yield Place(prefix + "attn_gate.weight", z)
         return
@@ -255,15 +256,6 @@ def _by_part(config: Any) -> Array:
     heads, kv = config.num_attention_heads, 1 if not config.new_decoder_architecture else config.num_kv_heads
     rows = np.arange((heads + 2 * kv) * 64).reshape(kv, heads // kv + 2, 64)
     return np.concatenate([rows[:, :-2].reshape(-1), rows[:, -2].reshape(-1), rows[:, -1].reshape(-1)])
-
-
-def _by_kind(config: Any) -> tuple[Array, Array]:
-    """Qwen3-Next's rows go by key head: q, k, its v, its z. Here (q, k, v) of all, and z of all."""
-    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
-    sizes = [config.linear_key_head_dim] * 2 + [values // keys * config.linear_value_head_dim] * 2
-    rows = np.arange(keys * sum(sizes)).reshape(keys, -1)
-    q, k, v, z = (part.reshape(-1) for part in np.split(rows, np.cumsum(sizes)[:-1], axis=1))
-    return np.concatenate([q, k, v]), z
 
 
 def _change_linear(place: Place, module: str, end: str, config: Any, tiled: bool) -> None:
@@ -321,7 +313,8 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if architecture in ("qwen2vl", "qwen3vl"):
         writer.add_rope_dimension_sections([12, 10, 10, 0])
-    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": gguf_routed.granite, **dict.fromkeys(HYBRIDS, _linear),
+    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": gguf_routed.granite,
+            **dict.fromkeys(HYBRIDS, gguf_hybrids.describe),
             "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2, "minimax-m2": gguf_routed.minimax_m2,
             "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe}  # fmt: skip
     if architecture in more:
@@ -389,17 +382,3 @@ def _cohere2(writer: GGUFWriter, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_rope_dimension_count(64)
     writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-
-
-def _linear(writer: GGUFWriter, config: Any) -> None:
-    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-    writer.add_ssm_state_size(config.linear_key_head_dim)
-    writer.add_ssm_group_count(config.linear_num_key_heads)
-    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    writer.add_full_attention_interval(4)
-    if getattr(config, "num_experts", 0):
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

@@ -35,7 +35,8 @@ class CacheSettings(SettingsRecord):
     states: int | None = setting(
         None,
         "Recurrent states in memory, for models that have them: one for each running sequence, the rest for prefixes. "
-        "Default: what fits in an eighth of the free memory, at most 4 for each of max_sequences.",
+        "Default: what fits in an eighth of the free memory, at most 4 for each of max_sequences; where a state "
+        "takes at most half of a chunk, one for each chunk too.",
         check=at_least(1),
         name="recurrent_states",
     )

@@ -44,7 +44,8 @@ class SettingKeywords(TypedDict, total=False):
 
     recurrent_states: int | None
     """Recurrent states in memory, for models that have them: one for each running sequence, the rest for prefixes.
-    Default: what fits in an eighth of the free memory, at most 4 for each of max_sequences."""
+    Default: what fits in an eighth of the free memory, at most 4 for each of max_sequences; where a state takes at most
+    half of a chunk, one for each chunk too."""
 
     enable_prefix_caching: bool
     """Share and keep the KV of common prefixes."""

@@ -54,6 +54,8 @@ class StoredStates:
         self.cache, self.codec, self.tiers, self.only_idle = cache, codec, tiers, only_idle
         self.home: StateHome = OnlyRank()
         self._stored: set[bytes] = set()
+        self._waiting: list[Node] = []
+        """Some of the chunks whose states may not be stored, the next one last."""
         cache.leaving = self._leaving
 
     def find(self, digests: Sequence[bytes]) -> list[int | None]:
@@ -84,10 +86,21 @@ class StoredStates:
 
     def store_idle(self) -> bool:
         """Stores one state that is not stored, unless enough waits to be written; False if there is none."""
-        node = next((each for each in self.cache.nodes() if each.digest not in self._stored), None)
+        node = self._next() or self._next(look=True)
         if node is not None and self.tiers.queued_bytes <= IDLE_QUEUE:
             self._store(node)
         return node is not None
+
+    def _next(self, look: bool = False) -> Node | None:
+        """A chunk with a state that is not stored. look: through all of the cache, not those found before alone."""
+        if look:
+            self._waiting = [each for each in self.cache.nodes() if each.digest not in self._stored][::-1]
+        while self._waiting:
+            node = self._waiting[-1]
+            if node.state != NONE and node.complete and node.digest not in self._stored:
+                return node
+            self._waiting.pop()
+        return None
 
     def store_all(self, timeout_s: float) -> None:
         """What is not stored yet, within that time."""
