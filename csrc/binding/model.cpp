@@ -42,6 +42,24 @@ void make_net(DeltaNet *self, const Matrix &gates, const Addresses &vectors, int
                       eps};
 }
 
+// vectors: as of mamba2.
+void make_mamba(MambaNet *self, const Matrix &gates, const Addresses &vectors, int64_t key_heads, int64_t value_heads,
+                int64_t key_dim, int64_t value_dim, int64_t kernel, float eps) {
+  new (self) MambaNet{gates,
+                      at<float>(vectors.at(0)),
+                      at<float>(vectors.at(1)),
+                      at<float>(vectors.at(2)),
+                      at<float>(vectors.at(3)),
+                      at<float>(vectors.at(4)),
+                      at<float>(vectors.at(5)),
+                      key_heads,
+                      value_heads,
+                      key_dim,
+                      value_dim,
+                      kernel,
+                      eps};
+}
+
 void make_convolution(ShortConvolution *self, Address conv, int64_t channels, int64_t kernel) {
   if (kernel < 1 || kernel > ShortConv::MOST_INPUTS) refuse("a convolution of ", kernel, " inputs");
   new (self) ShortConvolution{at<float>(conv), channels, kernel};
@@ -71,7 +89,8 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
                 const Matrix &qkv, const Matrix &out, const Matrix &up, const Matrix &down, const Scale &attention_norm,
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
                 int64_t turned, float residual_scale, bool norm_whole, const Experts *experts, bool gated, const DeltaNet *net,
-                int64_t query_first, bool turn_before_norm, const Latent *latent, const ShortConvolution *convolution) {
+                int64_t query_first, bool turn_before_norm, const Latent *latent, const ShortConvolution *convolution,
+                const MambaNet *mamba) {
   const bool normed = order == Order::sandwich || order == Order::after;
   if (out_norms.size() != (normed ? 2 : 0)) refuse("a block of this order has other norms");
   if (experts && normed) refuse("what experts make is not normed");
@@ -101,6 +120,7 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
       .residual_scale = residual_scale,
       .gated = gated,
       .net = net ? std::optional<DeltaNet>(*net) : std::nullopt,
+      .mamba = mamba ? std::optional<MambaNet>(*mamba) : std::nullopt,
       .convolution = convolution ? std::optional<ShortConvolution>(*convolution) : std::nullopt,
       .latent = latent ? std::optional<Latent>(*latent) : std::nullopt,
   };
@@ -186,7 +206,7 @@ void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &l
       .adapted = at<int64_t>(adapted),
   };
   if (!states) return run_layers(blocks, layers, self, nullptr, shared);
-  const Recurrence recurrence = {*states, at<DeltaSegment>(segments), count};
+  const Recurrence recurrence = {*states, at<StateSegment>(segments), count};
   run_layers(blocks, layers, self, &recurrence, shared);
 }
 
@@ -217,7 +237,7 @@ Found run_whole(const ModelStep &self, const std::vector<int64_t> &tokens, Addre
   if (!states) {
     run(nullptr);
   } else {
-    const Recurrence recurrence = {*states, at<DeltaSegment>(segments), count};
+    const Recurrence recurrence = {*states, at<StateSegment>(segments), count};
     run(&recurrence);
   }
   return found;
@@ -239,6 +259,9 @@ void bind_model(nb::module_ &m) {
   nb::class_<DeltaNet>(m, "DeltaNet")
       .def("__init__", make_net, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
            "kernel"_a, "eps"_a);
+  nb::class_<MambaNet>(m, "MambaNet")
+      .def("__init__", make_mamba, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
+           "kernel"_a, "eps"_a);
   nb::class_<ShortConvolution>(m, "ShortConvolution")
       .def("__init__", make_convolution, "conv"_a, named, "channels"_a, "kernel"_a);
   nb::class_<Latent>(m, "Latent")
@@ -250,7 +273,7 @@ void bind_model(nb::module_ &m) {
            "out"_a, "up"_a, "down"_a, "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a, "turn_first"_a,
            "turned"_a, "residual_scale"_a, "norm_whole"_a = false, "experts"_a = nb::none(), "gated"_a = false,
            "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false, "latent"_a = nb::none(),
-           "convolution"_a = nb::none())
+           "convolution"_a = nb::none(), "mamba"_a = nb::none())
       .def("scratch", &DecoderLayer::scratch)
       .def("mixed_size", &DecoderLayer::mixed_size)
       .def("gates_at", &DecoderLayer::gates_at)

@@ -26,7 +26,7 @@ void gated_delta(int type, Address mixed, Address gates, const Addresses &vector
       .norm = at<float>(vectors.at(3)),
       .last = at<void>(states.at(0)),
       .matrices = at<float>(states.at(1)),
-      .segments = at<DeltaSegment>(segments),
+      .segments = at<StateSegment>(segments),
       .out = at<void>(out),
       .rows = rows,
       .mixed_stride = mixed_stride,
@@ -43,13 +43,45 @@ void gated_delta(int type, Address mixed, Address gates, const Addresses &vector
   kernels().gated_delta[type](a);
 }
 
+// vectors: conv, its bias or 0, rate, dt_bias, skip and norm. states: as of gated_delta.
+void mamba2(int type, Address mixed, Address gates, const Addresses &vectors, const Addresses &states, Address segments,
+            Address out, int64_t rows, int64_t mixed_stride, int64_t count, int64_t slots, int64_t key_heads,
+            int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel, float eps, int threads) {
+  const Mamba2 a = {
+      .mixed = at<void>(mixed),
+      .gates = at<float>(gates),
+      .conv = at<float>(vectors.at(0)),
+      .conv_bias = at<float>(vectors.at(1)),
+      .rate = at<float>(vectors.at(2)),
+      .dt_bias = at<float>(vectors.at(3)),
+      .skip = at<float>(vectors.at(4)),
+      .norm = at<float>(vectors.at(5)),
+      .last = at<void>(states.at(0)),
+      .matrices = at<float>(states.at(1)),
+      .segments = at<StateSegment>(segments),
+      .out = at<void>(out),
+      .rows = rows,
+      .mixed_stride = mixed_stride,
+      .segment_count = count,
+      .key_heads = key_heads,
+      .value_heads = value_heads,
+      .key_dim = key_dim,
+      .value_dim = value_dim,
+      .kernel = kernel,
+      .eps = eps,
+      .threads = threads,
+  };
+  check_segments(a, slots);
+  kernels().mamba2[type](a);
+}
+
 void short_conv(int type, Address mixed, Address conv, Address last, Address segments, Address out, int64_t rows,
                 int64_t mixed_stride, int64_t count, int64_t slots, int64_t channels, int64_t kernel, int threads) {
   const ShortConv a = {
       .mixed = at<void>(mixed),
       .conv = at<float>(conv),
       .last = at<void>(last),
-      .segments = at<DeltaSegment>(segments),
+      .segments = at<StateSegment>(segments),
       .out = at<void>(out),
       .rows = rows,
       .mixed_stride = mixed_stride,
@@ -99,6 +131,9 @@ void bind_rows(nb::module_ &m) {
         "threads"_a);
   m.def("gated_delta", gated_delta, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a,
         named, "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
+        "kernel"_a, "eps"_a, "threads"_a);
+  m.def("mamba2", mamba2, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a, named,
+        "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
         "kernel"_a, "eps"_a, "threads"_a);
   m.def("short_conv", short_conv, unlocked, "type"_a, "mixed"_a, "conv"_a, "last"_a, "segments"_a, "out"_a, named, "rows"_a,
         "mixed_stride"_a, "count"_a, "slots"_a, "channels"_a, "kernel"_a, "threads"_a);

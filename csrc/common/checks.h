@@ -50,7 +50,7 @@ inline void check_routing(const Routing &routing, int64_t experts, int64_t chose
 
 template <typename Arguments> void check_segments(const Arguments &a, int64_t slots) {
   for (int64_t n = 0; n < a.segment_count; ++n) {
-    const DeltaSegment &s = a.segments[n];
+    const StateSegment &s = a.segments[n];
     const bool rows = 0 <= s.row_begin && s.row_begin <= s.row_end && s.row_end <= a.rows;
     if (rows && -1 <= s.from && s.from < slots && 0 <= s.to && s.to < slots) continue;
     refuse("segments[", n, "] = (", s.row_begin, ", ", s.row_end, ", ", s.from, ", ", s.to, ") does not fit ", slots,

@@ -139,8 +139,8 @@ int64_t DecoderLayer::adapters() const {
 int64_t DecoderLayer::gates_at(int64_t rows) const { return (rows * qkv.outputs + LINE - 1) / LINE * LINE; }
 
 int64_t DecoderLayer::mixed_size(int64_t rows) const {
-  if (!net) return rows * mixed_width();
-  return gates_at(rows) + rows * net->gates.outputs * static_cast<int64_t>(sizeof(float) / sizeof(bf16));
+  if (!gates()) return rows * mixed_width();
+  return gates_at(rows) + rows * gates()->outputs * static_cast<int64_t>(sizeof(float) / sizeof(bf16));
 }
 
 void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *heads_out, bf16 *scratch, int64_t rows,
@@ -160,11 +160,11 @@ void DecoderLayer::before(const bf16 *x, const float *cos_sin, int64_t rotary, b
       return project_latents(*this, run, from, turns, rotary, q, Buffers(*this, scratch, count).behind());
     }
     run.multiply(qkv, from, q);
-    if (convolution) return;
-    if (net) {
-      float *gates = reinterpret_cast<float *>(heads_out + gates_at(rows));
-      return run.multiply_wide(net->gates, from, gates + first * net->gates.outputs, nullptr);
+    if (const Matrix *made = gates()) {
+      float *to = reinterpret_cast<float *>(heads_out + gates_at(rows));
+      return run.multiply_wide(*made, from, to + first * made->outputs, nullptr);
     }
+    if (recurrent()) return;
     const auto norm = [&](const bf16 *weight, bf16 *x, int64_t count) {
       const int64_t size = norm_whole ? count * dim : dim;
       run.norm_heads(weight, eps, attention_norm.offset, x, width, norm_whole ? 1 : count, size);

@@ -51,6 +51,14 @@ struct DeltaNet {
   float eps;
 };
 
+// A Mamba-2 layer in the place of attention (Mamba2): what its rows are made by but `mixed`, which is the layer's qkv.
+struct MambaNet {
+  Matrix gates;
+  Borrowed<const float> conv, conv_bias, rate, dt_bias, skip, norm;
+  int64_t key_heads, value_heads, key_dim, value_dim, kernel;
+  float eps;
+};
+
 // A short convolution in the place of attention (ShortConv); `mixed` is the layer's qkv.
 struct ShortConvolution {
   Borrowed<const float> conv;
@@ -91,11 +99,15 @@ struct DecoderLayer {
   float residual_scale;                    // of what is added to the residual stream, of Order::pre, sandwich and after
   bool gated;                              // attention is let through by gates, which qkv has behind q, k and v
   std::optional<DeltaNet> net;
+  std::optional<MambaNet> mamba;
   std::optional<ShortConvolution> convolution;
   std::optional<Latent> latent;
 
   // Whether it needs the states of its rows (Recurrence).
-  bool recurrent() const { return net || convolution; }
+  bool recurrent() const { return net || mamba || convolution; }
+
+  // What makes the fp32 gates of its rows; null: it has none.
+  const Matrix *gates() const { return net ? &net->gates : mamba ? &mamba->gates : nullptr; }
 
   // Elements of scratch memory that either call needs for `rows` rows.
   int64_t scratch(int64_t rows) const;
@@ -107,7 +119,7 @@ struct DecoderLayer {
   int64_t mixed_size(int64_t rows) const;
   int64_t mixed_width() const { return latent ? (heads + kv_heads) * dim : qkv.outputs; }
 
-  // Where among them the gates of the net begin, [T, 2 Hv] fp32.
+  // Where among them the gates begin, [T, 2 Hv] fp32 of a net, [T, Hv] of a Mamba-2 layer.
   int64_t gates_at(int64_t rows) const;
 
   // Elements of a row that `after` takes.

@@ -23,7 +23,7 @@ struct RecurrentStates {
 // One step over them; its memory is the caller's.
 struct Recurrence {
   const RecurrentStates &states;
-  const DeltaSegment *segments;
+  const StateSegment *segments;
   int64_t count;
 
   // A recurrent layer, by its number among them: what its `before` has left -> out [T, Hv, V], or [T, H]. Throws for segments that
@@ -31,7 +31,9 @@ struct Recurrence {
   void run(size_t number, const DecoderLayer &layer, const bf16 *mixed, bf16 *out, int64_t rows, int threads) const {
     const RecurrentStates::Layer &own = states.layers.at(number);
     if (layer.convolution) return convolve(own, *layer.convolution, mixed, out, rows, threads);
-    run_net(own, *layer.net, mixed, reinterpret_cast<const float *>(mixed + layer.gates_at(rows)), out, rows, threads);
+    const float *const gates = reinterpret_cast<const float *>(mixed + layer.gates_at(rows));
+    if (layer.mamba) return run_mamba(own, *layer.mamba, mixed, gates, out, rows, threads);
+    run_net(own, *layer.net, mixed, gates, out, rows, threads);
   }
 
  private:
@@ -50,6 +52,24 @@ struct Recurrence {
     a.eps = net.eps, a.threads = threads;
     check_segments(a, states.slots);
     kernels().gated_delta[0](a);
+  }
+
+  // mixed [T, Hv V + C], gates [T, Hv].
+  void run_mamba(const RecurrentStates::Layer &own, const MambaNet &net, const bf16 *mixed, const float *gates, bf16 *out,
+                 int64_t rows, int threads) const {
+    Mamba2 a = {};
+    a.mixed = mixed, a.gates = gates, a.out = out;
+    a.conv = net.conv, a.conv_bias = net.conv_bias;
+    a.rate = net.rate, a.dt_bias = net.dt_bias, a.skip = net.skip, a.norm = net.norm;
+    a.last = own.last, a.matrices = own.matrices;
+    a.segments = segments, a.segment_count = count;
+    a.rows = rows;
+    a.key_heads = net.key_heads, a.value_heads = net.value_heads;
+    a.key_dim = net.key_dim, a.value_dim = net.value_dim, a.kernel = net.kernel;
+    a.mixed_stride = net.value_heads * net.value_dim + a.channels();
+    a.eps = net.eps, a.threads = threads;
+    check_segments(a, states.slots);
+    kernels().mamba2[0](a);
   }
 
   // mixed [T, 3 H].

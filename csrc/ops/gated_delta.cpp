@@ -2,100 +2,22 @@
 //
 // T: rows; K: inputs of the convolution; C: channels, of queries, keys and values; Hk, Hv: key and value heads; D: size of
 // queries and keys, V: of values. One order of operations for every cut into segments: a row's bits depend on the rows of its
-// own sequence alone. Segments go one after another in each channel, and in each column of the states, so that one may begin
-// with the state that another has left.
-#include "common/arena.h"
-#include "common/shares.h"
-#include "isa/fetch.h"
-#include "kernels.h"
+// own sequence alone.
+#include "ops/state_rows.h"
 
 namespace headrace::HEADRACE_NS {
 
-// The rows of a group that one segment has. Scratch has them from `at` on.
-struct Piece {
-  int64_t row, count, at, from, to;
-};
-
 namespace {
 
-constexpr int64_t TOGETHER = 64;  // rows that go through all passes together: their scratch stays in the caches
-constexpr int64_t PART = 16;      // of them that a thread takes at once
-constexpr int64_t CHANNELS = 64;  // of a task of the convolution
-constexpr int COLUMNS = 32;       // of a state: 256 rows of them fit into L1
-constexpr int VECTORS = COLUMNS / W, CHAINS = VECTORS < 4 ? 4 / VECTORS : 1;
-constexpr int64_t FEW = 8;  // rows below which waking the other threads costs more than it saves, but for the recurrence
-
 // What the passes hand on: convolved [rows, C], rows `stride` apart; of each row and value head decay and beta; of each row and
-// key head q . k; out [rows, Hv, V], rows out_stride apart. Rows that were a power of two apart would evict each other.
+// key head q . k; out [rows, Hv, V], rows out_stride apart.
 struct Between {
   int64_t stride, out_stride;
   float *convolved, *decay, *beta, *qk, *out;
 };
 
-constexpr int64_t apart(int64_t width) { return (width + 15) / 16 * 16 + 16; }
-
-// As load_up_to and store_up_to, where n may be 0 or less.
-template <typename T> HEADRACE_INLINE vf load_some(const T *p, int64_t n) { return n > 0 ? load_up_to(p, n) : vf{}; }
-template <typename T> HEADRACE_INLINE void store_some(T *p, vf x, int64_t n) {
-  if (n > 0) store_up_to(p, x, n);
-}
-
-// Sum of squares in 64 lanes, as in norms.cpp.
-float sum_of_products(const float *x, const float *y, int64_t width) {
-  alignas(64) float sums[CHUNK] = {};
-  for (int64_t i = 0; i < width; i += CHUNK)
-    for (int64_t c = 0; c < CHUNK && i + c < width; c += W) {
-      const int64_t n = width - i - c;
-      store(sums + c, madd(load_up_to(x + i + c, n), load_up_to(y + i + c, n), load(sums + c)));
-    }
-  return sum64(sums);
-}
-
 void scale(float *x, int64_t width, float factor) {
   for (int64_t i = 0; i < width; i += W) store_up_to(x + i, load_up_to(x + i, width - i) * splat(factor), width - i);
-}
-
-float log_of_1_plus_exp(float x) { return x > 20.0f ? x : __builtin_log1pf(exp(x)); }
-
-// VECTORS of channels from `channel` on, of which `width` count, through all pieces: silu of the convolution, and the inputs that
-// the next row will see. INPUTS: those that it sees, 0 for any number of them.
-template <typename T, int INPUTS, int VECTORS>
-void convolve(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t channel, int64_t width, const Between &b) {
-  const int64_t channels = a.channels(), inputs = INPUTS ? INPUTS : a.kernel, before = inputs - 1;
-  T *const last = static_cast<T *>(a.last) + channel;
-  vf weights[GatedDelta::MOST_INPUTS][VECTORS], seen[GatedDelta::MOST_INPUTS][VECTORS];
-  const auto left = [&](int c) HEADRACE_ALWAYS_INLINE { return width - c * W; };
-  for (int64_t j = 0; j < inputs; ++j)
-    HEADRACE_EACH(c, VECTORS, weights[j][c] = load_some(a.conv + j * channels + channel + c * W, left(c)));
-  for (const Piece *piece = pieces; piece < pieces + count; ++piece) {
-    const T *row = static_cast<const T *>(a.mixed) + piece->row * a.mixed_stride + channel;
-    float *to = b.convolved + piece->at * b.stride + channel;
-    for (int64_t j = 0; j < before; ++j)
-      HEADRACE_EACH(c, VECTORS, {
-        seen[j][c] = piece->from < 0 ? vf{} : load_some(last + (piece->from * before + j) * channels + c * W, left(c));
-      });
-    for (int64_t t = 0; t < piece->count; ++t, row += a.mixed_stride, to += b.stride)
-      HEADRACE_EACH(c, VECTORS, {
-        vf y = vf{};
-        seen[before][c] = load_some(row + c * W, left(c));
-        for (int64_t j = 0; j < inputs; ++j) y = madd(weights[j][c], seen[j][c], y);
-        for (int64_t j = 0; j < before; ++j) seen[j][c] = seen[j + 1][c];
-        store_some(to + c * W, sigmoid_times(y, y), left(c));
-      });
-    for (int64_t j = 0; j < before; ++j)
-      HEADRACE_EACH(c, VECTORS, store_some(last + (piece->to * before + j) * channels + c * W, seen[j][c], left(c)));
-  }
-}
-
-// Channels of a task.
-template <typename T> void convolve(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t task, const Between &b) {
-  constexpr int TWO = 2;  // of each row they are a cache line of bf16
-  const int64_t end = (task + 1) * CHANNELS < a.channels() ? (task + 1) * CHANNELS : a.channels();
-  for (int64_t channel = task * CHANNELS; channel < end; channel += TWO * W) {
-    const int64_t width = end - channel;
-    if (a.kernel == 4) convolve<T, 4, TWO>(a, pieces, count, channel, width, b);
-    else convolve<T, 0, TWO>(a, pieces, count, channel, width, b);
-  }
 }
 
 // Queries and keys of a row to unit length, and its gates.
@@ -119,14 +41,6 @@ void prepare_row(const GatedDelta &a, int64_t row, int64_t at, const Between &b)
 // What a token reads of a state S [D, COLUMNS]: k S and q S. Each is summed by CHAINS.
 struct Sums {
   vf k[VECTORS], q[VECTORS];
-};
-
-// COLUMNS of a state, one line for each row of it.
-struct Lines {
-  float *at;
-  int64_t stride;
-
-  float *operator[](int64_t i) const { return at + i * stride; }
 };
 
 // S = decay S + k (x) delta, if there is a token to take in, on its way from `from` to `to`, and meanwhile what the next token, if
@@ -164,17 +78,6 @@ HEADRACE_APART void pass(Lines from, Lines to, Lines ahead, int64_t size, float 
         sums.q[c] = sums.q[c] + by_q[chain][c];
       }
   }
-}
-
-// The first `width` of COLUMNS, and zeros behind them.
-void take_columns(Lines from, int64_t size, int64_t width, Lines state) {
-  for (int64_t i = 0; i < size; ++i)
-    HEADRACE_EACH(c, VECTORS, store(state[i] + c * W, load_some(from[i] + c * W, width - c * W)));
-}
-
-void leave_columns(Lines state, int64_t size, int64_t width, Lines to) {
-  for (int64_t i = 0; i < size; ++i)
-    HEADRACE_EACH(c, VECTORS, store_some(to[i] + c * W, load(state[i] + c * W), width - c * W));
 }
 
 // Columns of the state of one value head through a piece: in memory of their own but for the first reading and the last writing,
@@ -249,47 +152,19 @@ template <typename T> void run_group(const GatedDelta &a, const Piece *pieces, i
   float *const decay = scratch.take<float>(rows * Hv), *const beta = scratch.take<float>(rows * Hv);
   const Between b = {stride, out_stride, convolved, decay, beta, scratch.take<float>(rows * a.key_heads), out};
   const int threads = rows < FEW ? 1 : a.threads;
-  int64_t row_at[TOGETHER];
-  for (const Piece *piece = pieces; piece < pieces + count; ++piece)
-    for (int64_t t = 0; t < piece->count; ++t) row_at[piece->at + t] = piece->row + t;
-  const auto each_row = [&](auto f) {
-    share_out((rows + PART - 1) / PART, threads, [&](int64_t part) {
-      for (int64_t at = part * PART; at < rows && at < (part + 1) * PART; ++at) f(row_at[at], at);
-    });
-  };
-  share_each((a.channels() + CHANNELS - 1) / CHANNELS, threads, [&](int64_t i) { convolve<T>(a, pieces, count, i, b); });
-  each_row([&](int64_t row, int64_t at) { prepare_row(a, row, at, b); });
-  // Whole heads read memory in its order; there may be too few for all threads.
-  const int64_t width = Hv < 2 * a.threads ? COLUMNS : V, parts = (V + width - 1) / width;
-  share_each(Hv * parts, a.threads, [&](int64_t i) {
-    const int64_t first = i % parts * width, end = first + width < V ? first + width : V;
-    recur(a, pieces, count, i / parts, first, end, b);
-  });
-  each_row([&](int64_t row, int64_t at) { write_gated<T>(a, row, b.out + at * out_stride); });
+  convolve<T>({a.mixed, a.mixed_stride, a.channels(), a.kernel, a.conv, nullptr, a.last, convolved, stride}, pieces, count,
+              threads);
+  share_rows(pieces, count, rows, threads, [&](int64_t row, int64_t at) { prepare_row(a, row, at, b); });
+  share_columns(Hv, V, a.threads,
+                [&](int64_t head, int64_t first, int64_t end) { recur(a, pieces, count, head, first, end, b); });
+  share_rows(pieces, count, rows, threads, [&](int64_t row, int64_t at) { write_gated<T>(a, row, b.out + at * out_stride); });
 }
 
 }  // namespace
 
 template <typename T> void gated_delta(const GatedDelta &a) {
-  Piece pieces[TOGETHER];
-  int64_t count = 0, rows = 0;
-  const auto run = [&] {
-    if (count) run_group<T>(a, pieces, count, rows);
-    count = rows = 0;
-  };
-  for (int64_t n = 0; n < a.segment_count; ++n) {
-    const DeltaSegment &segment = a.segments[n];
-    int64_t from = segment.from;
-    for (int64_t row = segment.row_begin; row < segment.row_end;) {
-      if (rows == TOGETHER) run();
-      const int64_t left = segment.row_end - row, length = left < TOGETHER - rows ? left : TOGETHER - rows;
-      pieces[count++] = {row, length, rows, from, segment.to};
-      rows += length;
-      row += length;
-      from = segment.to;
-    }
-  }
-  run();
+  each_group(a.segments, a.segment_count,
+             [&](const Piece *pieces, int64_t count, int64_t rows) { run_group<T>(a, pieces, count, rows); });
 }
 
 HEADRACE_BOTH_TYPES(gated_delta, GatedDelta)

@@ -41,7 +41,7 @@ template <typename T> void convolve_row(const ShortConv &a, int64_t row, const C
 }
 
 // The rows of a segment, from the state that it begins with to the one that it leaves.
-template <typename T> void convolve_segment(const ShortConv &a, const DeltaSegment &segment, ChannelRange &range) {
+template <typename T> void convolve_segment(const ShortConv &a, const StateSegment &segment, ChannelRange &range) {
   const int64_t before = a.kernel - 1;
   const auto state = [&](int64_t slot, int64_t j) {
     return static_cast<T *>(a.last) + (slot * before + j) * a.channels + range.first;

@@ -24,7 +24,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["3_5_ends_recurrent", "lfm2"])
+@pytest.fixture(scope="module", params=["3_5_ends_recurrent", "lfm2", "granite_uneven"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 
@@ -213,9 +213,10 @@ def test_what_is_not_built_is_refused(settings: dict[str, Any], told: str, folde
         engine(folder, **settings)
 
 
-def test_short_convolutions_are_refused_on_a_gpu(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="attention_backend 'triton': Lfm2ForCausalLM has short convolutions"):
-        engine(make_checkpoint("lfm2", tmp_path), attention_backend="triton")
+@pytest.mark.parametrize(("kind", "told"), [("lfm2", "short convolutions"), ("granite", "Mamba-2 layers")])
+def test_what_a_gpu_has_no_kernel_for_is_refused(kind: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend 'triton': .*ForCausalLM has {told}; use 'auto'"):
+        engine(make_checkpoint(kind, tmp_path), attention_backend="triton")
 
 
 def test_other_models_have_no_states() -> None:

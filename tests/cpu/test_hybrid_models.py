@@ -83,12 +83,12 @@ def test_a_row_has_the_same_bits_in_every_cut(kind: str, dtype: str, folder: Cal
 
 
 @pytest.mark.skipif(not cpu.available(), reason="there are no kernels")
-@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "lfm2"])
+@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "lfm2", "granite_uneven"])
 def test_on_every_instruction_set(kind: str, isa: str, folder: Callable[[str], Path]) -> None:
     check_cuts(load_decoder(folder(kind), "bfloat16"))
 
 
-@pytest.mark.parametrize("kind", ["next", "lfm2"])
+@pytest.mark.parametrize("kind", ["next", "lfm2", "granite_uneven"])
 def test_in_torch(kind: str, folder: Callable[[str], Path]) -> None:
     with dispatch.force("torch"):
         decoder = load_decoder(folder(kind), "float32")
@@ -96,7 +96,9 @@ def test_in_torch(kind: str, folder: Callable[[str], Path]) -> None:
         assert (ours(decoder, prompt(70)) - their_logits(theirs_of(folder(kind)), prompt(70))).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ["next_experts", "3_5_experts", "3_5_experts_vision", "lfm2_experts"])
+@pytest.mark.parametrize(
+    "kind", ["next_experts", "3_5_experts", "3_5_experts_vision", "lfm2_experts", "granite_experts"]
+)
 def test_experts_in_one_tensor(kind: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
     """transformers writes them so, too."""
     forms = (tmp_path / "other", folder(kind))

@@ -24,6 +24,7 @@ from tests.support import (
     gguf_deepseek,
     gguf_gemma4,
     gguf_gpt_oss,
+    gguf_granite,
     gguf_hybrids,
     gguf_lfm2,
     gguf_routed,
@@ -83,6 +84,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS | gguf_lfm2.KINDS  # fmt: skip
+KINDS |= gguf_granite.KINDS
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
@@ -136,7 +138,7 @@ def build(kind: str) -> PreTrainedModel:
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
     if architecture == "deepseek2":
         del fields["head_dim"]
-    if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES):
+    if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES, gguf_granite.ARCHITECTURE):
         return hybrid_checkpoints.build_model(base, **fields)
     if architecture in ("chatglm", "glm4"):
         fields["eos_token_id"] = checkpoints.NO_TOKEN
@@ -153,11 +155,13 @@ def write_family(
     if architecture in gguf_lfm2.ARCHITECTURES:
         gguf_lfm2.describe(writer, config)
         gguf_lfm2.add_corrections(writer, model)
+    elif architecture == gguf_granite.ARCHITECTURE:
+        gguf_granite.describe(writer, config)
     else:
         describe(writer, config, architecture)
     latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
     corrected = architecture in ("ernie4_5-moe", "minimax-m2")
-    apart = latent or corrected or architecture in ("granitemoe", "lfm2moe", *HYBRIDS)
+    apart = latent or corrected or architecture in ("granitemoe", "granitehybrid", "lfm2moe", *HYBRIDS)
     if architecture == "deepseek2":
         gguf_deepseek.describe(writer, config, old)
     if architecture == "glm4moe":
@@ -170,6 +174,8 @@ def write_family(
         gguf_gemma4.draw(writer, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if architecture == "granitehybrid" and gguf_granite.add(writer, config, name, parameter, kind_of):
+                continue
             if apart and gguf_deepseek.add(writer, model, name, parameter, kind_of, old):
                 continue
             if architecture == "gemma4" and gguf_gemma4.add(writer, name, parameter, kind_of, kind):
@@ -227,7 +233,7 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
     place = Place(prefix + theirs)
     if module == "conv.conv":
         place.forth = lambda value: value.squeeze(1)
-    turned = architecture in ("smollm3", "granite", "granitemoe", "mistral3", "arcee")
+    turned = architecture in ("smollm3", "granite", "granitemoe", "granitehybrid", "mistral3", "arcee")
     if turned and module in ("self_attn.q_proj", "self_attn.k_proj"):
         place.rows = _in_pairs(config.num_attention_heads if "q_proj" in module else config.num_key_value_heads, config)
     if architecture == "falcon" and "query_key_value" in module:

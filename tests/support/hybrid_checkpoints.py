@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -63,6 +65,17 @@ LFM2: dict[str, Any] = dict(layer_types=CONV, hidden_size=120, num_attention_hea
 LFM2_MOE = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, num_dense_layers=1, routed_scaling_factor=1.5
 )
+MAMBA = ["mamba", "mamba", "attention", "mamba"]
+GRANITE: dict[str, Any] = dict(
+    layer_types=MAMBA, num_local_experts=0, shared_intermediate_size=192, mamba_n_heads=8, mamba_d_state=16,
+    position_embedding_type="nope", embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5,
+    attention_multiplier=0.1,
+)  # fmt: skip
+GRANITE_UNEVEN = GRANITE | dict(
+    layer_types=["attention", *MAMBA[:3]], hidden_size=120, num_attention_heads=4, mamba_n_heads=6, mamba_n_groups=3,
+    mamba_d_state=20, mamba_d_conv=3, mamba_conv_bias=False, position_embedding_type="rope",
+)  # fmt: skip
+GRANITE_EXPERTS = GRANITE | dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=64)
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
     "next_uneven": ("next", UNEVEN),
@@ -78,13 +91,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_four_inputs": ("lfm2", LFM2 | dict(conv_L_cache=4, layer_types=["full_attention", *CONV[:3]])),
     "lfm2_experts": ("lfm2_experts", LFM2 | LFM2_MOE),
     "lfm2_vision": ("lfm2_vision", LFM2),
+    "granite": ("granite", GRANITE),
+    "granite_uneven": ("granite", GRANITE_UNEVEN),
+    "granite_experts": ("granite", GRANITE_EXPERTS),
 }
 
 
-LFM2_NORMS = tuple(
-    f"{part}.weight" for part in ("operator_norm", "ffn_norm", "embedding_norm", "q_layernorm", "k_layernorm")
-)
-"""Which do not add one to their weights."""
+PLAIN_NORMS = ("lfm2", "granite")
+"""What families begin with whose norms do not add one to their weights."""
 
 
 def _next(**fields: Any) -> PreTrainedModel:
@@ -97,6 +111,10 @@ def _vision(**fields: Any) -> PreTrainedModel:
 
 def _experts_vision(**fields: Any) -> PreTrainedModel:
     return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=fields, vision_config=VISION))
+
+
+def _granite(**fields: Any) -> PreTrainedModel:
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**_without_nets(fields)))
 
 
 def _lfm2(**fields: Any) -> PreTrainedModel:
@@ -115,7 +133,7 @@ def _lfm2_vision(**fields: Any) -> PreTrainedModel:
 
 
 def _without_nets(fields: dict[str, Any]) -> dict[str, Any]:
-    """What says something of LFM2."""
+    """What says something of models without gated delta nets and heads of a size of their own."""
     return {name: value for name, value in fields.items() if name != "head_dim" and not name.startswith("linear_")}
 
 
@@ -125,6 +143,7 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "3_5_experts": lambda **fields: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**fields)),
     "3_5_vision": _vision,
     "3_5_experts_vision": _experts_vision,
+    "granite": _granite,
     "lfm2": _lfm2,
     "lfm2_experts": _lfm2_experts,
     "lfm2_vision": _lfm2_vision,
@@ -138,7 +157,7 @@ def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     model = BUILDERS[family](**{**SIZES, **fields, **overrides})
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *_corrections(model)):
-            parameter.copy_(_drawn(name, parameter).bfloat16())
+            parameter.copy_(_drawn(name, parameter, family.startswith(PLAIN_NORMS)).bfloat16())
     return model.eval()
 
 
@@ -147,15 +166,17 @@ def _corrections(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
 
 
-def _drawn(name: str, parameter: Tensor) -> Tensor:
+def _drawn(name: str, parameter: Tensor, plain_norms: bool) -> Tensor:
     """Wide weights; decays between half and nearly all, and norms away from one, in either way of counting."""
     noise = torch.randn_like(parameter)
     if name.endswith(("A_log", "dt_bias")):
         return 0.5 * noise - 1
     if "norm" in name:
-        return 0.3 * noise + name.endswith(("linear_attn.norm.weight", *LFM2_NORMS))
+        return 0.3 * noise + (plain_norms or name.endswith("linear_attn.norm.weight"))
     if "conv.conv" in name:
         return noise
+    if name.endswith("mamba.conv1d.weight"):
+        return 0.5 * noise
     if parameter.dim() == 1:
         return 0.3 * noise
     return noise * (0.5 if "embed" in name else 1.3 / parameter.shape[-1] ** 0.5)

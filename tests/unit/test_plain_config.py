@@ -35,6 +35,7 @@ MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
+MAMBA = dict(layer_types=["mamba", "attention", "mamba"], num_hidden_layers=3)
 LFM2, CONVOLUTIONS = "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
     *(dict(architectures=[name]) for name in FAMILIES),
@@ -78,6 +79,16 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[GRANITE4], position_embedding_type="nope", shared_intermediate_size=512, **ATTENTION),
     dict(architectures=[GRANITE4], layer_types=["full_attention"] * 2, num_hidden_layers=2),
     dict(architectures=[GRANITE4], layer_types=["mamba", "attention"], num_hidden_layers=2),
+    dict(architectures=[GRANITE4], mamba_n_heads=64, mamba_n_groups=2, mamba_d_state=128, **MAMBA),
+    dict(architectures=[GRANITE4], mamba_d_head=64, mamba_d_conv=3, mamba_conv_bias=False, **MAMBA),
+    dict(architectures=[GRANITE4], time_step_limit=[0.0, dict(__float__="Infinity")], num_local_experts=0, **MAMBA),
+    dict(architectures=[GRANITE4], time_step_limit=[0.001, 0.1], **MAMBA),
+    dict(architectures=[GRANITE4], mamba_n_groups=3, **MAMBA),
+    dict(architectures=[GRANITE4], mamba_n_groups=None, **MAMBA),
+    dict(architectures=[GRANITE4], mamba_proj_bias=True, **MAMBA),
+    dict(architectures=[GRANITE4], mamba_d_conv=1, **MAMBA),
+    dict(architectures=[GRANITE4], layer_types=["mamba", "conv"], num_hidden_layers=2),
+    dict(architectures=[GRANITE4], layer_types=["mamba"] * 2, num_hidden_layers=2),
     dict(architectures=[GRANITE4], shared_intermediate_size=0, **ATTENTION),
     dict(architectures=[GRANITE4], position_embedding_type="alibi", **ATTENTION),
     dict(architectures=["GlmForCausalLM"], partial_rotary_factor=0.25, eos_token_id=[3]),
@@ -265,6 +276,25 @@ def test_quantisation_stands_beside_the_text_part(tmp_path: Path) -> None:
     folder = written(tmp_path, given | dict(quantization_config=dict(quant_method="gptq", bits=3)))
     for read in (read_config, plain_config):
         with pytest.raises(UnsupportedModel, match="gptq of 3 bits"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([0.0, float("inf")], None),
+        (None, None),
+        ([0.001, 0.1], r"time_step_limit \[0.001, 0.1\]"),
+        (3, "time_step_limit 3"),
+    ],
+)
+def test_steps_of_mamba_layers_have_no_limits(steps: Any, told: str | None, tmp_path: Path) -> None:
+    folder = written(tmp_path, dict(architectures=[GRANITE4], time_step_limit=steps, **MAMBA))
+    for read in (read_config, plain_config):
+        if told is None:
+            assert read(folder).recurrent is not None
+            continue
+        with pytest.raises(UnsupportedModel, match=told):
             read(folder)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+RecurrentKind = Literal["delta", "mamba2", "conv"]
+"""What a recurrent layer is: a gated delta net, a Mamba-2 layer, a short convolution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +83,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """What stands in place of attention in some layers of a model: gated delta nets, or short convolutions
-    (docs/hybrids.md).
+    """What stands in place of attention in some layers of a model: gated delta nets, Mamba-2 layers, or short
+    convolutions (docs/hybrids.md).
 
-    kernel: inputs that the causal convolution sees. layers: how many such layers there are. Each value head of a net
-    has a matrix [key_dim, value_dim] of its own; `value_heads // key_heads` of them share queries and keys. A short
-    convolution is one head without queries, keys and matrix (`short_convolutions`).
+    kernel: inputs that the causal convolution sees. layers: how many such layers there are. Each value head has a
+    matrix [key_dim, value_dim] of its own; `value_heads // key_heads` of them share queries and keys. Those of Mamba-2
+    are what its paper calls C and B, its values are x. A short convolution is one head without queries, keys and matrix
+    (`short_convolutions`).
     """
 
     layers: int
@@ -93,16 +98,17 @@ class RecurrentSpec:
     key_dim: int
     value_dim: int
     kernel: int
+    kind: RecurrentKind = "delta"
+
+    @property
+    def called(self) -> str:
+        """What its layers are, in words."""
+        return {"delta": "gated delta nets", "mamba2": "Mamba-2 layers", "conv": "short convolutions"}[self.kind]
 
     @classmethod
     def short_convolutions(cls, layers: int, channels: int, kernel: int) -> RecurrentSpec:
         """Of layers that convolve their rows, gated before it and behind it, and do nothing else."""
-        return cls(layers, key_heads=1, value_heads=1, key_dim=0, value_dim=channels, kernel=kernel)
-
-    @property
-    def convolves_alone(self) -> bool:
-        """Whether these are short convolutions."""
-        return self.key_dim == 0
+        return cls(layers, key_heads=1, value_heads=1, key_dim=0, value_dim=channels, kernel=kernel, kind="conv")
 
     @property
     def keys(self) -> int:
@@ -116,19 +122,21 @@ class RecurrentSpec:
 
     @property
     def channels(self) -> int:
-        """Width of what is convolved: queries, keys and values."""
+        """Width of what is convolved: queries, keys and values; in Mamba-2 values, keys and queries."""
         return 2 * self.keys + self.values
 
     @property
     def mixed(self) -> tuple[int, ...]:
-        """Widths of what a layer first makes of its rows: channels and what gates a net's output; or what gates a
-        convolution's inputs, its output, and what is gated."""
-        return (self.channels,) * 3 if self.convolves_alone else (self.channels, self.values)
+        """Widths of what a layer first makes of its rows: channels and what gates a net's output, in Mamba-2 the other
+        way round; or what gates a convolution's inputs, its output, and what is gated."""
+        if self.kind == "conv":
+            return (self.channels,) * 3
+        return (self.channels, self.values) if self.kind == "delta" else (self.values, self.channels)
 
     @property
     def gates(self) -> int:
-        """Numbers of a row that its fp32 gates are: two for each value head of a net."""
-        return 0 if self.convolves_alone else 2 * self.value_heads
+        """Numbers of a row that its fp32 gates are: of each value head two of a net, one of a Mamba-2 layer."""
+        return {"delta": 2, "mamba2": 1, "conv": 0}[self.kind] * self.value_heads
 
     def state_bytes(self, element_bytes: int) -> int:
         """Bytes of one state over all layers: the matrices in fp32, and the convolutions' last inputs."""

@@ -139,6 +139,21 @@ class DeltaNet:
     ) -> None:
         """vectors: conv, rate, dt_bias and norm."""
 
+class MambaNet:
+    def __init__(
+        self,
+        gates: Matrix,
+        vectors: Sequence[int],
+        *,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kernel: int,
+        eps: float,
+    ) -> None:
+        """vectors: conv, its bias or 0, rate, dt_bias, skip and norm."""
+
 class ShortConvolution:
     def __init__(self, conv: int, *, channels: int, kernel: int) -> None: ...
 
@@ -190,6 +205,7 @@ class Block:
         turn_before_norm: bool = False,
         latent: Latent | None = None,
         convolution: ShortConvolution | None = None,
+        mamba: MambaNet | None = None,
     ) -> None:
         """query_first: where the rotation of queries begins; below 0: where that of keys does."""
 
@@ -362,6 +378,8 @@ class Extension(Protocol):
     @property
     def DeltaNet(self) -> type[DeltaNet]: ...
     @property
+    def MambaNet(self) -> type[MambaNet]: ...
+    @property
     def ShortConvolution(self) -> type[ShortConvolution]: ...
     @property
     def Latent(self) -> type[Latent]: ...
@@ -464,6 +482,29 @@ class Extension(Protocol):
         threads: int,
     ) -> None:
         """vectors: conv, rate, dt_bias and norm; states: last and matrices (csrc/kernels.h, GatedDelta)."""
+    def mamba2(
+        self,
+        type: int,
+        mixed: int,
+        gates: int,
+        vectors: Sequence[int],
+        states: Sequence[int],
+        segments: int,
+        out: int,
+        *,
+        rows: int,
+        mixed_stride: int,
+        count: int,
+        slots: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        kernel: int,
+        eps: float,
+        threads: int,
+    ) -> None:
+        """vectors: conv, its bias or 0, rate, dt_bias, skip and norm; states: last and matrices (kernels.h, Mamba2)."""
     def short_conv(
         self,
         type: int,

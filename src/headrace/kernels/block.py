@@ -23,7 +23,7 @@ from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
 from headrace.kernels.extension import address, check, require
 from headrace.kernels.layer_shape import Experts, LayerShape, LayerWeights, Net
 from headrace.kernels.ops import Weight
-from headrace.kernels.records import ConvWeights, DeltaWeights
+from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
 from headrace.kernels.recurrent import Recur, check_weights, fits_cpp, gates_behind
 from headrace.kernels.routing import check_routing
 from headrace.kernels.triton.weights import GpuWeight
@@ -244,8 +244,8 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
         query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
         experts=None if experts is None else _experts(shape, layer, experts, mlps),
-        gated=shape.gated and layer.net is None, net=_net(shape, layer), convolution=_convolution(shape, layer),
-        latent=_latent(shape, layer), **shape.more,
+        gated=shape.gated and layer.net is None, net=_net(shape, layer), mamba=_mamba(shape, layer),
+        convolution=_convolution(shape, layer), latent=_latent(shape, layer), **shape.more,
     )  # fmt: skip
 
 
@@ -256,9 +256,24 @@ def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:
         return None
     check_weights(spec, vectors)
     gates = _matrix(layer, "gates", (spec.gates, shape.hidden))
-    return require().DeltaNet(
-        gates, [each.data_ptr() for each in vectors[:4]], key_heads=spec.key_heads, value_heads=spec.value_heads,
-        key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel, eps=vectors.eps,
+    return require().DeltaNet(gates, [each.data_ptr() for each in vectors[:4]], eps=vectors.eps, **_sizes(spec))
+
+
+def _mamba(shape: LayerShape, layer: LayerWeights) -> native.MambaNet | None:
+    """The layer's Mamba-2 layer but for its first matrix."""
+    vectors, spec = None if layer.net is None else layer.net.weights, shape.recurrent
+    if spec is None or not isinstance(vectors, MambaWeights):
+        return None
+    check_weights(spec, vectors)
+    gates = _matrix(layer, "gates", (spec.gates, shape.hidden))
+    return require().MambaNet(gates, vectors.addresses, eps=vectors.eps, **_sizes(spec))
+
+
+def _sizes(spec: RecurrentSpec) -> dict[str, int]:
+    """Of states and convolutions, by the names that C++ has for them."""
+    return dict(
+        key_heads=spec.key_heads, value_heads=spec.value_heads, key_dim=spec.key_dim, value_dim=spec.value_dim,
+        kernel=spec.kernel,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from headrace.kernels.records import DeltaWeights, LayerStates
 from headrace.kernels.recurrent_step import check_states
 
 MOST_KEY_DIM, MOST_INPUTS = 256, 8
-"""Of the C++ kernel (csrc/kernels.h, GatedDelta)."""
+"""Of the C++ kernel (csrc/kernels.h, GatedDelta; csrc/ops/state_rows.h, Convolution)."""
 
 
 def gated_delta(

@@ -128,6 +128,25 @@ class ConvWeights(NamedTuple):
     conv: Tensor
 
 
+class MambaWeights(NamedTuple):
+    """Vectors of a Mamba-2 layer, fp32: conv [K, C], its bias [C] or None; rate [Hv], exp(A_log); dt_bias [Hv]; skip
+    [Hv], what the paper calls D; norm [Hv V], its epsilon."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    rate: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    norm: Tensor
+    eps: float
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the vectors lie, as C++ takes them; 0 for none."""
+        vectors = (self.conv, self.conv_bias, self.rate, self.dt_bias, self.skip, self.norm)
+        return [0 if each is None else each.data_ptr() for each in vectors]
+
+
 class DeltaWeights(NamedTuple):
     """Vectors of a gated delta net, fp32: conv [K, C]; rate [Hv], exp(A_log); dt_bias [Hv]; norm [V], its epsilon."""
 

@@ -1,6 +1,6 @@
-"""Recurrent layers of either kind over states that live elsewhere: gated delta nets and short convolutions.
+"""Recurrent layers of any kind over states that live elsewhere: gated delta nets, Mamba-2 layers, short convolutions.
 
-T: rows; H: hidden size; C: channels; Hv, V: value heads of a net and their size (kernels.gated_delta).
+T: rows; H: hidden size; C: channels; Hv, V: value heads and their size (kernels.gated_delta, kernels.mamba2).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
-from headrace.kernels import gated_delta, short_conv
-from headrace.kernels.records import ConvWeights, DeltaWeights, LayerStates
+from headrace.kernels import gated_delta, mamba2, short_conv
+from headrace.kernels.records import ConvWeights, DeltaWeights, LayerStates, MambaWeights
 from headrace.kernels.recurrent_step import PreparedRecurrence
 
-RecurrentWeights = DeltaWeights | ConvWeights
-"""Vectors of a net, or of a short convolution."""
+RecurrentWeights = DeltaWeights | MambaWeights | ConvWeights
+"""Vectors of a net, of a Mamba-2 layer, or of a short convolution."""
+KINDS = {"delta": gated_delta, "mamba2": mamba2, "conv": short_conv}
 
 
 class Recur(Protocol):
@@ -40,33 +41,35 @@ def recur_rows(
     states: LayerStates,
     segments: Tensor,
 ) -> Tensor:
-    """kernels.gated_delta.gated_delta, or without gates kernels.short_conv.short_conv -> [T, Hv, V], or [T, H]."""
+    """kernels.gated_delta.gated_delta or kernels.mamba2.mamba2 -> [T, Hv, V]; without gates
+    kernels.short_conv.short_conv -> [T, H]."""
     if isinstance(weights, ConvWeights):
         return short_conv.short_conv(spec, mixed, weights, states, segments)
+    if isinstance(weights, MambaWeights) and gates is not None:
+        return mamba2.mamba2(spec, mixed, gates, weights, states, segments)
     return gated_delta.gated_delta(spec, mixed, *of_net(gates, weights), states, segments)
 
 
 def of_net(gates: Tensor | None, weights: RecurrentWeights) -> tuple[Tensor, DeltaWeights]:
     """What is a gated delta net's; raises ValueError for anything else."""
     if gates is None or not isinstance(weights, DeltaWeights):
-        raise ValueError("this is no gated delta net: short convolutions have no gates, and no kernel for a GPU")
+        raise ValueError("this is no gated delta net, or it has no gates; other recurrent layers run on a CPU alone")
     return gates, weights
 
 
 def fits_cpp(spec: RecurrentSpec) -> bool:
     """Whether the C++ kernels take layers of these sizes."""
-    return short_conv.fits_cpp(spec) if spec.convolves_alone else gated_delta.fits_cpp(spec)
+    return bool(KINDS[spec.kind].fits_cpp(spec))
 
 
 def check_weights(spec: RecurrentSpec, weights: RecurrentWeights) -> None:
     """Raises ValueError for vectors that do not fit."""
-    if isinstance(weights, DeltaWeights):
-        return gated_delta.check_weights(spec, weights)
-    short_conv.check_weights(spec, weights)
+    KINDS[spec.kind].check_weights(spec, weights)
 
 
 def gates_behind(spec: RecurrentSpec, mixed: Tensor, rows: int, at: int) -> Tensor | None:
-    """The gates [T, 2 Hv] fp32 that lie behind `mixed`, bf16 and flat, from its element `at` on; None: none."""
+    """The fp32 gates of rows, `spec.gates` each, that lie behind `mixed`, bf16 and flat, from its element `at` on;
+    None: none."""
     if not spec.gates:
         return None
     return mixed[at : at + 2 * rows * spec.gates].view(torch.float32).view(rows, spec.gates)

@@ -85,7 +85,7 @@ def _may_change(config: ModelConfig, name: str) -> bool:
     found = MATRIX.match(name)
     if found is None:
         return False
-    is_net = config.recurrent is not None and not config.recurrent.convolves_alone
+    is_net = config.recurrent is not None and config.recurrent.kind != "conv"
     return not (is_net and int(found[1]) in config.recurrent_layers and found[2] in IN_ATTENTION)
 
 

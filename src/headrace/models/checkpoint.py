@@ -40,6 +40,8 @@ CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
 FILTERS = (".conv1d.weight", ".conv.conv.weight")
 """Of convolutions [channels, 1, inputs], which GGUF files have as matrices."""
+OF_MAMBA = (".mamba.A_log", ".mamba.D", ".mamba.norm.weight")
+"""Vectors that GGUF files have as matrices."""
 ONE_ROW = ".shared_expert_gate.weight"
 """A matrix [1, inputs] that GGUF files have as a vector."""
 OF_KEYS, OF_VALUES, OF_BOTH = (f".self_attn.{part}_b_proj.weight" for part in ("k", "v", "kv"))
@@ -267,6 +269,8 @@ class GgufCheckpoint:
         shape = self._where[name][1].shape
         if name.endswith(ONE_ROW):
             return 1, shape[-1]
+        if name.endswith(OF_MAMBA):
+            return (math.prod(shape),)
         return (shape[0], 1, *shape[1:]) if name.endswith(FILTERS) else shape
 
     def stored_as(self, name: str) -> str:

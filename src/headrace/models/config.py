@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "per_layer_config")
 """Fields that stand beside text_config."""
+UNLIMITED = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""What may be said of the steps of Mamba-2 layers, as JSON has infinity and as transformers writes it."""
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' names of the types that weights may have."""
 
@@ -106,6 +109,9 @@ def _refuse_fields(raw: dict[str, Any], family: Family) -> None:
         refuse_rope(each.get("rope_type", each.get("type", "default")), each)
     for value in (raw.get("auto_map") or {}).values():
         _refuse_remote_code(value, family)
+    for name in ("time_step_limit", "mamba_dt_limit"):
+        if raw.get(name) not in UNLIMITED:
+            raise UnsupportedModel(f"{name} {shown(str(raw[name]))} is not supported; 0 and infinity are")
     if raw.get("is_causal") is False:
         raise UnsupportedModel("is_causal false is not supported")
 

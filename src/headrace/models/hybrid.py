@@ -1,5 +1,5 @@
-"""What layers of hybrid models do that plain attention does not: gated delta nets, short convolutions, and gates behind
-attention.
+"""What layers of hybrid models do that plain attention does not: gated delta nets, Mamba-2 layers, short convolutions,
+and gates behind attention.
 
 T: rows; H: hidden size; Hq: query heads, D: their size; Hv, V: value heads of a gated delta net, and their size.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import ops
-from headrace.kernels.records import ConvWeights, DeltaWeights
+from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
 from headrace.kernels.recurrent import Recur
 from headrace.models.spec import ModelConfig
 
@@ -46,6 +46,31 @@ class DeltaNet:
         return by_key.transpose(1, 2).reshape(heads.shape)
 
 
+class MambaLayer:
+    """A Mamba-2 layer in place of a layer's attention. place: as of a DeltaNet."""
+
+    tiled = None
+
+    def __init__(
+        self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
+    ) -> None:
+        self.place = config.place(index)
+        self.gates = matrices["gates.weight"]
+        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
+        vectors = (rate, weights["delta.dt_bias"], weights["delta.D"], weights["delta_norm.weight"])
+        self.weights = MambaWeights(conv, weights.get("conv.bias"), *vectors, config.norm_eps)
+
+    def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
+        """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
+        recur = needed(recur)
+        gates = ops.linear(x, self.gates, wide=True)
+        return recur(self.place, linear("mixed", x), gates, self.weights)
+
+    def as_columns(self, heads: Tensor) -> Tensor:
+        """As they are."""
+        return heads
+
+
 class ShortConvolution:
     """A short convolution between two gates, in place of a layer's attention. place: as of a DeltaNet."""
 
@@ -66,14 +91,20 @@ class ShortConvolution:
         return made
 
 
+KINDS: Mapping[str, type[DeltaNet | MambaLayer | ShortConvolution]] = {
+    "delta": DeltaNet,
+    "mamba2": MambaLayer,
+    "conv": ShortConvolution,
+}
+
+
 def recurrent_layer(
     config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
-) -> DeltaNet | ShortConvolution | None:
+) -> DeltaNet | MambaLayer | ShortConvolution | None:
     """What a layer has in place of attention; None: it has attention."""
     if config.recurrent is None or index not in config.recurrent_layers:
         return None
-    kind = ShortConvolution if config.recurrent.convolves_alone else DeltaNet
-    return kind(config, index, weights, matrices)
+    return KINDS[config.recurrent.kind](config, index, weights, matrices)
 
 
 def needed(recur: Recur | None) -> Recur:

@@ -77,6 +77,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         given = values["layer_types"]
         kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
         values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
+        if values["mamba_d_head"] == "auto":
+            values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
     if model_type in EVERY_FOURTH and values["layer_types"] is None:
         untold = model_type == "exaone4" and values["sliding_window"] is None
         every = 0 if untold else 4 if model_type == "olmo3" else values.get("sliding_window_pattern", 4)

@@ -240,7 +240,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": GRANITE
     | dict(
         num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024, position_embedding_type=None,
-        layer_types=None,
+        layer_types=None, mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head="auto", mamba_d_conv=4,
+        mamba_expand=2, mamba_conv_bias=True, mamba_proj_bias=False,
     ),
     "glm": GLM,
     "glm4": GLM,

@@ -170,6 +170,11 @@ class ConfigFields(msgspec.Struct):
     embedding_multiplier: Factor = UNSET
     position_embedding_type: ShortText = UNSET
     mamba_n_heads: Count = UNSET
+    mamba_n_groups: Count = UNSET
+    mamba_d_state: Count = UNSET
+    mamba_d_conv: Count = UNSET
+    mamba_conv_bias: Flag = UNSET
+    mamba_proj_bias: Flag = UNSET
     mamba_d_head: Annotated[int, Meta(ge=1, le=1 << 16)] | ShortText = UNSET
     mamba_expand: Count = UNSET
     attention_multiplier: Factor = UNSET

@@ -18,13 +18,15 @@ OF_HEADS = re.compile(r"layers\.\d+\.(heads|(keys|values)\.\d+)\.weight$")
 class Slot:
     """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector).
 
-    filter: a convolution's, [rows, 1, columns]. wide: kept in fp32, whatever is computed in.
+    filter: a convolution's, [rows, 1, columns]. wide: kept in fp32, whatever is computed in. of: rows of the
+    checkpoint's tensor, where this is some of them alone and others are another tensor of ours; 0: all.
     """
 
     parts: tuple[int, ...]
     columns: int | None = None
     filter: bool = False
     wide: bool = False
+    of: int = 0
 
     def shape(self, rows: int) -> tuple[int, ...]:
         if self.columns is None:
@@ -115,18 +117,22 @@ def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
 def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, spec, hidden = f"layers.{layer}.", config.recurrent, config.hidden_size
     assert spec is not None, "there are recurrent layers"
+    together = sum(spec.mixed) + spec.gates if spec.kind == "mamba2" else 0
     slots = {
-        prefix + "mixed.weight": Slot(spec.mixed, hidden),
+        prefix + "mixed.weight": Slot(spec.mixed, hidden, of=together),
         prefix + "conv.weight": Slot((spec.channels,), spec.kernel, filter=True, wide=True),
         prefix + "out.weight": Slot((hidden,), spec.values),
     }
-    if spec.convolves_alone:
+    if spec.kind == "conv":
         return slots
+    for name in ("A_log", "dt_bias", *(("D",) if spec.kind == "mamba2" else ())):
+        slots[prefix + f"delta.{name}"] = Slot((spec.value_heads,), wide=True)
+    if spec.kind == "mamba2" and config.conv_bias:
+        slots[prefix + "conv.bias"] = Slot((spec.channels,), wide=True)
+    normed = spec.values if spec.kind == "mamba2" else spec.value_dim
     return slots | {
-        prefix + "gates.weight": Slot((spec.value_heads, spec.value_heads), hidden),
-        prefix + "delta.A_log": Slot((spec.value_heads,), wide=True),
-        prefix + "delta.dt_bias": Slot((spec.value_heads,), wide=True),
-        prefix + "delta_norm.weight": Slot((spec.value_dim,), wide=True),
+        prefix + "gates.weight": Slot((spec.value_heads,) * (spec.gates // spec.value_heads), hidden, of=together),
+        prefix + "delta_norm.weight": Slot((normed,), wide=True),
     }
 
 

@@ -164,10 +164,10 @@ class ModelConfig:
     labels: names of a classifier's outputs, of a checkpoint that has one in place of the head.
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
-    recurrent: of the layers that have a gated delta net or a short convolution in place of attention, which
-    `recurrent_layers` numbers; `attention.layers` counts the others alone. tiled_values: the columns of a net's `out`
-    go through all key heads for their first value heads, then for their second ones, where rows of other matrices end
-    one key head first.
+    recurrent: of the layers that have a gated delta net, a Mamba-2 layer or a short convolution in place of attention,
+    which `recurrent_layers` numbers; `attention.layers` counts the others alone. tiled_values: the columns of a net's
+    `out` go through all key heads for their first value heads, then for their second ones, where rows of other matrices
+    end one key head first. conv_bias: the convolutions of Mamba-2 layers have biases.
 
     value_norm: values are normed, without weights. keys_as_values: in layers without a window values are the keys
     before their norm. shared_inner: MLP width of layers without keys and values of their own (AttentionSpec.shared); 0:
@@ -218,6 +218,7 @@ class ModelConfig:
     recurrent: RecurrentSpec | None = None
     recurrent_layers: tuple[int, ...] = ()
     tiled_values: bool = False
+    conv_bias: bool = False
     value_norm: bool = False
     keys_as_values: bool = False
     shared_inner: int = 0

@@ -78,10 +78,11 @@ def load_weights(
         sources = _sources(config, family, slots, checkpoint.names)
         _check(folder, checkpoint, slots, sources, _unread(config, family))
         weights: dict[str, Tensor] = {}
-        shared: dict[tuple[str, ...], Tensor] = {}
+        shared: dict[tuple[str, ...], Tensor] = {}  # by what they are made of, and their own name where that is a part
         coded = set() if stored is None else _codes(checkpoint, sources, tables_later)
         held = {name: _held(checkpoint, slot, sources[name], dtype, name in coded) for name, slot in slots.items()}
-        to_come = {sources[name]: size for name, size in held.items()}
+        own_of = {name: sources[name] + ((name,) if slot.of else ()) for name, slot in slots.items()}
+        to_come = {own_of[name]: size for name, size in held.items()}
         read, total = 0, sum(to_come.values())
         for name, slot in slots.items():
             if share is None or share.holds(name):
@@ -92,13 +93,13 @@ def load_weights(
                     stored[name] = stored[EMBED] if both else _stored(checkpoint, slot, own, rows)
                 elif stored is not None and later:
                     stored[name] = _numbers_later(checkpoint, slot, own, dtype, rows)
-                elif own in shared:
-                    weights[name] = shared[own]
+                elif own_of[name] in shared:
+                    weights[name] = shared[own_of[name]]
                 else:
                     kept = torch.float32 if slot.wide else dtype
-                    weights[name] = shared[own] = _fuse(checkpoint, slot, own, kept, rows)
-                    _check_finite(folder, shared[own], own)
-            size = to_come.pop(sources[name], 0)
+                    weights[name] = shared[own_of[name]] = _fuse(checkpoint, slot, own, kept, rows)
+                    _check_finite(folder, weights[name], own)
+            size = to_come.pop(own_of[name], 0)
             read += size
             if progress is not None and size:
                 progress(read, total)
@@ -120,6 +121,8 @@ def _held(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...], dtype: t
     """Bytes of a tensor in memory. coded: it stays codes, as far as it is."""
     if not coded:
         return slot.count * dtype.itemsize
+    if slot.of:
+        return checkpoint.held(sources[0]) * sum(slot.parts) // slot.of
     return sum(
         checkpoint.held(source) if checkpoint.is_coded(source) else math.prod(checkpoint.shape(source)) * dtype.itemsize
         for source in sources
@@ -189,7 +192,7 @@ def _check(
 
 def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> list[str]:
     found = []
-    parts = slot.parts if len(sources) > 1 else (sum(slot.parts),)
+    parts = slot.parts if len(sources) > 1 else (slot.of or sum(slot.parts),)
     for source, rows in zip(sources, parts, strict=True):
         shape, kind = checkpoint.shape(source), checkpoint.stored_as(source)
         if shape != slot.shape(rows):

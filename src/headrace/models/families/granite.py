@@ -4,8 +4,8 @@ GraniteMoe has experts in place of MLPs, GraniteMoeShared one beside them that e
 router takes the softmax over the chosen experts alone: that over all of them, divided by the chosen ones' sum. All
 experts of a layer lie in one tensor [E, 2 I, H], gates before ups.
 
-Granite 4 (GraniteMoeHybrid), of which models without mamba layers are computed, may have no experts: what is called
-shared MLP is then the only one. It may rotate nothing.
+Granite 4 (GraniteMoeHybrid) has Mamba-2 layers in place of attention in most layers, or none. It may have no experts:
+what is called shared MLP is then the only one. It may rotate nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models.families.base import Family, Names
 from headrace.models.families.experts import expert_names, mixture
 from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
@@ -25,7 +26,8 @@ def _facts(config: Any) -> dict[str, Any]:
 
 
 def _multiplied(config: Any) -> dict[str, Any]:
-    facts = common(config, uniform_windows(config, None))
+    hybrid = config.model_type == GRANITE_HYBRID.model_type
+    facts = common(config, (None,) * config.num_hidden_layers if hybrid else uniform_windows(config, None))
     return facts | dict(
         attention=replace(facts["attention"], scale=_number(config, "attention_multiplier")),
         embed_scale=_number(config, "embedding_multiplier"),
@@ -53,16 +55,62 @@ def _moe_shared(config: Any) -> dict[str, Any]:
     return _moe(config, config.shared_intermediate_size)
 
 
+KINDS = ("linear_attention", "full_attention")
+"""Of layers, as transformers calls what the files call mamba and attention."""
+
+
 def _hybrid(config: Any) -> dict[str, Any]:
-    if "linear_attention" in config.layer_types:
-        raise UnsupportedModel("layer_types with 'mamba': mamba layers are not supported yet")
     inner, positions = config.shared_intermediate_size, config.position_embedding_type
     if positions not in (None, "rope", "nope"):
         raise UnsupportedModel(f"position_embedding_type {positions!r} is not supported; 'rope', 'nope' and null are")
     if not inner:
         raise UnsupportedModel("shared_intermediate_size 0 is not supported; 1 or more is")
     facts = _moe(config, inner) if config.num_local_experts else _multiplied(config) | dict(intermediate_size=inner)
-    return facts | dict(no_rope_layers=() if positions == "rope" else tuple(range(config.num_hidden_layers)))
+    facts |= dict(no_rope_layers=() if positions == "rope" else tuple(range(config.num_hidden_layers)))
+    return facts | _mamba(config, facts["attention"])
+
+
+def _mamba(config: Any, attention: AttentionSpec) -> dict[str, Any]:
+    """Which layers are Mamba-2 layers, and what attention is of the others."""
+    for kind in config.layer_types:
+        if kind not in KINDS:
+            raise UnsupportedModel(f"layer_types with {kind!r} is not supported; supported: mamba, attention")
+    layers = tuple(layer for layer, kind in enumerate(config.layer_types) if kind == KINDS[0])
+    if not layers:
+        return {}
+    if config.mamba_proj_bias:
+        raise UnsupportedModel("mamba_proj_bias true is not supported; only false is")
+    if len(layers) == config.num_hidden_layers:
+        raise UnsupportedModel("layer_types without 'attention' are not supported")
+    return dict(
+        recurrent=mamba_spec(
+            len(layers), config.mamba_n_groups, config.mamba_n_heads, config.mamba_d_state, config.mamba_d_head,
+            config.mamba_d_conv,
+        ),
+        recurrent_layers=layers,
+        attention=attention.first(config.num_hidden_layers - len(layers)),
+        conv_bias=config.mamba_conv_bias,
+    )  # fmt: skip
+
+
+def mamba_spec(layers: int, groups: Any, heads: Any, state: Any, head_dim: Any, kernel: Any) -> RecurrentSpec:
+    """Of so many Mamba-2 layers. Raises UnsupportedModel for sizes that do not fit each other, or are none."""
+    if not all(isinstance(size, int) for size in (groups, heads, state, head_dim, kernel)):
+        raise UnsupportedModel("a size of its mamba layers is missing; download the file again")
+    if heads % groups:
+        raise UnsupportedModel(f"{groups} groups of keys do not divide {heads} heads of Mamba-2 layers")
+    if kernel < 2:
+        raise UnsupportedModel(f"a convolution of {kernel} inputs is not supported; 2 or more is")
+    return RecurrentSpec(layers, groups, heads, state, head_dim, kernel, "mamba2")
+
+
+def mamba_rows(config: ModelConfig, name: str) -> list[int] | None:
+    """Of in_proj the last rows gate the steps, the others are `mixed`."""
+    if config.recurrent is None:
+        return None
+    begin, kind = sum(config.recurrent.mixed), name.split(".", 2)[-1]
+    rows = {"mixed.weight": range(begin), "gates.weight": range(begin, begin + config.recurrent.gates)}
+    return list(rows[kind]) if kind in rows else None
 
 
 MOE = "block_sparse_moe."
@@ -94,7 +142,24 @@ def _moe_names_renamed(config: ModelConfig) -> Names:
 
 
 def _hybrid_names(config: ModelConfig) -> Names:
-    return {**names(config), **DENSE} if config.experts is None else _moe_names(config)
+    found = {**names(config), **DENSE} if config.experts is None else _moe_names(config)
+    return {**found, **_mamba_names(config)}
+
+
+def _hybrid_names_renamed(config: ModelConfig) -> Names:
+    return {**_moe_names_renamed(config), **_mamba_names(config)}
+
+
+def _mamba_names(config: ModelConfig) -> Names:
+    mamba = "layers.{}.mamba"
+    named = {
+        "layers.{}.mixed": (mamba + ".in_proj",),
+        "layers.{}.gates": (mamba + ".in_proj",),
+        "layers.{}.conv": (mamba + ".conv1d",),
+        "layers.{}.delta": (mamba,),
+        "layers.{}.delta_norm": (mamba + ".norm",),
+    }
+    return named | {f"layers.{i}.out": (f"layers.{i}.mamba.out_proj",) for i in config.recurrent_layers}
 
 
 GRANITE = Family("granite", "transformers.models.granite.configuration_granite:GraniteConfig", _facts, names, PREFIXES)
@@ -108,5 +173,5 @@ GRANITE_MOE_SHARED = Family(
 )  # fmt: skip
 GRANITE_HYBRID = Family(
     "granitemoehybrid", "transformers.models.granitemoehybrid.configuration_granitemoehybrid:GraniteMoeHybridConfig",
-    _hybrid, _hybrid_names, PREFIXES, other_names=_moe_names_renamed,
+    _hybrid, _hybrid_names, PREFIXES, rows=mamba_rows, other_names=_hybrid_names_renamed,
 )  # fmt: skip

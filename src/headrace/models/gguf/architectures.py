@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.logs import shown
-from headrace.models.gguf import deepseek, families, gemma4, hybrids, lfm2, routed
+from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, routed
 from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
@@ -144,6 +144,10 @@ ARCHITECTURES = {
         "GraniteMoeForCausalLM", "granitemoe", GRANITE_EXPERTS | routed.GRANITE_NAMES, form=routed.granite_form,
         fields=routed.granite_moe, routed=False,
     ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", GRANITE_EXPERTS | granite_hybrid.NAMES,
+        form=granite_hybrid.form, fields=granite_hybrid.fields, routed=False,
+    ),
     "chatglm": Architecture(
         "GlmForCausalLM", "glm", LLAMA_NAMES | FUSED_NAMES, form=families.glm_form, fields=families.glm, partial=True
     ),
@@ -211,8 +215,8 @@ OTHERS: Mapping[str, Mapping[str, Architecture]] = {
 """What a name stands for where the file has a key that is not 0; the first such key says it."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MODULE = re.compile(r"blk\.(\d+)\.")
-F32_ALONE = (".ssm_conv1d.weight", ".shortconv.conv.weight", ".bias")
-"""Filters of convolutions, and biases of experts: always F32."""
+F32_ALONE = (".ssm_conv1d.weight", ".shortconv.conv.weight", ".ssm_a", ".ssm_d", ".ssm_norm.weight", ".bias")
+"""Filters of convolutions, vectors of Mamba-2 layers, biases of experts: always F32."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:

@@ -237,12 +237,17 @@ def smollm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     if facts.value("rope.scaling.finetuned") is False:
         raise UnsupportedModel(f"{facts.file.path}: granite without positions is not supported")
+    return multipliers(facts) | _biases(facts, rope)
+
+
+def multipliers(facts: Facts) -> dict[str, Any]:
+    """Of all Granite models."""
     return {
         "attention_multiplier": facts.number("attention.scale"),
         "embedding_multiplier": facts.number("embedding_scale"),
         "residual_multiplier": facts.number("residual_scale"),
         "logits_scaling": facts.number("logit_scale"),
-    } | _biases(facts, rope)
+    }
 
 
 SAYS_NOTHING = (0, 1)

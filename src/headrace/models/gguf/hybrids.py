@@ -19,6 +19,7 @@ from headrace.models.gguf.families import LAYER, MOST_LAYERS, Facts, refuse_expe
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
+KV_HEADS = "attention.head_count_kv"
 LINEAR = LAYER + "linear_attn."
 NAMES = {
     "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
@@ -126,6 +127,19 @@ def _grouped_rows(config: ModelConfig, name: str) -> list[int] | None:
         "delta.dt_bias": heads,
     }
     return orders.get(kind)
+
+
+def attending(facts: Facts) -> tuple[int, list[bool]]:
+    """KV heads of the layers that have any, and which do, of a file that says it of each layer. Raises UnsupportedModel
+    for one that does not, or has them in different numbers."""
+    given = facts.value(KV_HEADS)
+    heads = np.atleast_1d(given)[:MOST_LAYERS].tolist() if isinstance(given, np.ndarray) else []
+    found = set(heads) - {0}
+    if len(heads) != facts.count("block_count") or len(found) != 1 or not all(isinstance(n, int) for n in heads):
+        raise UnsupportedModel(
+            f"{facts.file.path}: {facts.prefix}{KV_HEADS} does not give KV heads of one number, or 0, to each layer"
+        )
+    return found.pop(), [n > 0 for n in heads]
 
 
 def _places(spec: RecurrentSpec) -> list[int]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from headrace.models.gguf.deepseek import SIGMOID
-from headrace.models.gguf.families import LAYER, MOST_LAYERS, Facts, refuse_experts
+from headrace.models.gguf.families import LAYER, Facts, refuse_experts
+from headrace.models.gguf.hybrids import attending
 from headrace.types import UnsupportedModel
 
 NAMES = {
@@ -35,7 +34,6 @@ READ = {
     "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_gating_func", "expert_weights_norm",
     "expert_weights_scale",
 }  # fmt: skip
-KV_HEADS = "attention.head_count_kv"
 
 
 def dense(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
@@ -59,18 +57,12 @@ def with_experts(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(facts: Facts) -> dict[str, Any]:
-    path, given = facts.file.path, facts.value(KV_HEADS)
+    path, (heads, attends) = facts.file.path, attending(facts)
     if facts.count("attention.sliding_window", 0):
         raise UnsupportedModel(f"{path}: {facts.prefix}attention.sliding_window is not supported")
-    heads = np.atleast_1d(given)[:MOST_LAYERS].tolist() if isinstance(given, np.ndarray) else []
-    attending = set(heads) - {0}
-    if len(heads) != facts.count("block_count") or len(attending) != 1 or not all(isinstance(n, int) for n in heads):
-        raise UnsupportedModel(
-            f"{path}: {facts.prefix}{KV_HEADS} does not give KV heads of one number, or 0, to each layer"
-        )
     return {
-        "num_key_value_heads": attending.pop(),
-        "layer_types": ["full_attention" if n else "conv" for n in heads],
+        "num_key_value_heads": heads,
+        "layer_types": ["full_attention" if each else "conv" for each in attends],
         "conv_L_cache": facts.count("shortconv.l_cache"),
         "conv_bias": any(name.endswith(".shortconv.in_proj.bias") for name in facts.tensors),
     }

@@ -38,12 +38,17 @@ GRANITE_PARTS: Names = {
 
 
 def granite_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    _check(facts, READ | OF_SHARED, SOFTMAX)
+    check_softmax(facts)
     return granite(facts, rope) | {
         "num_local_experts": facts.count("expert_count"),
         "num_experts_per_tok": facts.count("expert_used_count"),
         "shared_intermediate_size": facts.count("expert_shared_feed_forward_length", 0),
     }
+
+
+def check_softmax(facts: Facts) -> None:
+    """Raises UnsupportedModel for routers of another kind than Granite's."""
+    _check(facts, READ | OF_SHARED, SOFTMAX)
 
 
 def granite_form(family: Family, present: Set[str]) -> Family:
