@@ -100,6 +100,7 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
   switch (block.order) {
     case Order::pre:
       run.multiply(block.out, attended, x, x, block.residual_scale);
+      if (!block.up.outputs) return;
       run.norm(block.mlp_norm, block.eps, x, b, hidden);
       return add_mlp(block, run, b, x, buffers, block.residual_scale);
     case Order::sandwich:

@@ -87,7 +87,7 @@ struct DecoderLayer {
   Activation activation;
   int64_t heads, kv_heads, dim;
   float eps;
-  Matrix qkv, out, up, down;  // with experts, up and down are the first one's
+  Matrix qkv, out, up, down;  // with experts, up and down are the first one's; without an MLP they have no outputs
   Experts experts;
   Scale attention_norm, mlp_norm;
   Scale attention_out_norm, mlp_out_norm;  // of Order::sandwich and after alone

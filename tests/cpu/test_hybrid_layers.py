@@ -44,11 +44,12 @@ def both(folder: Path, quantization: Quantization = "none") -> tuple[Decoder, De
     [
         *((kind, "none") for kind in ("next", "next_uneven", "next_experts", "3_5_tied", "3_5_ends_recurrent")),
         *((kind, "none") for kind in ("lfm2", "lfm2_four_inputs", "lfm2_experts")),
-        *((kind, "none") for kind in ("granite", "granite_uneven", "granite_experts")),
+        *((kind, "none") for kind in ("granite", "granite_uneven", "granite_experts", "nemotron", "nemotron_experts")),
         ("next", "int4"),
         ("next_experts", "w8a8"),
         ("lfm2", "int8"),
         ("granite", "int4"),
+        ("nemotron_experts", "int8"),
     ],
 )
 def test_the_bits_of_single_operations(kind: str, quantization: Quantization, tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_the_bits_of_single_operations(kind: str, quantization: Quantization, tm
         assert torch.equal(got, want), count
 
 
-@pytest.mark.parametrize("kind", ["3_5", "3_5_ends_recurrent", "lfm2", "granite"])
+@pytest.mark.parametrize("kind", ["3_5", "3_5_ends_recurrent", "lfm2", "granite", "nemotron"])
 def test_steps_in_one_call(kind: str, isa: str, tmp_path: Path) -> None:
     """The engine decodes by one call of C++ a step, and prefills by one for all layers but the last."""
     folder = make_checkpoint(kind, tmp_path)

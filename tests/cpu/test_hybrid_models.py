@@ -97,7 +97,7 @@ def test_in_torch(kind: str, folder: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["next_experts", "3_5_experts", "3_5_experts_vision", "lfm2_experts", "granite_experts"]
+    "kind", ["next_experts", "3_5_experts", "3_5_experts_vision", "lfm2_experts", "granite_experts", "nemotron_experts"]
 )
 def test_experts_in_one_tensor(kind: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
     """transformers writes them so, too."""

@@ -27,6 +27,7 @@ from tests.support import (
     gguf_granite,
     gguf_hybrids,
     gguf_lfm2,
+    gguf_nemotron,
     gguf_routed,
     hybrid_checkpoints,
 )
@@ -84,7 +85,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS | gguf_lfm2.KINDS  # fmt: skip
-KINDS |= gguf_granite.KINDS
+KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
@@ -138,7 +139,7 @@ def build(kind: str) -> PreTrainedModel:
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
     if architecture == "deepseek2":
         del fields["head_dim"]
-    if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES, gguf_granite.ARCHITECTURE):
+    if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES, gguf_granite.ARCHITECTURE, *gguf_nemotron.ARCHITECTURES):
         return hybrid_checkpoints.build_model(base, **fields)
     if architecture in ("chatglm", "glm4"):
         fields["eos_token_id"] = checkpoints.NO_TOKEN
@@ -157,6 +158,9 @@ def write_family(
         gguf_lfm2.add_corrections(writer, model)
     elif architecture == gguf_granite.ARCHITECTURE:
         gguf_granite.describe(writer, config)
+    elif architecture in gguf_nemotron.ARCHITECTURES:
+        gguf_nemotron.describe(writer, config)
+        gguf_deepseek.add_corrections(writer, model)
     else:
         describe(writer, config, architecture)
     latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
@@ -175,6 +179,9 @@ def write_family(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if architecture == "granitehybrid" and gguf_granite.add(writer, config, name, parameter, kind_of):
+                continue
+            if architecture in gguf_nemotron.ARCHITECTURES:
+                gguf_nemotron.add(writer, config, name, parameter, kind_of)
                 continue
             if apart and gguf_deepseek.add(writer, model, name, parameter, kind_of, old):
                 continue

@@ -64,13 +64,12 @@ def add(writer: GGUFWriter, config: Any, name: str, parameter: Tensor, kind_of: 
     elif module in MATRICES:
         write_each(writer, f"{prefix}{MATRICES[module]}.weight", parameter, kind_of)
     else:
-        _add_vector(writer, prefix, name, parameter, config.mamba_n_groups)
+        add_vector(writer, prefix, name.split("mamba.")[1], parameter, config.mamba_n_groups)
     return True
 
 
-def _add_vector(writer: GGUFWriter, prefix: str, name: str, parameter: Tensor, groups: int) -> None:
-    """Those stay as they are."""
-    end = name.split("mamba.")[1]
+def add_vector(writer: GGUFWriter, prefix: str, end: str, parameter: Tensor, groups: int) -> None:
+    """A vector or filter of a Mamba-2 layer, of such a name in it. They stay as they are."""
     value = parameter.detach().float()
     theirs, laid_out = {
         "A_log": ("ssm_a", -value.exp()[..., None]),

@@ -17,6 +17,8 @@ from transformers import (
     Lfm2MoeForCausalLM,
     Lfm2VlConfig,
     Lfm2VlForConditionalGeneration,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -76,6 +78,16 @@ GRANITE_UNEVEN = GRANITE | dict(
     mamba_d_state=20, mamba_d_conv=3, mamba_conv_bias=False, position_embedding_type="rope",
 )  # fmt: skip
 GRANITE_EXPERTS = GRANITE | dict(num_local_experts=6, num_experts_per_tok=3, intermediate_size=64)
+NEMOTRON: dict[str, Any] = dict(
+    hybrid_override_pattern="M-M*-M", mamba_num_heads=6, mamba_head_dim=32, ssm_state_size=16, n_groups=2,
+    time_step_min=1e-30,
+)  # fmt: skip
+"""A layer without an MLP, also the last one; more channels than twice the hidden size. transformers holds steps above
+time_step_min in prompts alone."""
+NEMOTRON_EXPERTS = NEMOTRON | dict(
+    hybrid_override_pattern="MEM*EM-", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64,
+    moe_shared_expert_intermediate_size=96, routed_scaling_factor=2.5, n_group=2, topk_group=1,
+)  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
     "next_uneven": ("next", UNEVEN),
@@ -94,10 +106,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", GRANITE),
     "granite_uneven": ("granite", GRANITE_UNEVEN),
     "granite_experts": ("granite", GRANITE_EXPERTS),
+    "nemotron": ("nemotron", NEMOTRON),
+    "nemotron_experts": ("nemotron", NEMOTRON_EXPERTS),
 }
 
 
-PLAIN_NORMS = ("lfm2", "granite")
+PLAIN_NORMS = ("lfm2", "granite", "nemotron")
 """What families begin with whose norms do not add one to their weights."""
 
 
@@ -115,6 +129,11 @@ def _experts_vision(**fields: Any) -> PreTrainedModel:
 
 def _granite(**fields: Any) -> PreTrainedModel:
     return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**_without_nets(fields)))
+
+
+def _nemotron(**fields: Any) -> PreTrainedModel:
+    own = {name: value for name, value in fields.items() if name != "num_hidden_layers" and "linear_" not in name}
+    return NemotronHForCausalLM(NemotronHConfig(**own))
 
 
 def _lfm2(**fields: Any) -> PreTrainedModel:
@@ -145,6 +164,7 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "3_5_experts_vision": _experts_vision,
     "granite": _granite,
     "lfm2": _lfm2,
+    "nemotron": _nemotron,
     "lfm2_experts": _lfm2_experts,
     "lfm2_vision": _lfm2_vision,
 }
@@ -163,7 +183,8 @@ def build_model(kind: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 def _corrections(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Those of routers, which are no parameters."""
-    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    ends = ("expert_bias", "e_score_correction_bias")
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ends)]
 
 
 def _drawn(name: str, parameter: Tensor, plain_norms: bool) -> Tensor:
@@ -175,7 +196,7 @@ def _drawn(name: str, parameter: Tensor, plain_norms: bool) -> Tensor:
         return 0.3 * noise + (plain_norms or name.endswith("linear_attn.norm.weight"))
     if "conv.conv" in name:
         return noise
-    if name.endswith("mamba.conv1d.weight"):
+    if name.endswith(("mamba.conv1d.weight", "mixer.conv1d.weight")):
         return 0.5 * noise
     if parameter.dim() == 1:
         return 0.3 * noise

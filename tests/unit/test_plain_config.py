@@ -35,6 +35,7 @@ MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
+NEMOTRON = "NemotronHForCausalLM"
 MAMBA = dict(layer_types=["mamba", "attention", "mamba"], num_hidden_layers=3)
 LFM2, CONVOLUTIONS = "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3)
 GIVEN: list[dict[str, Any]] = [
@@ -162,6 +163,22 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["Lfm2MoeForCausalLM"], use_expert_bias=False, routed_scaling_factor=2.5, **CONVOLUTIONS),
     dict(architectures=["Lfm2MoeForCausalLM"], num_dense_layers=3, num_experts_per_tok=33, **CONVOLUTIONS),
     dict(architectures=["Lfm2VlForConditionalGeneration"], block_ff_dim=12288, num_key_value_heads=16, **CONVOLUTIONS),
+    dict(architectures=[NEMOTRON], hybrid_override_pattern="M-M-M*-M"),
+    dict(architectures=[NEMOTRON], hybrid_override_pattern="MEM*E", n_group=2, routed_scaling_factor=2.5),
+    dict(architectures=[NEMOTRON], layers_block_type=["mamba", "moe", "attention"], num_local_experts=16),
+    dict(architectures=[NEMOTRON], layers_block_type=["linear_attention", "full_attention"], num_hidden_layers=9),
+    dict(architectures=[NEMOTRON], hybrid_override_pattern="-M*"),
+    dict(architectures=[NEMOTRON], hybrid_override_pattern="M--*"),
+    dict(architectures=[NEMOTRON], hybrid_override_pattern="M-M-"),
+    dict(architectures=[NEMOTRON], hybrid_override_pattern="*-"),
+    dict(architectures=[NEMOTRON], n_groups=3, hybrid_override_pattern="M*"),
+    dict(architectures=[NEMOTRON], moe_latent_size=64),
+    dict(architectures=[NEMOTRON], use_bias=True),
+    dict(architectures=[NEMOTRON], sliding_window=64),
+    dict(architectures=[NEMOTRON], mlp_bias=True),
+    dict(architectures=[NEMOTRON], mlp_bias=True, hybrid_override_pattern="M-*-", mlp_hidden_act="gelu"),
+    dict(architectures=[NEMOTRON], mlp_hidden_act="silu"),
+    dict(architectures=[NEMOTRON], num_experts_per_tok=9),
     dict(architectures=["Qwen3MoeForCausalLM"], num_experts=16, mlp_only_layers=[1], decoder_sparse_step=2, **WINDOWS),
     dict(architectures=["Qwen3MoeForCausalLM"], num_local_experts=16, num_experts_per_tok=17),
     dict(architectures=["MixtralForCausalLM"], num_local_experts=4, sliding_window=64, rope_theta=5e5),
@@ -311,6 +328,20 @@ def test_layers_that_nothing_tells_apart(given: dict[str, Any], tmp_path: Path) 
     folder = written(tmp_path, given)
     for read, told in ((read_config, "transformers does not accept"), (plain_config, "layer_types is missing")):
         with pytest.raises(UnsupportedModel, match=told):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (dict(layers_block_type=["mamba", "sliding_attention"]), "layers_block_type with 'sliding_attention'"),
+        (dict(hybrid_override_pattern="M?*"), "hybrid_override_pattern is no pattern of M, E, \\* and -"),
+    ],
+)
+def test_kinds_of_layers_that_no_nemotron_has(given: dict[str, Any], told: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, dict(architectures=[NEMOTRON], **given))
+    for read, expected in ((read_config, "transformers does not accept"), (plain_config, told)):
+        with pytest.raises(UnsupportedModel, match=expected):
             read(folder)
 
 

@@ -219,8 +219,8 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         sizes = {"latent": (kv, shape.hidden), "out": (shape.hidden, spec.heads * shape.latent.value)}
     qkv, out = (_matrix(layer, name, size, 0 if query or name != "qkv" else heads) for name, size in sizes.items())
     experts = shape.experts if "router.weight" in layer.matrices else None
-    prefixes = [""] if experts is None else [f"experts.{index}." for index in range(experts.count)]
-    mlps = [_mlp(shape, layer, prefix, shape.inner if experts is None else experts.inner) for prefix in prefixes]
+    mlps = _mlps(shape, layer, experts)
+    up, down = mlps[0] if mlps else (None, None)
     # A parallel block without a norm of its own for the MLP feeds both halves from the same one.
     attention_norm, mlp_norm = (
         norm_of(shape, layer.weights, name)
@@ -240,7 +240,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
     return ext.Block(
         order=getattr(ext.Order, shape.order), activation=getattr(ext.Activation, shape.activation),
         heads=spec.heads if query else 0, kv_heads=spec.kv_heads, dim=spec.head_dim, eps=shape.eps, qkv=qkv, out=out,
-        up=mlps[0][0], down=mlps[0][1], attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
+        up=up, down=down, attention_norm=attention_norm, mlp_norm=mlp_norm, q_norm=q_norm, k_norm=k_norm,
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
         query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
         experts=None if experts is None else _experts(shape, layer, experts, mlps),
@@ -304,6 +304,13 @@ def _latent(shape: LayerShape, layer: LayerWeights) -> native.Latent | None:
         query_in=None if width is None else matrix("query_in", width, shape.hidden),
         query_norm=0 if width is None else _vector(vectors, "query_norm.weight", width),
     )  # fmt: skip
+
+
+def _mlps(shape: LayerShape, layer: LayerWeights, experts: Experts | None) -> list[tuple[native.Matrix, native.Matrix]]:
+    """The layer's MLP, or those of its experts; a layer may have none."""
+    if experts is not None:
+        return [_mlp(shape, layer, f"experts.{index}.", experts.inner) for index in range(experts.count)]
+    return [_mlp(shape, layer, "", shape.inner)] if "up.weight" in layer.matrices else []
 
 
 def _mlp(shape: LayerShape, layer: LayerWeights, prefix: str, inner: int) -> tuple[native.Matrix, native.Matrix]:

@@ -32,7 +32,7 @@ ReadCoded = Callable[[], Coded]
 ByInputs = Callable[[str, Sequence[int]], bool]
 """Whether the weights of all experts, a module of that name and shape [experts, ...], lie by inputs."""
 FUSED = re.compile(
-    r"\.experts\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?$"
+    r"\.experts\.(gate_up_proj|up_proj|down_proj)(?:_(bias|blocks|scales))?$"
     r"|(?<=\.block_sparse_moe)\.(input_linear|output_linear)\.(weight)$"
 )
 """Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published, and as Granite is."""
@@ -40,7 +40,7 @@ CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
 FILTERS = (".conv1d.weight", ".conv.conv.weight")
 """Of convolutions [channels, 1, inputs], which GGUF files have as matrices."""
-OF_MAMBA = (".mamba.A_log", ".mamba.D", ".mamba.norm.weight")
+OF_MAMBA = tuple(f".{mixer}.{name}" for mixer in ("mamba", "mixer") for name in ("A_log", "D", "norm.weight"))
 """Vectors that GGUF files have as matrices."""
 ONE_ROW = ".shared_expert_gate.weight"
 """A matrix [1, inputs] that GGUF files have as a vector."""
@@ -239,7 +239,7 @@ class GgufCheckpoint:
         self._architecture: Architecture = architecture_of(files[0])
         for file in files:
             for info in file.tensors.values():
-                tensors = checkpoint_tensors(self._architecture, file, info, _count_experts(config), config.layers)
+                tensors = checkpoint_tensors(self._architecture, file, info, _count_experts(config), config.blocks)
                 for name, each in tensors.items():
                     if name in self._where:
                         raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")

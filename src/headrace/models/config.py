@@ -57,7 +57,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             architecture=raw["architectures"][0],
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            layers=config.num_hidden_layers,
+            layers=facts.pop("layers", config.num_hidden_layers),
             dtype=_dtype(raw, folder),
             tied=getattr(config, "tie_word_embeddings", False),
             head=raw["architectures"][0] not in HEADLESS | CLASSIFIERS,

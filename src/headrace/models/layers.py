@@ -7,6 +7,7 @@ one row, and whatever is elementwise is add, multiply or a table look-up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,7 @@ class Layer:
         self.place = config.place(index)
         self.net = recurrent_layer(config, index, self.weights, self.matrices)
         self.experts = config.experts_of(index)
+        self.has_mlp = index not in config.without_mlp
         self.mixture = self._mixture(self.experts)
         self.pairs: dict[str, PlacedPairs] = {}
         """What adapters have for its matrices, by their names without `.weight`."""
@@ -92,6 +94,8 @@ class Layer:
         if self.config.block == "parallel":
             second = self._norm("mlp_norm", x) if self.config.mlp_norm else first
             return x, self.whole("hidden", self._mlp(second) + attended)
+        if not self.has_mlp:
+            return x, self._added("attention_out_norm", attended)
         x, second = self._joined("mlp_norm", x, self._added("attention_out_norm", attended))
         return x, self._added("mlp_out_norm", self._mlp(second))
 
@@ -228,9 +232,17 @@ class Layer:
         if experts.OUTSIDE in self.weights:
             experts.fetch(self.weights[experts.OUTSIDE], routes.begin)
         chosen = x[routes.order // spec.chosen]
-        inner = experts.gated_linear(chosen, ups, routes.begin, self.config.activation, up_biases)
+        inner = self._inner_of_experts(chosen, ups, routes.begin, up_biases)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)
         return experts.combine(made, routes)
+
+    def _inner_of_experts(
+        self, x: Tensor, ups: list[ops.Weight], begin: Sequence[int], biases: list[Tensor] | None
+    ) -> Tensor:
+        """x [M, H] by expert -> [M, this rank's share of I]: up and the activation."""
+        if self.config.gated:
+            return experts.gated_linear(x, ups, begin, self.config.activation, biases)
+        return ops.activated(experts.linear(x, ups, begin, biases=biases), self.config.activation)
 
     def bring_experts(self, matrices: Matrices, bring: experts.Bring) -> None:
         """Has experts in `matrices` from now on, memory of a GPU, in which `bring` puts those that rows meet."""

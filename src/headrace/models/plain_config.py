@@ -21,6 +21,7 @@ from headrace.models.plain_defaults import (
     GLM_ENDS,
     GRANITE_KINDS,
     LOCAL_THETAS,
+    NEMOTRON_KINDS,
     NEVER_NULL,
     ONE_NAME,
     OTHER_NAMES,
@@ -94,6 +95,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         _fill_in_gemma4(values)
     if model_type.startswith("lfm2"):
         _fill_in_lfm2(values)
+    if model_type == "nemotron_h":
+        _fill_in_nemotron_h(values)
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
         values["word_embed_proj_dim"] = values["hidden_size"]
     if model_type == "falcon":
@@ -151,6 +154,19 @@ def _fill_in_lfm2(values: dict[str, Any]) -> None:
     if values["layer_types"] is None:
         layers, own = range(values["num_hidden_layers"]), values["full_attn_idxs"]
         values["layer_types"] = [KINDS[0] if own is None or layer in own else "conv" for layer in layers]
+
+
+def _fill_in_nemotron_h(values: dict[str, Any]) -> None:
+    """Kinds of layers by name, or as letters, or neither."""
+    kinds, letters = values["layers_block_type"], values.get("hybrid_override_pattern")
+    if kinds is None and "hybrid_override_pattern" in values:
+        if not letters or not set(letters) <= NEMOTRON_KINDS.keys():
+            raise UnsupportedModel("hybrid_override_pattern is no pattern of M, E, * and -; download the file again")
+        kinds = [NEMOTRON_KINDS[letter] for letter in letters]
+    if kinds is None:
+        kinds = [NEMOTRON_KINDS[letter] for letter in "ME*-"]
+    values["layers_block_type"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
+    values["num_hidden_layers"] = len(kinds)
 
 
 def _fill_in_gemma4(values: dict[str, Any]) -> None:

@@ -243,6 +243,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         layer_types=None, mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head="auto", mamba_d_conv=4,
         mamba_expand=2, mamba_conv_bias=True, mamba_proj_bias=False,
     ),
+    "nemotron_h": COMMON
+    | dict(
+        vocab_size=131072, hidden_size=4096, intermediate_size=21504, num_hidden_layers=4, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, layer_norm_epsilon=1e-5, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, attention_bias=False, use_bias=False, mlp_bias=False, mlp_hidden_act="relu2",
+        sliding_window=None, layers_block_type=None, mamba_num_heads=128, mamba_head_dim=64, mamba_hidden_act="silu",
+        ssm_state_size=128, n_groups=8, conv_kernel=4, use_conv_bias=True, n_routed_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=7688, moe_shared_expert_intermediate_size=7688, moe_latent_size=None, n_group=1,
+        topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
+    ),
     "glm": GLM,
     "glm4": GLM,
     "glm4_moe": GLM
@@ -299,4 +309,6 @@ EVERY_FOURTH = ("olmo3", "exaone4", "cohere2")
 """Of their layers has no window, unless the file says otherwise."""
 GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
 """What transformers calls the kinds of layers that Granite 4's files name."""
+NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": KINDS[0], "-": "mlp"}
+"""What transformers calls the kinds of layers that Nemotron's files have as letters."""
 GLM_ENDS = [151329, 151336, 151338]

@@ -177,6 +177,18 @@ class ConfigFields(msgspec.Struct):
     mamba_proj_bias: Flag = UNSET
     mamba_d_head: Annotated[int, Meta(ge=1, le=1 << 16)] | ShortText = UNSET
     mamba_expand: Count = UNSET
+    hybrid_override_pattern: Annotated[str, Meta(max_length=4096)] | UnsetType | None = UNSET
+    layers_block_type: Annotated[list[Label], Meta(max_length=4096)] | UnsetType | None = UNSET
+    mamba_num_heads: Count = UNSET
+    mamba_head_dim: Count = UNSET
+    mamba_hidden_act: ShortText = UNSET
+    ssm_state_size: Count = UNSET
+    n_groups: Count = UNSET
+    conv_kernel: Count = UNSET
+    use_conv_bias: Flag = UNSET
+    mlp_hidden_act: ShortText = UNSET
+    moe_shared_expert_intermediate_size: WideCount = UNSET
+    moe_latent_size: WideCount = UNSET
     attention_multiplier: Factor = UNSET
     residual_multiplier: Factor = UNSET
     logits_scaling: Factor = UNSET

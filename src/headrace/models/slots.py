@@ -138,6 +138,8 @@ def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
 
 def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, spec = f"layers.{layer}.", config.experts_of(layer)
+    if layer in config.without_mlp:
+        return {}
     slots = _norm(config, prefix + "mlp_norm") if config.mlp_norm and config.block != "after" else {}
     if config.block in NORMED_BEHIND:
         slots |= _norm(config, prefix + "attention_out_norm") | _norm(config, prefix + "mlp_out_norm")

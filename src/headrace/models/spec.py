@@ -169,6 +169,9 @@ class ModelConfig:
     `out` go through all key heads for their first value heads, then for their second ones, where rows of other matrices
     end one key head first. conv_bias: the convolutions of Mamba-2 layers have biases.
 
+    without_mlp: layers that attention, or what stands in its place, makes up alone. apart: in files MLPs are layers of
+    their own, each behind the one that it belongs to.
+
     value_norm: values are normed, without weights. keys_as_values: in layers without a window values are the keys
     before their norm. shared_inner: MLP width of layers without keys and values of their own (AttentionSpec.shared); 0:
     as of the others. layer_scale: what leaves a layer is multiplied by a number of its own.
@@ -219,6 +222,8 @@ class ModelConfig:
     recurrent_layers: tuple[int, ...] = ()
     tiled_values: bool = False
     conv_bias: bool = False
+    without_mlp: tuple[int, ...] = ()
+    apart: bool = False
     value_norm: bool = False
     keys_as_values: bool = False
     shared_inner: int = 0
@@ -236,7 +241,11 @@ class ModelConfig:
     @property
     def has_dense_mlp(self) -> bool:
         """Whether any layer has."""
-        return self.experts is None or self.experts.beside or not all(self.experts.layers)
+        return any(self._has_dense_mlp(layer) for layer in range(self.layers))
+
+    def _has_dense_mlp(self, layer: int) -> bool:
+        spec = self.experts_of(layer)
+        return (spec is None or spec.beside) and layer not in self.without_mlp
 
     def inner(self, layer: int) -> int:
         """Width of a layer's dense MLP."""
@@ -261,9 +270,10 @@ class ModelConfig:
         """Columns of MLPs that a row meets in a layer: those of its experts, the mean over layers that differ."""
         if self.experts is None or self.experts.beside:
             met = 0 if self.experts is None else self.experts.chosen * self.experts.inner
-            return met + sum(map(self.inner, range(self.layers))) // self.layers
+            return met + sum(map(self.inner, filter(self._has_dense_mlp, range(self.layers)))) // self.layers
         sparse, met = sum(self.experts.layers), self.experts.chosen * self.experts.inner + self.experts.shared
-        return (sparse * met + (self.layers - sparse) * self.intermediate_size) // self.layers
+        dense = sum(map(self._has_dense_mlp, range(self.layers)))
+        return (sparse * met + dense * self.intermediate_size) // self.layers
 
     @property
     def rope_depends_on_length(self) -> bool:
@@ -320,7 +330,17 @@ class ModelConfig:
             recurrent=self.recurrent and replace(self.recurrent, layers=len(recurrent)),
             recurrent_layers=recurrent,
             experts=experts and replace(experts, layers=experts.layers[:layers]),
+            without_mlp=tuple(layer for layer in self.without_mlp if layer < layers),
         )
+
+    @property
+    def blocks(self) -> int:
+        """Layers as the files count them."""
+        return self.layers + self.apart * (self.layers - len(self.without_mlp))
+
+    def block_of(self, layer: int) -> int:
+        """The number that a layer has in the files, where MLPs are `apart`; its MLP has the next one."""
+        return 2 * layer - sum(each < layer for each in self.without_mlp) if self.apart else layer
 
     @property
     def one_of_each_kind(self) -> int:

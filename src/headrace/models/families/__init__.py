@@ -18,6 +18,7 @@ from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION
 from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
+from headrace.models.families.nemotron_h import NEMOTRON_H
 from headrace.models.families.olmo import EXAONE4, OLMO2, OLMO3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Family] = {
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm2VlForConditionalGeneration": LFM2_WITH_VISION,
+    "NemotronHForCausalLM": NEMOTRON_H,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,

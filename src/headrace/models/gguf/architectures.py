@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.logs import shown
-from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, routed
+from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, nemotron_h, routed
 from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
@@ -58,6 +58,7 @@ GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
 HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
 GRANITE_EXPERTS = _with_experts("block_sparse_moe", ("gate_proj", "up_proj", "down_proj"))
 LFM2_MOE_NAMES = _with_experts("feed_forward", ("w1", "w3", "w2")) | lfm2.EXPERT_NAMES
+NEMOTRON_EPSILON = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
 LFM2_EPSILON = ("attention.layer_norm_rms_epsilon", "norm_eps")
 MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3", "w2"))
 
@@ -147,6 +148,13 @@ ARCHITECTURES = {
     "granitehybrid": Architecture(
         "GraniteMoeHybridForCausalLM", "granitemoehybrid", GRANITE_EXPERTS | granite_hybrid.NAMES,
         form=granite_hybrid.form, fields=granite_hybrid.fields, routed=False,
+    ),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        Architecture(
+            "NemotronHForCausalLM", "nemotron_h", nemotron_h.NAMES, turned=True, fields=nemotron_h.fields,
+            epsilon=NEMOTRON_EPSILON, partial=True, routed=False,
+        ),
     ),
     "chatglm": Architecture(
         "GlmForCausalLM", "glm", LLAMA_NAMES | FUSED_NAMES, form=families.glm_form, fields=families.glm, partial=True

@@ -12,21 +12,29 @@ from typing import Any
 
 from headrace.models.families.base import Family, Names
 from headrace.models.gguf.families import LAYER, Facts, multipliers, renamed
-from headrace.models.gguf.hybrids import attending
+from headrace.models.gguf.hybrids import KV_HEADS, of_each_layer
 from headrace.models.gguf.routed import GRANITE_NAMES, check_softmax, granite_form
 
-MAMBA = LAYER + "mamba."
-NAMES = GRANITE_NAMES | {
+
+def mamba_names(mixer: str) -> dict[str, str]:
+    """Modules and vectors of a Mamba-2 layer, which checkpoints call `mixer` with a name behind it."""
+    return {
+        "blk.{}.ssm_in": mixer + "in_proj",
+        "blk.{}.ssm_conv1d": mixer + "conv1d",
+        "blk.{}.ssm_a": mixer + "A_log",
+        "blk.{}.ssm_d": mixer + "D",
+        "blk.{}.ssm_dt.bias": mixer + "dt_bias",
+        "blk.{}.ssm_norm": mixer + "norm",
+        "blk.{}.ssm_out": mixer + "out_proj",
+    }
+
+
+NAMES = {
+    **GRANITE_NAMES,
+    **mamba_names(LAYER + "mamba."),
     "blk.{}.ffn_gate": LAYER + "shared_mlp.gate_proj",
     "blk.{}.ffn_up": LAYER + "shared_mlp.up_proj",
     "blk.{}.ffn_down": LAYER + "shared_mlp.output_linear",
-    "blk.{}.ssm_in": MAMBA + "in_proj",
-    "blk.{}.ssm_conv1d": MAMBA + "conv1d",
-    "blk.{}.ssm_a": MAMBA + "A_log",
-    "blk.{}.ssm_d": MAMBA + "D",
-    "blk.{}.ssm_dt.bias": MAMBA + "dt_bias",
-    "blk.{}.ssm_norm": MAMBA + "norm",
-    "blk.{}.ssm_out": MAMBA + "out_proj",
 }
 DENSE_PARTS: Names = {"layers.{}.up": ("layers.{}.shared_mlp.gate_proj", "layers.{}.shared_mlp.up_proj")}
 SHARED_WIDTH = "expert_shared_feed_forward_length"
@@ -35,7 +43,7 @@ SHARED_WIDTH = "expert_shared_feed_forward_length"
 def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Raises UnsupportedModel for a routing that is not read, and for KV heads that differ."""
     check_softmax(facts)
-    heads, attends = attending(facts)
+    heads, attends = of_each_layer(facts, KV_HEADS)
     experts, inner = facts.count("expert_count", 0), facts.count("ssm.inner_size")
     return multipliers(facts) | {
         "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),

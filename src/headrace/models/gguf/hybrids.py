@@ -129,17 +129,15 @@ def _grouped_rows(config: ModelConfig, name: str) -> list[int] | None:
     return orders.get(kind)
 
 
-def attending(facts: Facts) -> tuple[int, list[bool]]:
-    """KV heads of the layers that have any, and which do, of a file that says it of each layer. Raises UnsupportedModel
-    for one that does not, or has them in different numbers."""
-    given = facts.value(KV_HEADS)
-    heads = np.atleast_1d(given)[:MOST_LAYERS].tolist() if isinstance(given, np.ndarray) else []
-    found = set(heads) - {0}
-    if len(heads) != facts.count("block_count") or len(found) != 1 or not all(isinstance(n, int) for n in heads):
-        raise UnsupportedModel(
-            f"{facts.file.path}: {facts.prefix}{KV_HEADS} does not give KV heads of one number, or 0, to each layer"
-        )
-    return found.pop(), [n > 0 for n in heads]
+def of_each_layer(facts: Facts, key: str) -> tuple[int, list[bool]]:
+    """A number that a file gives to each layer, and which have it: the others have 0. Raises UnsupportedModel for a
+    file that does not say it of each, or has different ones."""
+    given = facts.value(key)
+    values = np.atleast_1d(given)[:MOST_LAYERS].tolist() if isinstance(given, np.ndarray) else []
+    found = set(values) - {0}
+    if len(values) != facts.count("block_count") or len(found) != 1 or not all(isinstance(n, int) for n in values):
+        raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}{key} does not give one number, or 0, to each layer")
+    return found.pop(), [n > 0 for n in values]
 
 
 def _places(spec: RecurrentSpec) -> list[int]:

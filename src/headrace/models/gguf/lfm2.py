@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.models.gguf.deepseek import SIGMOID
 from headrace.models.gguf.families import LAYER, Facts, refuse_experts
-from headrace.models.gguf.hybrids import attending
+from headrace.models.gguf.hybrids import KV_HEADS, of_each_layer
 from headrace.types import UnsupportedModel
 
 NAMES = {
@@ -57,7 +57,7 @@ def with_experts(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(facts: Facts) -> dict[str, Any]:
-    path, (heads, attends) = facts.file.path, attending(facts)
+    path, (heads, attends) = facts.file.path, of_each_layer(facts, KV_HEADS)
     if facts.count("attention.sliding_window", 0):
         raise UnsupportedModel(f"{path}: {facts.prefix}attention.sliding_window is not supported")
     return {
