@@ -41,6 +41,7 @@ TEMPLATES = {
                  "llama3_json", NONE),
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
     "lfm2": ("{% if tools %}" + SHOWN + "'<|tool_call_start|>' + calls + '<|tool_call_end|>'", "lfm2", NONE),
+    "nemotron-nano-2": (SHOWN + "'<TOOLCALL>[' + calls + ']</TOOLCALL>' <think></think>", "nemotron_json", "think"),
     "mistral": ("[AVAILABLE_TOOLS]" + SHOWN + "[TOOL_CALLS] [", "mistral", NONE),
     "magistral": (SHOWN + "'[TOOL_CALLS]' + name + '[ARGS]' [THINK][/THINK]", "mistral", "mistral"),
     "gpt-oss": (SHOWN + "<|start|>assistant<|channel|>analysis<|message|>", "openai", "harmony"),

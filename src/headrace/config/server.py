@@ -13,7 +13,7 @@ LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
 TOOL_PARSERS = ("hermes", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31",
-                "llama3_json", "mistral", "lfm2", "pythonic", "openai", "json", "none")  # fmt: skip
+                "llama3_json", "mistral", "nemotron_json", "lfm2", "pythonic", "openai", "json", "none")  # fmt: skip
 REASONING_PARSERS = ("think", "mistral", "seed_oss", "harmony", "none")
 TOOL_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                 "glm47": "glm45"}  # fmt: skip
@@ -144,8 +144,8 @@ class ServerSettings(SettingsRecord):
     tool_call_parser: str = setting(
         "auto",
         "How the model writes calls of tools: hermes, qwen3_coder, seed_oss, glm45, minimax_m2, deepseek_v3, "
-        "deepseek_v31, llama3_json, mistral, lfm2, pythonic, openai, json, or none (calls stay text). auto: as its "
-        "chat template says.",
+        "deepseek_v31, llama3_json, mistral, nemotron_json, lfm2, pythonic, openai, json, or none (calls stay text). "
+        "auto: as its chat template says.",
         check=_a_parser(TOOL_PARSERS, TOOL_ALIASES),
     )
     reasoning_parser: str = setting(

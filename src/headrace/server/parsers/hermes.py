@@ -17,10 +17,12 @@ _REST = re.compile(r"[\s}]+")
 class HermesParser(Parser):
     """The mark says that a call comes, so a call of any name is told; the client decides what it makes of it."""
 
+    begin, end = BEGIN, END
+
     def read(self) -> Reading[None]:
-        marks, calls = marks_of(BEGIN), CallReader(self, eager=True)
+        marks, calls = marks_of(self.begin), CallReader(self, eager=True)
         while (yield from self.reader.until(marks, self.flow.text)):
-            self.reader.hold(BEGIN)
+            self.reader.hold(self.begin)
             yield from self.reader.skip_space()
             if not (yield from calls.objects()):
                 self.fail()
@@ -28,7 +30,7 @@ class HermesParser(Parser):
             self.reader.hold()
             while (yield from self.reader.run(_REST)):
                 pass
-            if (yield from self.reader.literal(END)) or self.reader.cut(END):
+            if (yield from self.reader.literal(self.end)) or self.reader.cut(self.end):
                 self.reader.drop()
             else:
                 self.fail()
