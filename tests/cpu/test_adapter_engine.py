@@ -31,7 +31,11 @@ from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import MIXES, counters, flush, forced, look_at_once, watched
 from tests.support.traces import Trace, random_tokens, run, same
 
-HYBRIDS = [("3_5", r".*(q_proj|o_proj|down_proj)"), ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)")]
+HYBRIDS = [
+    ("3_5", r".*(q_proj|o_proj|down_proj)"),
+    ("nemotron", r".*(q_proj|o_proj|up_proj|down_proj)"),
+    ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)"),
+]
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 KIND = "llama"

@@ -19,7 +19,7 @@ from headrace.models.adapters import MATRIX, Adapters
 from headrace.models.decoder import Decoder
 
 ADAPTED = re.compile(
-    r"\.(self_attn|attention|self_attention|mlp|shared_experts?|shared_mlp|decoder\.layers\.\d+)\.\w+$"
+    r"\.(self_attn|mixer|attention|self_attention|mlp|shared_experts?|shared_mlp|decoder\.layers\.\d+)\.\w+$"
 )
 """Modules beside experts and routers."""
 UNTOUCHED = ("kv_b_proj", "gate", "router", "shared_expert_gate")
