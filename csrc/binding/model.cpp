@@ -84,7 +84,8 @@ void make_states(RecurrentStates *self, const std::vector<std::pair<Address, Add
   new (self) RecurrentStates(states);
 }
 
-// up, down: none of a layer without an MLP. out_norms: those of Order::sandwich and after, of attention and of the MLP; otherwise none. query_first: below 0, turn_first.
+// up, down: none of a layer without an MLP. out_norms: those of Order::sandwich and after, of attention and of the MLP; otherwise
+// none. query_first: below 0, turn_first.
 void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                 const Matrix &qkv, const Matrix &out, const Matrix *up, const Matrix *down, const Scale &attention_norm,
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
