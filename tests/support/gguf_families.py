@@ -89,6 +89,7 @@ KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
+OWN: Any = {gguf_granite.ARCHITECTURE: gguf_granite, **dict.fromkeys(gguf_nemotron.ARCHITECTURES, gguf_nemotron)}
 FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (
     "gemma2", "gemma3", "gemma4", "qwen3next", "qwen35", "qwen35moe", "seed_oss", "gpt-oss", "glm4moe", "olmo2",
@@ -139,7 +140,7 @@ def build(kind: str) -> PreTrainedModel:
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
     if architecture == "deepseek2":
         del fields["head_dim"]
-    if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES, gguf_granite.ARCHITECTURE, *gguf_nemotron.ARCHITECTURES):
+    if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES, *OWN):
         return hybrid_checkpoints.build_model(base, **fields)
     if architecture in ("chatglm", "glm4"):
         fields["eos_token_id"] = checkpoints.NO_TOKEN
@@ -153,35 +154,15 @@ def write_family(
     that are there already among it. split: into parts, as GGUFWriter does it."""
     model, architecture = build(kind), KINDS[kind][0]
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
-    if architecture in gguf_lfm2.ARCHITECTURES:
-        gguf_lfm2.describe(writer, config)
-        gguf_lfm2.add_corrections(writer, model)
-    elif architecture == gguf_granite.ARCHITECTURE:
-        gguf_granite.describe(writer, config)
-    elif architecture in gguf_nemotron.ARCHITECTURES:
-        gguf_nemotron.describe(writer, config)
-        gguf_deepseek.add_corrections(writer, model)
-    else:
-        describe(writer, config, architecture)
     latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
-    corrected = architecture in ("ernie4_5-moe", "minimax-m2")
+    corrected = architecture in ("ernie4_5-moe", "minimax-m2", *gguf_nemotron.ARCHITECTURES)
     apart = latent or corrected or architecture in ("granitemoe", "granitehybrid", "lfm2moe", *HYBRIDS)
-    if architecture == "deepseek2":
-        gguf_deepseek.describe(writer, config, old)
-    if architecture == "glm4moe":
-        gguf_deepseek.describe_experts(writer, config)
+    _describe_whole(writer, model, architecture, old)
     if latent or corrected:
         gguf_deepseek.add_corrections(writer, model)
-    if architecture == "gpt-oss":
-        gguf_gpt_oss.describe(writer, config)
-    if architecture == "gemma4":
-        gguf_gemma4.draw(writer, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if architecture == "granitehybrid" and gguf_granite.add(writer, config, name, parameter, kind_of):
-                continue
-            if architecture in gguf_nemotron.ARCHITECTURES:
-                gguf_nemotron.add(writer, config, name, parameter, kind_of)
+            if architecture in OWN and OWN[architecture].add(writer, config, name, parameter, kind_of):
                 continue
             if apart and gguf_deepseek.add(writer, model, name, parameter, kind_of, old):
                 continue
@@ -203,6 +184,25 @@ def write_family(
         writer.kv_data = [described[0] | writer.kv_data[0]]
     finish(writer)
     return model
+
+
+def _describe_whole(writer: GGUFWriter, model: PreTrainedModel, architecture: str, old: bool) -> None:
+    """All keys, and what the model has beside its parameters."""
+    if architecture in gguf_lfm2.ARCHITECTURES:
+        gguf_lfm2.describe(writer, model.config)
+        gguf_lfm2.add_corrections(writer, model)
+    elif architecture in OWN:
+        OWN[architecture].describe(writer, model.config)
+    else:
+        describe(writer, model.config, architecture)
+    if architecture == "deepseek2":
+        gguf_deepseek.describe(writer, model.config, old)
+    if architecture == "glm4moe":
+        gguf_deepseek.describe_experts(writer, model.config)
+    if architecture == "gpt-oss":
+        gguf_gpt_oss.describe(writer, model.config)
+    if architecture == "gemma4":
+        gguf_gemma4.draw(writer, model)
 
 
 def _add(writer: GGUFWriter, place: Place, parameters: list[torch.Tensor], kind_of: KindOf) -> None:

@@ -64,8 +64,8 @@ def describe(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_group_count(config.n_group)
 
 
-def add(writer: GGUFWriter, config: Any, name: str, parameter: Tensor, kind_of: KindOf) -> None:
-    """Writes a parameter, and into it what is written."""
+def add(writer: GGUFWriter, config: Any, name: str, parameter: Tensor, kind_of: KindOf) -> bool:
+    """Writes a parameter, and into it what is written: True for all of them."""
     whole = name.removeprefix("model.")
     prefix, own = (f"blk.{whole.split('.')[1]}.", whole.split(".", 2)[2]) if "layers." in whole else ("", whole)
     module = own.removesuffix(".weight")
@@ -80,3 +80,4 @@ def add(writer: GGUFWriter, config: Any, name: str, parameter: Tensor, kind_of: 
         written = parameter[rows]
         write_each(writer, f"{prefix}{MODULES[module]}.weight", written, kind_of)
         parameter[rows] = written
+    return True

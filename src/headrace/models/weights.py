@@ -80,9 +80,8 @@ def load_weights(
         weights: dict[str, Tensor] = {}
         shared: dict[tuple[str, ...], Tensor] = {}  # by what they are made of, and their own name where that is a part
         coded = set() if stored is None else _codes(checkpoint, sources, tables_later)
-        held = {name: _held(checkpoint, slot, sources[name], dtype, name in coded) for name, slot in slots.items()}
         own_of = {name: sources[name] + ((name,) if slot.of else ()) for name, slot in slots.items()}
-        to_come = {own_of[name]: size for name, size in held.items()}
+        to_come = {own_of[n]: _held(checkpoint, s, sources[n], dtype, n in coded) for n, s in slots.items()}
         read, total = 0, sum(to_come.values())
         for name, slot in slots.items():
             if share is None or share.holds(name):
