@@ -1,5 +1,6 @@
 """Models with recurrent layers on a fake GPU (tests.support.fake_device), of one gated delta net and one layer of
-attention: the same bits in every schedule, replayed and launched, and near transformers."""
+attention: the same bits in every schedule, replayed and launched, and near transformers. Other kinds of recurrent
+layers: near transformers, replayed and cut."""
 
 from __future__ import annotations
 
@@ -37,6 +38,24 @@ SMALL: dict[str, Any] = dict(
     num_key_value_heads=1, head_dim=16, linear_key_head_dim=16, linear_value_head_dim=8, linear_num_key_heads=1,
     linear_num_value_heads=1, layer_types=["linear_attention", "full_attention"],
 )  # fmt: skip
+PLAIN: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
+GRANITE = PLAIN | dict(layer_types=["mamba", "attention"], mamba_n_heads=4, shared_intermediate_size=32)
+NEMOTRON = PLAIN | dict(head_dim=16, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=16)
+LFM2 = PLAIN | dict(layer_types=["conv", "full_attention"])
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+WITHOUT_GATES = EXPERTS | dict(n_routed_experts=4, moe_shared_expert_intermediate_size=32)
+OTHERS: dict[str, dict[str, Any]] = {
+    "lfm2": LFM2,
+    "granite": GRANITE,
+    "nemotron": NEMOTRON | dict(hybrid_override_pattern="M-*"),
+    "lfm2_experts": LFM2 | EXPERTS | dict(num_experts=4),
+    "granite_experts": GRANITE | dict(num_local_experts=4, num_experts_per_tok=2),
+    "nemotron_experts": NEMOTRON | WITHOUT_GATES | dict(hybrid_override_pattern="ME*E"),
+}
+"""With short convolutions, and with Mamba-2 layers: also one that no MLP follows, and experts without gates."""
 ONE, TWO, SIX = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (1, 2, 6))
 
 
@@ -61,10 +80,17 @@ def engine(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), attention_backend="triton", dtype="float32", **given)
 
 
-@pytest.mark.parametrize("kind", ["3_5", pytest.param("next_experts", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("3_5", "lfm2", "nemotron"),
+        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("next_experts", "granite")),
+        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in OTHERS if "experts" in kind),
+    ],
+)
 def test_logits_are_those_of_transformers(kind: str, fake: FakeDevice, tmp_path: Path) -> None:
     """Gates of attention, norms that add 1 and a part of each head rotated; experts, and the one beside them."""
-    folder, given = make_checkpoint(kind, tmp_path / kind, **SMALL), tokens(9, 1)
+    folder, given = make_checkpoint(kind, tmp_path / kind, **OTHERS.get(kind, SMALL)), tokens(9, 1)
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         difference = engine(folder).logits(given) - model(torch.tensor([given])).logits[0]
@@ -73,6 +99,17 @@ def test_logits_are_those_of_transformers(kind: str, fake: FakeDevice, tmp_path:
 
 def test_replayed_and_cut_are_the_same_as_launched_alone(folder: Path, fake: FakeDevice) -> None:
     """By slices of four rows, the last of them beside another prompt. Recording changes no state."""
+    replayed_and_cut(folder)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["lfm2", "granite", "nemotron_experts"])
+def test_other_layers_replayed_and_cut(kind: str, fake: FakeDevice, tmp_path: Path) -> None:
+    replayed_and_cut(make_checkpoint(kind, tmp_path, **OTHERS[kind]))
+
+
+def replayed_and_cut(folder: Path) -> None:
+    """Two prompts have the answers that each has alone and launched."""
     prompts = [tokens(5, 1), tokens(2, 2)]
     llm = engine(folder, max_batch_tokens=4, max_sequences=2)
     truth = [launched(llm, [prompt], TWO)[0] for prompt in prompts]

@@ -213,12 +213,6 @@ def test_what_is_not_built_is_refused(settings: dict[str, Any], told: str, folde
         engine(folder, **settings)
 
 
-@pytest.mark.parametrize(("kind", "told"), [("lfm2", "short convolutions"), ("granite", "Mamba-2 layers")])
-def test_what_a_gpu_has_no_kernel_for_is_refused(kind: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"attention_backend 'triton': .*ForCausalLM has {told}; use 'auto'"):
-        engine(make_checkpoint(kind, tmp_path), attention_backend="triton")
-
-
 def test_other_models_have_no_states() -> None:
     with pytest.raises(ValueError, match="recurrent_states: LlamaForCausalLM has no recurrent layers; leave it out"):
         LLM("tiny", recurrent_states=4)

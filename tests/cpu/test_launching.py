@@ -29,7 +29,7 @@ from headrace.bench.shapes import CheckpointShape
 from headrace.config import RecurrentSpec, RoutingSpec
 from headrace.engine.programs import Eager, Logits, StepRows
 from headrace.kernels.quantized import Rounded
-from headrace.kernels.records import DeltaWeights, LayerStates, Mask, Pool
+from headrace.kernels.records import Mask, Pool
 from headrace.kernels.state import StateRows
 from headrace.kernels.triton import (
     adapted,
@@ -38,7 +38,6 @@ from headrace.kernels.triton import (
     attention_kernels,
     change_kernels,
     changing,
-    delta,
     delta_kernels,
     draw_kernels,
     experts,
@@ -49,6 +48,7 @@ from headrace.kernels.triton import (
     launch_entries,
     launch_kernels,
     launching,
+    mamba2_kernels,
     piece_kernels,
     pieces,
     pinned,
@@ -59,6 +59,7 @@ from headrace.kernels.triton import (
     rounded_kernels,
     row_kernels,
     sample_kernels,
+    short_conv_kernels,
     tiles,
     token_kernels,
     weight_kernels,
@@ -67,8 +68,10 @@ from headrace.kernels.triton import (
 from headrace.kernels.triton.changing import Changes
 from headrace.kernels.triton.launch_entries import CONTRACTED, Blocks, TensorMaps, Unexpected, block_form
 from headrace.kernels.triton.launching import DirectKernel, direct
+from headrace.kernels.triton.recurrent import step_alone
 from headrace.kernels.triton.sampling import Chooser, Needs
 from tests.support.launched_steps import engine
+from tests.support.recurrent_cases import SLOTS, RecurrentCase
 from tests.support.stub_driver import Launched, stub_driver, uninterpreted, without_code
 
 pytestmark = pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")
@@ -76,8 +79,8 @@ pytestmark = pytest.mark.filterwarnings("error:TRITON_DEFAULT_FP_FUSION")
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 MODULES = (
     adapted_kernels, attention_kernels, change_kernels, delta_kernels, draw_kernels, int8_kv_kernels, kept_row_kernels,
-    launch_kernels, piece_kernels, pinned_kernels, product_kernels, rotary_kernels, rounded_kernels, row_kernels,
-    sample_kernels, token_kernels, weight_kernels,
+    launch_kernels, mamba2_kernels, piece_kernels, pinned_kernels, product_kernels, rotary_kernels, rounded_kernels,
+    row_kernels, sample_kernels, short_conv_kernels, token_kernels, weight_kernels,
 )  # fmt: skip
 SHAPE = CheckpointShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=64, mlp=128, vocab=64, context=1024)
 
@@ -184,13 +187,12 @@ def states() -> None:
 
 
 def recurrence() -> None:
-    """A layer of a gated delta net."""
-    spec = RecurrentSpec(1, 2, 4, 32, 32, 4)
-    heads, mixed = torch.zeros(4), torch.zeros(3, spec.channels + spec.values, dtype=BF16)
-    states = LayerStates(torch.zeros(2, 3, spec.channels, dtype=BF16), torch.zeros(2, 4, 32, 32))
-    vectors = DeltaWeights(torch.zeros(4, spec.channels), heads, heads, torch.zeros(32), 1e-6)
-    step = delta.DeltaStep.of(spec, torch.tensor([[0, 3, -1, 0]]), 3, 2, CPU)
-    step(mixed, torch.zeros(3, 8), vectors, states)
+    """A layer of each kind."""
+    shared = RecurrentSpec(1, 2, 4, 32, 32, 4)
+    for spec in (shared, replace(shared, kind="mamba2"), RecurrentSpec.short_convolutions(1, 40, 3)):
+        case = RecurrentCase(spec, 3, BF16)
+        step = step_alone(spec, torch.tensor([[0, 3, -1, 0]]), 3, SLOTS, CPU)
+        step(case.mixed.contiguous(), case.gates, case.weights, case.copied())
 
 
 def choices() -> None:

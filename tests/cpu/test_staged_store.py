@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Semaphore
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,22 @@ def store() -> Iterator[StagedStore]:
     made.streams.out.submit = late  # type: ignore[method-assign]
     yield made
     made.close()
+
+
+@contextmanager
+def held(store: StagedStore) -> Iterator[Semaphore]:
+    """Each copy that comes in is on its way until it is let go, or this ends."""
+    let, submit = Semaphore(0), store.streams.into.submit
+
+    def late(run: Callable[[], object], size: int, kind: str) -> Any:
+        return submit(lambda: (let.acquire(timeout=30), run()), size, kind)
+
+    store.streams.into.submit = late  # type: ignore[method-assign]
+    try:
+        yield let
+    finally:
+        let.release(100)
+        store.streams.into.submit = submit  # type: ignore[method-assign]
 
 
 def own(slots: Sequence[int], cached: Sequence[int] = (), written: Sequence[int] = ()) -> OwnChunks:
@@ -80,13 +98,15 @@ def test_what_a_pass_sees_and_leaves(store: StagedStore) -> None:
 
 def test_a_rank_without_rows_passes_on_what_comes(store: StagedStore) -> None:
     """It does not wait for it; the next group, which loads nothing, must not write over it."""
-    giving, writing = store.stage([own([1, 4], cached=[1, 4]), own([2, 3], written=[2, 3])])
     came = []
-    for layer in range(LAYERS):
-        (each,) = giving.pending([1, 4], layer)
-        pool = store.buffers[layer % 2]
-        each.then(lambda pool=pool: came.append(pool.k[:2, 0, 0, 0].tolist()))  # type: ignore[misc]
-        giving.finish(layer)
+    with held(store) as let:
+        giving, writing = store.stage([own([1, 4], cached=[1, 4]), own([2, 3], written=[2, 3])])
+        for layer in range(LAYERS):
+            (each,) = giving.pending([1, 4], layer)
+            pool = store.buffers[layer % 2]
+            each.then(lambda pool=pool: came.append(pool.k[:2, 0, 0, 0].tolist()))  # type: ignore[misc]
+            let.release()
+            giving.finish(layer)
     for layer in range(LAYERS):
         writing.pool(layer).k[:] = 7.0
         writing.finish(layer)
@@ -97,15 +117,18 @@ def test_a_rank_without_rows_passes_on_what_comes(store: StagedStore) -> None:
 
 def test_the_layer_after_next_is_on_its_way(store: StagedStore) -> None:
     """Two passes at a time, across groups; nothing moves for a group of which the rank has nothing."""
-    first, nothing, second = store.stage([own([0, 1], cached=[0, 1]), own([]), own([2, 3], cached=[2, 3])])
-    assert store.totals.loaded == 2 + 1  # of layer 0, and of layer 1 what its window shows
-    nothing.finish(0)
-    assert not nothing.pending([], 0) and store.totals.loaded == 3
-    for layer in range(LAYERS):
-        first.finish(layer)
-    assert store.totals.loaded == 2 + 1 + 2 + 2 + 1
+    with held(store) as let:
+        first, nothing, second = store.stage([own([0, 1], cached=[0, 1]), own([]), own([2, 3], cached=[2, 3])])
+        assert store.totals.loaded == 2 + 1  # of layer 0, and of layer 1 what its window shows
+        nothing.finish(0)
+        assert not nothing.pending([], 0) and store.totals.loaded == 3
+        for layer in range(LAYERS):
+            let.release()
+            first.finish(layer)
+        assert store.totals.loaded == 2 + 1 + 2 + 2 + 1
+        assert second.pending([], 1)
+    store.settle()
     assert store.totals.bytes_in == store.totals.loaded * store.store.chunk_bytes and not store.totals.bytes_out
-    assert second.pending([], 1)
 
 
 def test_more_than_it_holds(store: StagedStore) -> None:

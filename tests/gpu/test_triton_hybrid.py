@@ -1,5 +1,5 @@
 """Models with recurrent layers on a GPU: near transformers, and every schedule the same bits; their kernels alone at
-the sizes of Qwen3-Next."""
+the sizes of Qwen3-Next, Granite 4 H, Nemotron-H and LFM2."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ from tools.gpu.bits import eager_steps
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHORT, LONG = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (12, 70))
 KIND = "3_5_ends_recurrent"
+OTHERS = ("granite", "nemotron", "lfm2")
+LAYERS = [
+    RecurrentSpec(1, 16, 32, 128, 128, 4),
+    RecurrentSpec(1, 1, 2, 40, 24, 3),
+    RecurrentSpec(1, 1, 48, 128, 64, 4, "mamba2"),
+    RecurrentSpec(1, 8, 128, 128, 64, 4, "mamba2"),
+    RecurrentSpec(1, 3, 6, 20, 24, 3, "mamba2"),
+    RecurrentSpec.short_convolutions(1, 2048, 3),
+    RecurrentSpec.short_convolutions(1, 120, 4),
+]
 
 
 def words(count: int, seed: int) -> list[int]:
@@ -60,14 +70,14 @@ def truth(llm: LLM) -> list[Trace]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [(16, 32, 128, 128, 4), (1, 2, 40, 24, 3)], ids=str)
-def test_recurrent_layers(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    from headrace.kernels.triton import delta_check
+@pytest.mark.parametrize("spec", LAYERS, ids=str)
+def test_recurrent_layers(spec: RecurrentSpec, dtype: torch.dtype) -> None:
+    from headrace.kernels.triton import recurrent_check
 
-    delta_check.check(RecurrentSpec(1, *sizes), dtype, torch.device("cuda"))
+    recurrent_check.check(spec, dtype, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("kind", [KIND, "next_experts"])
+@pytest.mark.parametrize("kind", [KIND, "next_experts", *OTHERS, "granite_experts", "nemotron_experts", "lfm2_experts"])
 def test_logits_equal_transformers(kind: str, tmp_path: Path) -> None:
     model = engine(make_checkpoint(kind, tmp_path), dtype="float32", max_sequences=1)
     with torch.no_grad():
@@ -81,6 +91,22 @@ def test_replayed_batched_and_cached_recurrent_layers(llm: LLM, truth: list[Trac
     same(run(llm, prompts(), SHORT), truth)
     stats = llm.engine.stats()
     assert stats.tokens.cached > 192 and stats.graphs.replayed > 0
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_recurrent_layers(kind: str, tmp_path: Path) -> None:
+    """Launched each alone; replayed together, from an empty cache and from a full one; in slices."""
+    made = engine(make_checkpoint(kind, tmp_path))
+    with eager_steps(made.engine.loaded.executor):
+        alone = []
+        for prompt in prompts():
+            made.engine.cache.tree.clear()
+            alone += run(made, [prompt], SHORT)
+    made.engine.cache.tree.clear()
+    for _ in range(2):
+        same(run(made, prompts(), SHORT), alone)
+    assert made.engine.stats().graphs.replayed > 0
+    same(run(engine(tmp_path, max_batch_tokens=64), prompts(), SHORT), alone)
 
 
 @pytest.mark.parametrize("budget", [64, 96])

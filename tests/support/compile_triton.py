@@ -40,7 +40,7 @@ from headrace.kernels.triton import (
 )
 from headrace.kernels.triton.launch_entries import CONTRACTED
 from headrace.types import MAX_LISTED
-from tests.support import compiled_delta, compiled_pieces, compiled_rounded, compiled_rows, compiled_weights
+from tests.support import compiled_pieces, compiled_recurrent, compiled_rounded, compiled_rows, compiled_weights
 from tests.support.compiled_rows import Compiled
 
 ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
@@ -187,7 +187,7 @@ def cases(architecture: int) -> list[Compiled]:
     hopper = hopper_cases() if architecture == 90 else ()
     rows, codes = compiled_rows.cases(architecture), compiled_weights.cases()
     rounded, pieces = compiled_rounded.cases(architecture), compiled_pieces.cases()
-    others = (*compiled_delta.cases(), *sampling_cases())
+    others = (*compiled_recurrent.cases(), *sampling_cases())
     return [*attention_cases(architecture), *hopper, *pieces, *rows, *codes, *rounded, *others]
 
 

@@ -33,8 +33,8 @@ from transformers import (
 )
 
 from headrace.config import RecurrentSpec
-from headrace.kernels.records import LayerStates
-from headrace.kernels.recurrent import Recur, RecurrentWeights, recur_rows
+from headrace.kernels.records import LayerStates, RecurrentWeights
+from headrace.kernels.recurrent import Recur, recur_rows
 from headrace.models.decoder import Decoder
 from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import NaiveAttend, RowAttend, batch_of, naive

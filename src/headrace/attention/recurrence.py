@@ -11,13 +11,14 @@ from torch import Tensor
 
 from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
-from headrace.kernels.recurrent import Recur, RecurrentWeights, fits_cpp, of_net, recur_rows
+from headrace.kernels.records import RecurrentWeights
+from headrace.kernels.recurrent import Recur, fits_cpp, recur_rows
 from headrace.kernels.recurrent_step import PreparedRecurrence, StatesInCpp
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import Segment
 
 if TYPE_CHECKING:  # it imports Triton
-    from headrace.kernels.triton.delta import DeltaMemory, DeltaStep
+    from headrace.kernels.triton.recurrent_step import RecurrentMemory, RecurrentStep
 
 Part = tuple[int, int, Sequence[Segment]]
 """(first row, first token, segments) of a slice: kv.states."""
@@ -39,16 +40,16 @@ class StepRecurrence(Recur):
     def __init__(self, storage: StateStorage, segments: Tensor) -> None:
         self.storage, self.segments = storage, segments
         self.prepared = prepared_recurrence(storage, segments)
-        self._on_gpu: DeltaStep | None = None
+        self._on_gpu: RecurrentStep | None = None
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
         storage = self.storage
         if dispatch.on_gpu(mixed):
             if self._on_gpu is None:
-                from headrace.kernels.triton.delta import DeltaStep
+                from headrace.kernels.triton.recurrent import step_alone
 
-                self._on_gpu = DeltaStep.of(storage.spec, self.segments, len(mixed), storage.slots, mixed.device)
-            return self._on_gpu(mixed, *of_net(gates, weights), storage.layers[layer])
+                self._on_gpu = step_alone(storage.spec, self.segments, len(mixed), storage.slots, mixed.device)
+            return self._on_gpu(mixed, gates, weights, storage.layers[layer])
         return recur_rows(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
 
 
@@ -57,15 +58,15 @@ class ReplayedRecurrence:
     index data lies in memory of a fixed size, which is filled anew for each step."""
 
     def __init__(self, storage: StateStorage, rows: int, groups: int) -> None:
-        from headrace.kernels.triton.delta import DeltaMemory
+        from headrace.kernels.triton.recurrent_step import RecurrentMemory
 
         self.storage, self.rows, self.groups = storage, rows, groups
         place, kept = storage.layers[0].last.device, storage.spec.kernel - 1
-        self.memory: DeltaMemory = DeltaMemory(kept, rows, rows, groups, place, pinned=True)
+        self.memory: RecurrentMemory = RecurrentMemory(kept, rows, rows, groups, place, pinned=True)
 
     def fill(self, segments: Tensor, rows: int) -> bool:
         """Takes a step of so many rows. False: there is no room for it."""
-        from headrace.kernels.triton.delta import arrange
+        from headrace.kernels.triton.recurrent_step import arrange
 
         return self.memory.fill(arrange(self.storage.spec, segments, rows, self.storage.slots))
 
@@ -76,13 +77,13 @@ class ReplayedRecurrence:
 
 class _ReplayedLayers(Recur):
     def __init__(self, recurrence: ReplayedRecurrence, rows: int) -> None:
-        from headrace.kernels.triton.delta import DeltaStep
+        from headrace.kernels.triton.recurrent import KINDS
 
-        self.storage = recurrence.storage
-        self.step: DeltaStep = DeltaStep(self.storage.spec, recurrence.memory, rows, min(rows, recurrence.groups))
+        self.storage, groups = recurrence.storage, min(rows, recurrence.groups)
+        self.step: RecurrentStep = KINDS[self.storage.spec.kind](self.storage.spec, recurrence.memory, rows, groups)
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
-        return self.step(mixed, *of_net(gates, weights), self.storage.layers[layer])
+        return self.step(mixed, gates, weights, self.storage.layers[layer])
 
 
 _known: WeakKeyDictionary[StateStorage, StatesInCpp] = WeakKeyDictionary()

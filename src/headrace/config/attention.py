@@ -100,11 +100,6 @@ class RecurrentSpec:
     kernel: int
     kind: RecurrentKind = "delta"
 
-    @property
-    def called(self) -> str:
-        """What its layers are, in words."""
-        return {"delta": "gated delta nets", "mamba2": "Mamba-2 layers", "conv": "short convolutions"}[self.kind]
-
     @classmethod
     def short_convolutions(cls, layers: int, channels: int, kernel: int) -> RecurrentSpec:
         """Of layers that convolve their rows, gated before it and behind it, and do nothing else."""

@@ -73,9 +73,6 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
         if config.cache.states is not None:
             raise ValueError(f"recurrent_states: {model.architecture} has no recurrent layers; leave it out")
         return
-    if config.model.on_gpu and model.recurrent.kind != "delta":
-        called = model.recurrent.called
-        raise ValueError(f"attention_backend 'triton': {model.architecture} has {called}; use 'auto'")
     tiers = config.tiers
     strategy = config.ranks.strategy
     if config.ranks.context > 1 and strategy not in ("auto", *RECURRENT):

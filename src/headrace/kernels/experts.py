@@ -190,20 +190,23 @@ def mixture(
     up_biases: Sequence[Tensor] | None,
     downs: Sequence[ops.Weight],
     down_biases: Sequence[Tensor] | None,
-    gate: str,
+    activation: str,
     chosen: int,
     normalised: bool,
     bring: Bring | None = None,
     routing: RoutingSpec = SOFTMAX,
     correction: Tensor | None = None,
+    gated: bool = True,
 ) -> Mixture:
     """All of it at once for experts in a GPU's memory, of which those of one name are in one form: ValueError
-    otherwise. bring: moves them; None: all are there. The other arguments are those of `gated_linear` and `route`."""
+    otherwise. activation: of the gates, if `gated`, otherwise of all that `ups` make (ops.gated, ops.activated). bring:
+    moves experts; None: all are there. The other arguments are those of `gated_linear` and `route`."""
     from headrace.kernels.triton import experts as gpu
 
     up, down = (gpu.GpuExperts(*each) for each in ((ups, up_biases), (downs, down_biases)))
     how = partial(gpu.route, chosen=chosen, normalised=normalised, routing=routing, correction=correction)
-    return gpu.GpuMixture(up, down, partial(ops.gated, gate=gate), how, bring)
+    activate = partial(ops.gated, gate=activation) if gated else partial(ops.activated, kind=activation)
+    return gpu.GpuMixture(up, down, activate, how, bring)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:

@@ -1,4 +1,5 @@
-"""Gated delta nets (arXiv 2412.06464) over states that live elsewhere: C++, Triton, or torch token by token.
+"""Gated delta nets (arXiv 2412.06464) over states that live elsewhere, on a CPU: C++, or torch token by
+token.
 
 T: rows; K: inputs of the convolution; Hk, Hv: key and value heads; D: size of queries and keys, V: of values;
 C = 2 Hk D + Hv V: channels. For each token, after a causal convolution with silu, q and k of length 1, q / sqrt(D):
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from headrace.config import RecurrentSpec
 from headrace.kernels import dispatch
 from headrace.kernels.extension import check, require, type_of
-from headrace.kernels.records import DeltaWeights, LayerStates
+from headrace.kernels.records import DeltaWeights, LayerStates, RecurrentWeights
 from headrace.kernels.recurrent_step import check_states
 
 MOST_KEY_DIM, MOST_INPUTS = 256, 8
@@ -31,18 +32,19 @@ def gated_delta(
 
     segments int64 [n, 4] = (first row, row behind the last, slot of the state to begin with, slot to leave the state
     in); slot -1: the state of no tokens. They take effect in their order: one may begin with what another has left.
-    Every row is in one segment. Raises ValueError for tensors that do not fit each other. On a GPU the segments, which
-    stay on the CPU, are prepared anew at each call: a step of many layers does that once (attention.recurrence).
+    Every row is in one segment. Raises ValueError for tensors that do not fit each other.
     """
-    if dispatch.on_gpu(mixed):
-        from headrace.kernels.triton.delta import DeltaStep
-
-        step = DeltaStep.of(spec, segments, len(mixed), len(states.matrices), mixed.device)
-        return step(mixed, gates, weights, states)
     _check(spec, mixed, gates, weights, states, segments)
     if dispatch.native(mixed) and fits_cpp(spec):
         return _native(spec, mixed, gates, weights, states, segments)
     return _plain(spec, mixed, gates, weights, states, segments)
+
+
+def of_net(gates: Tensor | None, weights: RecurrentWeights) -> tuple[Tensor, DeltaWeights]:
+    """What is a gated delta net's; raises ValueError for anything else."""
+    if gates is None or not isinstance(weights, DeltaWeights):
+        raise ValueError("these are not the weights and gates of a gated delta net")
+    return gates, weights
 
 
 def fits_cpp(spec: RecurrentSpec) -> bool:

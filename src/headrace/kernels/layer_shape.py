@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
 from headrace.kernels.adapted_rows import PlacedPairs
 from headrace.kernels.ops import Weight
-from headrace.kernels.recurrent import RecurrentWeights
+from headrace.kernels.records import RecurrentWeights
 
 
 class Experts(Protocol):

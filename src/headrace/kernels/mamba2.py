@@ -1,4 +1,5 @@
-"""Mamba-2 layers (arXiv 2405.21060) over states that live elsewhere: C++, or torch token by token.
+"""Mamba-2 layers (arXiv 2405.21060) over states that live elsewhere, on a CPU: C++, or torch token
+by token.
 
 T: rows; K: inputs of the convolution; Hk: groups of heads that share keys and queries; Hv: heads; D: size of keys and
 queries (B and C of the paper), V: of a head's x; C = Hv V + 2 Hk D: channels. For each token, after a causal
@@ -31,10 +32,8 @@ def mamba2(
 ) -> Tensor:
     """mixed [T, Hv V + C] = (z, x, k, q), gates fp32 [T, Hv] -> [T, Hv, V] in mixed's type.
 
-    segments: as of kernels.gated_delta. Raises ValueError for tensors that do not fit each other, and on a GPU.
+    segments: as of kernels.gated_delta. Raises ValueError for tensors that do not fit each other.
     """
-    if dispatch.on_gpu(mixed):
-        raise ValueError("Mamba-2 layers are computed on the CPU alone: use attention_backend auto")
     rows, width = len(mixed), spec.values + spec.channels
     if mixed.shape != (rows, width) or mixed.stride(-1) != 1:
         raise ValueError(f"mixed must be [T, {width}] with contiguous rows, got {list(mixed.shape)}")

@@ -157,6 +157,10 @@ class DeltaWeights(NamedTuple):
     eps: float
 
 
+RecurrentWeights = DeltaWeights | MambaWeights | ConvWeights
+"""Vectors of a net, of a Mamba-2 layer, or of a short convolution."""
+
+
 @dataclass(frozen=True, slots=True)
 class QKRotary:
     """What lies between a layer's projected heads and attention: norms of queries and keys, and the rotation.

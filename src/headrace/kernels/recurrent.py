@@ -1,4 +1,5 @@
-"""Recurrent layers of any kind over states that live elsewhere: gated delta nets, Mamba-2 layers, short convolutions.
+"""Recurrent layers of any kind over states that live elsewhere: gated delta nets, Mamba-2 layers, short convolutions;
+on a CPU, or on a GPU by Triton.
 
 T: rows; H: hidden size; C: channels; Hv, V: value heads and their size (kernels.gated_delta, kernels.mamba2).
 """
@@ -11,12 +12,10 @@ import torch
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
-from headrace.kernels import gated_delta, mamba2, short_conv
-from headrace.kernels.records import ConvWeights, DeltaWeights, LayerStates, MambaWeights
+from headrace.kernels import dispatch, gated_delta, mamba2, short_conv
+from headrace.kernels.records import ConvWeights, LayerStates, MambaWeights, RecurrentWeights
 from headrace.kernels.recurrent_step import PreparedRecurrence
 
-RecurrentWeights = DeltaWeights | MambaWeights | ConvWeights
-"""Vectors of a net, of a Mamba-2 layer, or of a short convolution."""
 KINDS = {"delta": gated_delta, "mamba2": mamba2, "conv": short_conv}
 
 
@@ -42,19 +41,21 @@ def recur_rows(
     segments: Tensor,
 ) -> Tensor:
     """kernels.gated_delta.gated_delta or kernels.mamba2.mamba2 -> [T, Hv, V]; without gates
-    kernels.short_conv.short_conv -> [T, H]."""
+    kernels.short_conv.short_conv -> [T, H].
+
+    On a GPU the segments, which stay on the CPU, are prepared anew at each call: a step of many layers does that once
+    (attention.recurrence).
+    """
+    if dispatch.on_gpu(mixed):
+        from headrace.kernels.triton.recurrent import step_alone
+
+        step = step_alone(spec, segments, len(mixed), len(states.last), mixed.device)
+        return step(mixed, gates, weights, states)
     if isinstance(weights, ConvWeights):
         return short_conv.short_conv(spec, mixed, weights, states, segments)
     if isinstance(weights, MambaWeights) and gates is not None:
         return mamba2.mamba2(spec, mixed, gates, weights, states, segments)
-    return gated_delta.gated_delta(spec, mixed, *of_net(gates, weights), states, segments)
-
-
-def of_net(gates: Tensor | None, weights: RecurrentWeights) -> tuple[Tensor, DeltaWeights]:
-    """What is a gated delta net's; raises ValueError for anything else."""
-    if gates is None or not isinstance(weights, DeltaWeights):
-        raise ValueError("this is no gated delta net, or it has no gates; other recurrent layers run on a CPU alone")
-    return gates, weights
+    return gated_delta.gated_delta(spec, mixed, *gated_delta.of_net(gates, weights), states, segments)
 
 
 def fits_cpp(spec: RecurrentSpec) -> bool:

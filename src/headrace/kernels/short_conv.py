@@ -1,4 +1,5 @@
-"""Short convolutions between two gates (LFM2) over states that live elsewhere: C++, or torch token by token.
+"""Short convolutions between two gates (LFM2) over states that live elsewhere, on a CPU: C++, or torch
+token by token.
 
 T: rows; H: channels; K: inputs of the convolution, each channel's own. For each token, with B, C, x [H] = mixed:
 
@@ -28,10 +29,8 @@ def short_conv(
 ) -> Tensor:
     """mixed [T, 3 H] = (B, C, x) -> [T, H] in its type. states: `last` [slots, K - 1, H] of that type.
 
-    segments: as of kernels.gated_delta. Raises ValueError for tensors that do not fit each other, and on a GPU.
+    segments: as of kernels.gated_delta. Raises ValueError for tensors that do not fit each other.
     """
-    if dispatch.on_gpu(mixed):
-        raise ValueError("short convolutions are computed on the CPU alone: use attention_backend auto")
     width = 3 * spec.channels
     if mixed.shape != (len(mixed), width) or mixed.stride(-1) != 1:
         raise ValueError(f"mixed must be [T, {width}] with contiguous rows, got {list(mixed.shape)}")

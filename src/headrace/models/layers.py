@@ -259,8 +259,9 @@ class Layer:
         parts = (*self._of_experts("up", spec), *self._of_experts("down", spec))
         correction = self.weights.get(CORRECTION)
         return experts.mixture(
-            *parts, self.config.activation, spec.chosen, spec.normalised, bring, spec.routing, correction
-        )
+            *parts, self.config.activation, spec.chosen, spec.normalised, bring, spec.routing, correction,
+            gated=self.config.gated,
+        )  # fmt: skip
 
     def _of_experts(self, part: str, spec: ExpertsSpec) -> tuple[list[ops.Weight], list[Tensor] | None]:
         """Matrices of that name, and their biases if they have any."""

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.records import LayerStates
-from headrace.kernels.recurrent import Recur, RecurrentWeights, recur_rows
+from headrace.kernels.records import LayerStates, RecurrentWeights
+from headrace.kernels.recurrent import Recur, recur_rows
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import NONE, Segment
 from headrace.parallel.group_layout import RowRange, runs

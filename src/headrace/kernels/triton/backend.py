@@ -68,9 +68,9 @@ def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> N
 
 
 def verify_recurrent(spec: RecurrentSpec, computed: torch.dtype) -> None:
-    from headrace.kernels.triton import delta_check
+    from headrace.kernels.triton import recurrent_check
 
-    delta_check.verify(spec, computed)
+    recurrent_check.verify(spec, computed)
 
 
 def graph_step(kinds: Sequence[GraphSizes], bias: Tensor | None = None) -> GraphStep:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from headrace.kernels.triton.recurrent_kernels import convolved, keep_last, softplus
 from headrace.kernels.triton.row_kernels import activated
 
 
@@ -23,7 +24,7 @@ def convolve(
 ):  # fmt: skip
     """TOGETHER heads of rows of mixed [T, C + Hv V]: made fp32 [T, C] has queries and keys of length 1, queries times
     `scale`, and values; scalars fp32 [T, 2 Hv + Hk] decay and beta of each value head, and q . k of each key head.
-    taps int32 [T, K - 1]: where the inputs before a row's own lie (delta.Arranged)."""
+    taps int32 [T, K - 1]: where the inputs before a row's own lie (recurrent_schedule.Arranged)."""
     keys: tl.constexpr = KEY_HEADS * D
     channels: tl.constexpr = 2 * keys + VALUE_HEADS * V
     width: tl.constexpr = 2 * VALUE_HEADS + KEY_HEADS
@@ -50,24 +51,17 @@ def convolve(
         of_row, told = gates + row * 2 * VALUE_HEADS + head, scalars + row * width + head
         b, a = tl.load(of_row, mask=known, other=0.0), tl.load(of_row + VALUE_HEADS, mask=known, other=0.0)
         a += tl.load(dt_bias + head)
-        softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-        tl.store(told, tl.exp(-tl.load(rate + head) * softplus), mask=known)
+        tl.store(told, tl.exp(-tl.load(rate + head) * softplus(a)), mask=known)
         tl.store(told + VALUE_HEADS, 1.0 / (1.0 + tl.exp(-b)), mask=known)
 
 
 @triton.jit
 def _convolved(mixed, last, taps, conv, row, rows, mixed_stride, at, there, channels: tl.constexpr, K: tl.constexpr):
-    """silu of the convolution of channels `at`, from the oldest input to the row's own: fp32, 0 where not `there`."""
-    own = tl.load(mixed + row[:, None] * mixed_stride + at, mask=there, other=0.0).to(tl.float32)
-    total = tl.zeros_like(own)
-    for tap in tl.static_range(K - 1):
-        place = tl.load(taps + row * (K - 1) + tap, mask=row < rows, other=-1).to(tl.int64)[:, None]
-        new = tl.load(mixed + place * mixed_stride + at, mask=there & (place >= 0), other=0.0)
-        kept = tl.load(last + (-2 - place) * channels + at, mask=there & (place < -1), other=0.0)
-        weight = tl.load(conv + tap * channels + at, mask=there, other=0.0)
-        total = tl.fma(tl.where(place >= 0, new, kept).to(tl.float32), weight, total)
-    total = tl.fma(own, tl.load(conv + (K - 1) * channels + at, mask=there, other=0.0), total)
-    return activated(total, "silu")
+    """silu of the convolution of channels `at`: fp32, 0 where not `there`."""
+    nothing, row = tl.zeros(at.shape, tl.float32), row[:, None]
+    known = row < rows
+    x = convolved(mixed, last, taps, conv, nothing, row, known, mixed_stride, at, there, channels, K, False)
+    return activated(x, "silu")
 
 
 @triton.jit
@@ -96,7 +90,7 @@ def recur(
         segment = segments + number * 4
         begin, end = tl.load(segment).to(tl.int64), tl.load(segment + 1).to(tl.int64)
         source, target = tl.load(segment + 2).to(tl.int64), tl.load(segment + 3).to(tl.int64)
-        _keep_last(mixed, last, mixed_stride, begin, end, source, target, part, channels, K, CHANNELS)
+        keep_last(mixed, last, mixed_stride, begin, end, source, target, part, channels, K, CHANNELS, False)
         begun = here & (at < tl.where(source >= 0, size, 0))
         matrix = tl.load(matrices + source * size + at, mask=begun, other=0.0)
         q, k, v, decay, beta, qk = _inputs(made, scalars, begin, end, head, d, column, KEY_HEADS, VALUE_HEADS, D, V)
@@ -132,25 +126,6 @@ def _inputs(
     v = tl.load(from_row + 2 * keys + head * V + column, mask=in_values, other=0.0)
     decay, beta = tl.load(told + head, mask=there, other=0.0), tl.load(told + VALUE_HEADS + head, mask=there, other=0.0)
     return q, k, v, decay, beta, tl.load(told + 2 * VALUE_HEADS + key_head, mask=there, other=0.0)
-
-
-@triton.jit
-def _keep_last(
-    mixed, last, mixed_stride, begin, end, source, target, part,
-    channels: tl.constexpr, K: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """The last K - 1 inputs behind a segment's rows, of the program's channels, from those before it: oldest first, so
-    that none is overwritten before it is moved."""
-    channel = part * CHANNELS + tl.arange(0, CHANNELS)
-    for tap in tl.static_range(K - 1):
-        row = end - (K - 1) + tap
-        before = row - begin + (K - 1)  # among the inputs before the segment
-        of_new, of_kept = tl.where(row >= begin, channels, 0), tl.where((row < begin) & (source >= 0), channels, 0)
-        new = tl.load(mixed + row * mixed_stride + channel, mask=channel < of_new, other=0.0)
-        from_last = last + (source * (K - 1) + before) * channels + channel
-        kept = tl.load(from_last, mask=channel < of_kept, other=0.0)
-        into = last + (target * (K - 1) + tap) * channels + channel
-        tl.store(into, tl.where(row >= begin, new, kept), mask=channel < channels)
 
 
 @triton.jit(do_not_specialize=["rows"])

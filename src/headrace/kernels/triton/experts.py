@@ -144,11 +144,11 @@ class GpuMixture:
         self,
         ups: GpuExperts,
         downs: GpuExperts,
-        gated: Callable[[Tensor], Tensor],
+        activate: Callable[[Tensor], Tensor],
         routes: Callable[[Tensor], GpuRoutes],
         bring: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.ups, self.downs, self.gated, self.routes, self.bring = ups, downs, gated, routes, bring
+        self.ups, self.downs, self.activate, self.routes, self.bring = ups, downs, activate, routes, bring
 
     def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None, gather: Gather | None = None) -> Tensor:
         """See kernels.experts.Mixture."""
@@ -159,7 +159,7 @@ class GpuMixture:
             by = self.bring(routes.begin)
             self.ups.move(by)
             self.downs.move(by)
-        inner = self.gated(self.ups(x, routes, sent=True))
+        inner = self.activate(self.ups(x, routes, sent=True))
         inner = inner if gather is None else gather(inner)
         return combine(self.downs(inner, routes, sent=False), routes)
 

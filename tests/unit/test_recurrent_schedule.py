@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.kernels.triton.delta_schedule import KEPT, NOTHING, Arranged
+from headrace.kernels.triton.recurrent_schedule import KEPT, NOTHING, Arranged
 
 Segments = list[list[int]]
 SLOTS = 6

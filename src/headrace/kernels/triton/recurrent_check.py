@@ -1,4 +1,4 @@
-"""Gated delta nets on the GPU itself, before an engine relies on them: whether bits depend on how a sequence is cut,
+"""Recurrent layers on the GPU itself, before an engine relies on them: whether bits depend on how a sequence is cut,
 and how far they are from plain torch.
 
 Hv, V: value heads and their size.
@@ -6,6 +6,7 @@ Hv, V: value heads and their size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from headrace.config import RecurrentSpec
 from headrace.device import current
 from headrace.kernels import dispatch
-from headrace.kernels.gated_delta import gated_delta
-from headrace.kernels.records import DeltaWeights, LayerStates
-from headrace.kernels.triton.delta import DeltaStep, check_size
+from headrace.kernels.records import ConvWeights, DeltaWeights, LayerStates, MambaWeights, RecurrentWeights
+from headrace.kernels.recurrent import recur_rows
+from headrace.kernels.triton.recurrent import step_alone
+from headrace.kernels.triton.recurrent_step import check_size
 
 ROWS = 70
 CUTS = (0, 1, 2, 5, 40, ROWS)
@@ -58,34 +60,46 @@ def check(spec: RecurrentSpec, computed: torch.dtype, place: torch.device) -> No
         )
 
 
+def draws(seed: int, place: torch.device) -> Callable[..., Tensor]:
+    """What draws fp32 numbers of a shape, the same for the same seed wherever they lie."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator).to(place)
+
+
+def drawn_weights(spec: RecurrentSpec, draw: Callable[..., Tensor]) -> RecurrentWeights:
+    """Of a layer."""
+    conv, heads = 0.4 * draw(spec.kernel, spec.channels), spec.value_heads
+    if spec.kind == "conv":
+        return ConvWeights(conv)
+    rate, dt_bias = draw(heads).exp(), draw(heads)
+    if spec.kind == "delta":
+        return DeltaWeights(conv, rate, dt_bias, draw(spec.value_dim), 1e-6)
+    return MambaWeights(conv, 0.3 * draw(spec.channels), rate, dt_bias, draw(heads), draw(spec.values), 1e-6)
+
+
 class DrawnLayer:
     """A layer with random numbers and ROWS rows of one sequence, which begin with the state in slot 0 of two."""
 
     def __init__(self, spec: RecurrentSpec, computed: torch.dtype, place: torch.device) -> None:
-        generator = torch.Generator().manual_seed(spec.key_dim)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        self.spec, self.place, heads = spec, place, spec.value_heads
-        self.mixed, self.gates = draw(ROWS, spec.channels + spec.values).to(computed), draw(ROWS, 2 * heads)
-        conv = 0.4 * draw(spec.kernel, spec.channels)
-        self.weights = DeltaWeights(conv, draw(heads).exp(), draw(heads), draw(spec.value_dim), 1e-6)
+        draw = draws(spec.key_dim, torch.device("cpu"))
+        self.spec, self.place = spec, place
+        self.mixed = draw(ROWS, sum(spec.mixed)).to(computed)
+        self.gates = draw(ROWS, spec.gates) if spec.gates else None
+        self.weights, self.there = (drawn_weights(spec, draws(1, where)) for where in (self.mixed.device, place))
         last = draw(2, spec.kernel - 1, spec.channels).to(computed)
-        self.states = LayerStates(last, draw(2, heads, spec.key_dim, spec.value_dim))
+        self.states = LayerStates(last, draw(2, spec.value_heads, spec.key_dim, spec.value_dim))
 
     def run(self, steps: list[list[list[int]]]) -> tuple[Tensor, LayerStates]:
-        """The outputs [ROWS, Hv, V] of steps of segments, one step after the other, and the states afterwards."""
-        mixed, gates = self.mixed.to(self.place), self.gates.to(self.place)
-        conv, rate, dt_bias, norm = (each.to(self.place) for each in self.weights[:4])
-        weights = DeltaWeights(conv, rate, dt_bias, norm, self.weights.eps)
+        """The outputs [ROWS, Hv, V] of steps of segments, one step after the other, and the states afterwards; of a
+        short convolution [ROWS, V]."""
+        mixed, gates = self.mixed.to(self.place), None if self.gates is None else self.gates.to(self.place)
         states = LayerStates(*(each.to(self.place, copy=True) for each in (self.states.last, self.states.matrices)))
         made = []
         for segments in steps:
             first, end = segments[0][0], segments[-1][1]
             of_step = torch.tensor([[a - first, b - first, source, target] for a, b, source, target in segments])
-            step = DeltaStep.of(self.spec, of_step, end - first, len(states.last), self.place)
-            made.append(step(mixed[first:end], gates[first:end], weights, states))
+            step = step_alone(self.spec, of_step, end - first, len(states.last), self.place)
+            made.append(step(mixed[first:end], None if gates is None else gates[first:end], self.there, states))
         return torch.cat(made), states
 
     def difference(self, out: Tensor, states: LayerStates) -> float:
@@ -93,8 +107,8 @@ class DrawnLayer:
         wanted = LayerStates(self.states.last.clone(), self.states.matrices.clone())
         whole = torch.tensor([[0, ROWS, 0, 1]])
         with dispatch.force("torch"):
-            truth = gated_delta(self.spec, self.mixed, self.gates, self.weights, wanted, whole)
+            truth = recur_rows(self.spec, self.mixed, self.gates, self.weights, wanted, whole)
         if not torch.equal(states.last.cpu(), wanted.last):
             return float("inf")
-        pairs = ((out, truth), (states.matrices, wanted.matrices))
+        pairs = [(out, truth), (states.matrices, wanted.matrices)][: 2 if self.spec.key_dim else 1]
         return max(float((a.cpu().float() - b.float()).abs().max() / b.float().abs().max().clamp(1)) for a, b in pairs)
