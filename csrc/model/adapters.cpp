@@ -26,8 +26,22 @@ const bf16 *sorted_rows(const Operations &run, const bf16 *x, int64_t width, Scr
   return sorted;
 }
 
-// y [T, outputs], rows `stride` apart, += what the rows' adapters make of x.
-void add_low_rank(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, int64_t stride, Scratch memory) {
+void add_row(const Operations &run, const bf16 *change, bf16 *y, int64_t width) {
+  run.kernels.add[Operations::BF16]({y, change, y, width, 1});
+}
+
+void add_row(const Operations &, const bf16 *change, float *y, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(change[i]) << 16;
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    y[i] += value;
+  }
+}
+
+// y [T, outputs], bf16 or fp32, rows `stride` apart, += what the rows' adapters make of x, in bf16.
+template <typename T> void add_low_rank(const Operations &run, const Matrix &m, const bf16 *x, T *y, int64_t stride,
+                                        Scratch memory) {
   const AdaptedRows &rows = *run.adapted;
   const LowRank &own = *m.adapters;
   const int64_t count = rows.size(), outputs = m.outputs;
@@ -41,8 +55,7 @@ void add_low_rank(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y
     const int64_t first = rows.begin[e], size = rows.begin[e + 1] - first;
     if (own.up[e].outputs == 0) continue;
     HEADRACE_NS::share_each(size, sharing(run, size * outputs), [&](int64_t i) {
-      bf16 *to = y + rows.order[first + i] * stride;
-      run.kernels.add[Operations::BF16]({to, change + (first + i) * outputs, to, outputs, 1});
+      add_row(run, change + (first + i) * outputs, y + rows.order[first + i] * stride, outputs);
     });
   }
 }
@@ -96,6 +109,11 @@ void multiply_adapted(const Operations &run, const Matrix &m, const bf16 *x, bf1
 void multiply_adapted_apart(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, int64_t stride) {
   multiply_plain(run, m, x, y, stride);
   add_low_rank(run, m, x, y, stride, Scratch(run.adapted->scratch));
+}
+
+void multiply_adapted_wide(const Operations &run, const Matrix &m, const bf16 *x, float *y) {
+  run.multiply(m, x, y, {}, true);
+  add_low_rank(run, m, x, y, m.outputs, Scratch(run.adapted->scratch));
 }
 
 void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation f, const bf16 *x, bf16 *y, int64_t width) {

@@ -38,6 +38,7 @@ int64_t latent_size(const DecoderLayer &block, int64_t rows) {
 template <typename F> void adaptable(const DecoderLayer &block, F f) {
   for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down}) f(*m);
   for (const Matrix &m : block.experts.shared) f(m);
+  if (const Matrix *gates = block.gates()) f(*gates);
   if (!block.latent) return;
   f(block.latent->queries);
   if (block.latent->query_in) f(*block.latent->query_in);

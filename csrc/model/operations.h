@@ -10,9 +10,10 @@ struct AdaptedRows;
 struct Operations;
 
 // Products with a matrix that the rows' adapters change (model/adapters.h), each sum and product rounded: y [T, outputs]; rows of y
-// `stride` apart; of a gated matrix f of that, y [T, width].
+// `stride` apart; y in fp32, to which the rounded change is added; of a gated matrix f of that, y [T, width].
 void multiply_adapted(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual, float scale);
 void multiply_adapted_apart(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, int64_t stride);
+void multiply_adapted_wide(const Operations &run, const Matrix &m, const bf16 *x, float *y);
 void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation f, const bf16 *x, bf16 *y, int64_t width);
 
 struct Operations {
@@ -41,8 +42,9 @@ struct Operations {
     multiply(m, x, y, {.gated = true, .gate = gate_of(f)}, false);
   }
 
-  // y in fp32, and its tops.
+  // y in fp32, and its tops; without tops what the rows' adapters add to it too.
   void multiply_wide(const Matrix &m, const bf16 *x, float *y, float *tops) const {
+    if (!tops && adapts(m)) return multiply_adapted_wide(*this, m, x, y);
     multiply(m, x, y, {nullptr, false, tops}, true);
   }
 

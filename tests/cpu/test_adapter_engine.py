@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
@@ -25,6 +26,8 @@ from headrace.parallel.messages import StepPart
 from headrace.types import CHUNK, Delta, InvalidRequest
 from tests.support.adapters import with_adapter, write_adapter
 from tests.support.checkpoints import FolderOf, TheirsOf
+from tests.support.gguf_families import write_family
+from tests.support.greedy_answers import greedy_behind
 from tests.support.hybrid_checkpoints import build_model as build_hybrid
 from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
 from tests.support.kind_sizes import VOCAB
@@ -33,7 +36,10 @@ from tests.support.traces import Trace, random_tokens, run, same
 
 HYBRIDS = [
     ("3_5", r".*(q_proj|o_proj|down_proj)"),
-    ("nemotron", r".*(q_proj|o_proj|up_proj|down_proj)"),
+    ("3_5", r".*(in_proj_\w+|out_proj)"),
+    ("next", r".*(in_proj_\w+|out_proj|k_proj)"),
+    ("nemotron", r".*(q_proj|o_proj|up_proj|down_proj|in_proj|out_proj)"),
+    ("granite", r".*(in_proj|out_proj|input_linear)"),
     ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)"),
 ]
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -235,7 +241,8 @@ def test_keys_are_projected_by_its_matrices(way: str, dtype: str, folders: Path,
 
 @pytest.mark.parametrize(("kind", "targets"), HYBRIDS)
 def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
-    """Those with attention, MLPs, and short convolutions; states are kept by the adapters' own chunks."""
+    """Those with attention, MLPs, and all kinds of recurrent layers, the gates of which come of matrices of their own
+    or of a part of one; states are kept by the adapters' own chunks."""
     model = build_hybrid(kind)
     folder = make_hybrid(kind, tmp_path / "m")
     write_adapter(tmp_path / "a", model, targets, seed=1, size=1.5)
@@ -248,6 +255,17 @@ def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 theirs = adapted.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None)
             assert ours.token_ids == theirs[0, len(tokens) :].tolist() != plain.token_ids
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_three_each", "granite4_hybrid"])
+def test_recurrent_layers_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
+    """Value heads of Qwen3.5 lie in another order there, the columns of out_proj too."""
+    model, tokens = write_family(kind, tmp_path / "m.gguf", lambda _: Kind.F16), CONTEXT[:70]
+    write_adapter(tmp_path / "a", model, r".*(in_proj\w*|out_proj|q_proj)", seed=1, size=2.0)
+    modules = f"a={tmp_path / 'a'}"
+    with LLM(tmp_path / "m.gguf", dtype="float32", kv_cache_tokens=32 * CHUNK, lora_modules=modules) as llm:
+        ours, plain = (llm.generate([tokens], BRIEF, adapter=name)[0].token_ids for name in ("a", ""))
+    assert ours == greedy_behind(with_adapter(model, tmp_path / "a"), tokens, ours) != plain
 
 
 def test_its_content_is_in_the_fingerprint(folders: Path, folder_of: FolderOf) -> None:

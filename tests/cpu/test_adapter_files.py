@@ -117,11 +117,11 @@ def test_files_that_are_refused(folder: Path, folder_of: FolderOf) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma4", "next"])
 def test_models_and_modules_that_are_not_adapted(kind: str, tmp_path: Path, folder_of: FolderOf) -> None:
-    """Gemma 4, and gated delta nets."""
+    """Gemma 4, and convolutions of gated delta nets."""
     model = folder_of(kind) if kind == "gemma4" else make_hybrid(kind, tmp_path / "m")
     folder = tmp_path / "a"
     folder.mkdir()
-    name, weights = "base_model.model.model.layers.0.linear_attn.out_proj.lora_", folder / "adapter_model.safetensors"
+    name, weights = "base_model.model.model.layers.0.linear_attn.conv1d.lora_", folder / "adapter_model.safetensors"
     save_file({f"{name}A.weight": torch.ones(2, 64), f"{name}B.weight": torch.ones(64, 2)}, weights)
     (folder / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA")))
     with pytest.raises(UnsupportedModel, match=r"is not adapted yet|changes model\.layers\.0\.linear_attn"):

@@ -25,9 +25,11 @@ from headrace.kv.node import Node
 from headrace.offload.restore import timing
 from headrace.offload.stored_states import StoredStates
 from headrace.types import Request
+from tests.support.adapters import with_adapter, write_adapter
 from tests.support.delayed_device import delayed_device
 from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice, fake_device
+from tests.support.greedy_answers import greedy_behind
 from tests.support.hybrid_checkpoints import make_checkpoint
 from tests.support.offloading import flush, forced, look_at_once, watched
 from tests.support.small_gpu_engines import launched, tokens
@@ -116,6 +118,18 @@ def replayed_and_cut(folder: Path) -> None:
     same(run(llm, prompts, TWO), truth)
     stats = llm.engine.stats().graphs
     assert stats.prompts == 2 and stats.replayed == 3 and not stats.eager
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["3_5", "nemotron"])
+def test_adapters_of_recurrent_layers(kind: str, fake: FakeDevice, tmp_path: Path) -> None:
+    """Of their gates, which are in fp32, too."""
+    folder, given = make_checkpoint(kind, tmp_path / kind, **OTHERS.get(kind, SMALL)), tokens(9, 1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    write_adapter(tmp_path / "a", model, r".*(in_proj\w*|out_proj)", seed=1, size=3.0)
+    llm = engine(folder, lora_modules=f"a={tmp_path / 'a'}")
+    ours, plain = (llm.generate([given], SIX, adapter=name)[0].token_ids for name in ("a", ""))
+    assert ours == greedy_behind(with_adapter(model, tmp_path / "a"), given, ours) != plain
 
 
 Plan = list[tuple[int, str, list[int], SamplingParams | None]]

@@ -19,14 +19,15 @@ from headrace.models.adapters import MATRIX, Adapters
 from headrace.models.decoder import Decoder
 
 ADAPTED = re.compile(
-    r"\.(self_attn|mixer|attention|self_attention|mlp|shared_experts?|shared_mlp|decoder\.layers\.\d+)\.\w+$"
+    r"\.(self_attn|mixer|mamba|linear_attn|conv|attention|self_attention|mlp|feed_forward|shared_experts?|shared_mlp|"
+    r"decoder\.layers\.\d+)\.\w+$"
 )
 """Modules beside experts and routers."""
 UNTOUCHED = ("kv_b_proj", "gate", "router", "shared_expert_gate")
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Projections of attention and of MLPs, by their names."""
+    """Projections of attention, of recurrent layers and of MLPs, by their names."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return {
         name: module

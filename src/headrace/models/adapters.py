@@ -19,16 +19,15 @@ from headrace.kernels.adapted_rows import Pair, Pairs
 from headrace.logs import shown
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.families import FAMILIES
+from headrace.models.hybrid import as_tiled
 from headrace.models.shards import Share
 from headrace.models.slots import Slot, expected
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import fused, rows_of, source_of
 from headrace.types import UnsupportedModel
 
-MATRIX = re.compile(r"layers\.(\d+)\.(qkv|mixed|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$")
+MATRIX = re.compile(r"layers\.(\d+)\.(qkv|mixed|gates|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$")
 """Of ours, those that an adapter may change."""
-IN_ATTENTION = ("mixed", "out")
-"""Those of a recurrent layer, in place of attention: short convolutions are adapted, gated delta nets are not."""
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")
 UNIT = 32
 """R is a multiple of it: kernels read whole vectors."""
@@ -68,7 +67,7 @@ def load_adapters(
     """
     if config.layer_inputs is not None or config.value_norm:
         raise UnsupportedModel(f"adapters: {config.architecture} is not adapted yet; merge the adapter into the model")
-    slots = {name: slot for name, slot in expected(config).items() if _may_change(config, name)}
+    slots = {name: slot for name, slot in expected(config).items() if MATRIX.match(name)}
     made: dict[str, list[tuple[Tensor, Tensor] | None]] = {}
     for number, each in enumerate(facts):
         try:
@@ -79,14 +78,6 @@ def load_adapters(
         except ValueError as error:
             raise ValueError(f"adapter {shown(repr(each.name))}: {error}") from None
     return Adapters(facts, {name.removesuffix(".weight"): _packed(pairs, device) for name, pairs in made.items()})
-
-
-def _may_change(config: ModelConfig, name: str) -> bool:
-    found = MATRIX.match(name)
-    if found is None:
-        return False
-    is_net = config.recurrent is not None and config.recurrent.kind != "conv"
-    return not (is_net and int(found[1]) in config.recurrent_layers and found[2] in IN_ATTENTION)
 
 
 def _packed(pairs: Sequence[tuple[Tensor, Tensor] | None], device: torch.device | None) -> list[Pair | None]:
@@ -118,14 +109,15 @@ def _read(
     if other:
         told = f"{', '.join(map(shown, other[:3]))}{f' and {len(other) - 3} more' if len(other) > 3 else ''}"
         raise UnsupportedModel(
-            f"changes {told}: projections of attention, of short convolutions and of MLPs are adapted, and no other "
+            f"changes {told}: projections of attention, of recurrent layers and of MLPs are adapted, and no other "
             f"module of {config.architecture}; merge the adapter into its model"
         )
     made = {}
     for name, group in sources.items():
         if not modules.keys().isdisjoint(group):
             rows = rows_of(config, family, name, share)
-            made[name] = _pair(facts, modules, group, slots[name], dtype, rows)
+            down, up = _pair(facts, modules, group, slots[name], dtype, rows)
+            made[name] = (_by_column(config, name, down), up)
     if not made:
         raise ValueError(f"{facts.weights} changes nothing")
     return made
@@ -166,7 +158,7 @@ def _pair(
 ) -> tuple[Tensor, Tensor]:
     """(down [R, K], up [N, R]) of one of our matrices: each module has columns of its own in `up`, which are zero in
     the others' rows, so that one product adds what each adds."""
-    parts = slot.parts if len(group) > 1 else (sum(slot.parts),)
+    parts = slot.parts if len(group) > 1 else (slot.of or sum(slot.parts),)
     ranks = [len(modules[module][0]) if module in modules else 0 for module in group]
     downs, ups, begin = [], [], 0
     for module, outputs, rank in zip(group, parts, ranks, strict=True):
@@ -183,6 +175,14 @@ def _pair(
         if not tensor.isfinite().all():
             raise ValueError(f"{facts.weights} holds NaN or infinity in {', '.join(group)}; download it again")
     return torch.cat(downs), made
+
+
+def _by_column(config: ModelConfig, name: str, down: Tensor) -> Tensor:
+    """down [R, K] as the columns of its matrix lie, perhaps in an order of their own (ModelConfig.tiled_values)."""
+    found = MATRIX.match(name)
+    if found is None or config.recurrent is None or not config.tiled_values or found[2] != "out":
+        return down
+    return as_tiled(config.recurrent, down) if int(found[1]) in config.recurrent_layers else down
 
 
 def _check(facts: AdapterFacts, module: str, down: Tensor, up: Tensor, shape: tuple[int, int | None]) -> None:

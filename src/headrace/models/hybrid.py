@@ -11,39 +11,32 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from headrace.config import RecurrentSpec
 from headrace.kernels import ops
 from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
 from headrace.kernels.recurrent import Recur
 from headrace.models.spec import ModelConfig
 
 Linear = Callable[[str, Tensor], Tensor]
-"""A layer's matrix of that name times x [T, H], with what adapters have for it."""
+"""A layer's matrix of that name times x [T, H], with what adapters have for it; of `gates` in fp32."""
 
 
 class DeltaNet:
     """A gated delta net in place of a layer's attention. place: its number among the recurrent layers."""
 
-    def __init__(
-        self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor]) -> None:
         self.place = config.place(index)
-        self.gates = matrices["gates.weight"]
         conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
         self.weights = DeltaWeights(conv, rate, weights["delta.dt_bias"], weights["delta_norm.weight"], config.norm_eps)
         self.tiled = config.recurrent if config.tiled_values else None
 
     def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
         """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
-        recur = needed(recur)
-        gates = ops.linear(x, self.gates, wide=True)
-        return recur(self.place, linear("mixed", x), gates, self.weights)
+        return needed(recur)(self.place, linear("mixed", x), linear("gates", x), self.weights)
 
     def as_columns(self, heads: Tensor) -> Tensor:
         """All heads of a row [T, Hv V] as the columns of `out` take them (ModelConfig.tiled_values)."""
-        if self.tiled is None:
-            return heads
-        by_key = heads.view(len(heads), self.tiled.key_heads, -1, self.tiled.value_dim)
-        return by_key.transpose(1, 2).reshape(heads.shape)
+        return heads if self.tiled is None else as_tiled(self.tiled, heads)
 
 
 class MambaLayer:
@@ -51,20 +44,15 @@ class MambaLayer:
 
     tiled = None
 
-    def __init__(
-        self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor]) -> None:
         self.place = config.place(index)
-        self.gates = matrices["gates.weight"]
         conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
         vectors = (rate, weights["delta.dt_bias"], weights["delta.D"], weights["delta_norm.weight"])
         self.weights = MambaWeights(conv, weights.get("conv.bias"), *vectors, config.norm_eps)
 
     def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
         """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
-        recur = needed(recur)
-        gates = ops.linear(x, self.gates, wide=True)
-        return recur(self.place, linear("mixed", x), gates, self.weights)
+        return needed(recur)(self.place, linear("mixed", x), linear("gates", x), self.weights)
 
     def as_columns(self, heads: Tensor) -> Tensor:
         """As they are."""
@@ -76,9 +64,7 @@ class ShortConvolution:
 
     tiled = None
 
-    def __init__(
-        self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor]) -> None:
         self.place = config.place(index)
         self.weights = ConvWeights(weights["conv.weight"].squeeze(1).t().contiguous())
 
@@ -99,12 +85,18 @@ KINDS: Mapping[str, type[DeltaNet | MambaLayer | ShortConvolution]] = {
 
 
 def recurrent_layer(
-    config: ModelConfig, index: int, weights: Mapping[str, Tensor], matrices: Mapping[str, ops.Weight]
+    config: ModelConfig, index: int, weights: Mapping[str, Tensor]
 ) -> DeltaNet | MambaLayer | ShortConvolution | None:
     """What a layer has in place of attention; None: it has attention."""
     if config.recurrent is None or index not in config.recurrent_layers:
         return None
-    return KINDS[config.recurrent.kind](config, index, weights, matrices)
+    return KINDS[config.recurrent.kind](config, index, weights)
+
+
+def as_tiled(spec: RecurrentSpec, heads: Tensor) -> Tensor:
+    """Values [n, Hv V] that lie by key head in the order of ModelConfig.tiled_values."""
+    by_key = heads.view(len(heads), spec.key_heads, -1, spec.value_dim)
+    return by_key.transpose(1, 2).reshape(heads.shape)
 
 
 def needed(recur: Recur | None) -> Recur:

@@ -49,7 +49,7 @@ class Layer:
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
         self.place = config.place(index)
-        self.net = recurrent_layer(config, index, self.weights, self.matrices)
+        self.net = recurrent_layer(config, index, self.weights)
         self.experts = config.experts_of(index)
         self.has_mlp = index not in config.without_mlp
         self.mixture = self._mixture(self.experts)
@@ -275,7 +275,8 @@ class Layer:
         return let_through(made, self._linear("shared_gate", x).expand_as(made)) if spec.shared_gate else made
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        made = ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"))
+        """x times a matrix; what decides how much a recurrent state forgets stays in fp32."""
+        made = ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"), wide=name == "gates")
         if self.adapted is None or name not in self.pairs:
             return made
         return self.adapted.added(self.pairs[name], x, made)
