@@ -230,24 +230,32 @@ def test_no_room_in_mid_write(tmp_path: Path) -> None:
 
 
 FULL = """
-assert not os.system(f"mount -t tmpfs -o size=1m tmpfs {sys.argv[1]}")
+assert not os.system(f"mount -t tmpfs -o size=2m tmpfs {sys.argv[1]}")
 tier = DiskTier(sys.argv[1], 1 << 30, retry_s=3600.0)
-number = 0
-while put(tier, number, size=50_000):
-    number += 1
-    assert number < 30
-stats = tier.stats()
-assert number > 5 and stats.degraded and stats.dropped == 1, stats
-assert "space" in stats.reason or "full" in stats.reason, stats
-assert held(tier, range(30)) == list(range(number))
-assert all(get(tier, one, 50_000) == content(one, 50_000) for one in range(number))
+assert all(put(tier, number, size=50_000) for number in range(60)), tier.stats()
+stats, kept = tier.stats(), held(tier, range(60))
+assert len(kept) > 5 and kept == list(range(60 - len(kept), 60)), kept  # those that were used last
+assert (stats.evictions, stats.dropped, stats.degraded) == (60 - len(kept), 0, False), stats
+assert all(get(tier, one, 50_000) == content(one, 50_000) for one in kept)
 assert os.listdir(sys.argv[1] + "/tmp") == []
-tier.drop([name(one) for one in range(number // 2)])
+others = open(sys.argv[1] + "/others", "wb", buffering=0)
+try:
+    while others.write(bytes(4096)):
+        pass
+except OSError:
+    pass
+assert not put(tier, 60, size=4_000_000) and not put(tier, 61, size=50_000)
+stats = tier.stats()
+assert stats.degraded and stats.dropped == 2 and held(tier, range(62)) == kept, stats
+assert "space" in stats.reason or "full" in stats.reason, stats
+assert all(get(tier, one, 50_000) == content(one, 50_000) for one in kept)
+assert os.listdir(sys.argv[1] + "/tmp") == []
+os.truncate(sys.argv[1] + "/others", 8192)
 tier._health.resume()
-assert put(tier, number, size=50_000) and get(tier, number, 50_000) == content(number, 50_000)
+assert put(tier, 62, size=50_000) and get(tier, 62, 50_000) == content(62, 50_000)
 tier.close()
 again = DiskTier(sys.argv[1], 1 << 30)
-assert again.stats().blobs == number - number // 2 + 1
+assert held(again, range(63))[-1] == 62 and again.stats().blobs > 5
 """
 
 OWN_MOUNTS = ("unshare", "-rm")

@@ -21,7 +21,7 @@ from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import DiskTierSettings
 from headrace.offload.tiers import disk_check
 from headrace.offload.tiers.base import BlobFormat, BlobParts, Read, TierStats, flat
-from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, tenant_mark
+from headrace.offload.tiers.files import BlobFiles, DamagedFile, Draft, OpenFile, OpenFiles, identity, tenant_mark
 from headrace.offload.tiers.health import Health
 from headrace.offload.tiers.index import BlobEntry, Index, put_quota
 from headrace.offload.tiers.notes import ModelNote, write_note
@@ -30,6 +30,8 @@ from headrace.planner.machine import PieceRate
 T = TypeVar("T")
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+SPARE = 1 << 18
+"""Bytes of the disk that blobs leave free: the index needs some to say that they make room."""
 IN_THE_WAY = {errno.EISDIR, errno.ENOTDIR}
 """Something else has the place of a blob, or of those that begin alike: others can be written."""
 PASSING = {
@@ -119,8 +121,16 @@ class DiskTier:
                 draft.close()
         return False
 
+    def _within(self, index: Index, size: int) -> int:
+        """Bytes that blobs may take together on this disk. Raises OSError if not so many as this one."""
+        used, _ = index.total()
+        within = used + self._files.free_bytes() - SPARE
+        if within < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return within
+
     def _write(self, index: Index, draft: Draft, entry: BlobEntry, views: list[memoryview]) -> bool:
-        room = index.reserve(*entry, alone=True)
+        room = index.reserve(*entry, alone=True, within=self._within(index, entry.size))
         if room.granted:
             self._delete(room.victims)
             self._health.count(evictions=len(room.victims))
@@ -300,11 +310,10 @@ class DiskTier:
 
     def _check_room(self, index: Index) -> None:
         used, _ = index.total()
-        disk = os.statvfs(self._files.root)
-        free = disk.f_bavail * disk.f_frsize
+        free = self._files.free_bytes()
         if free < index.budget - used:
             there, wanted = (f"{size / disk_check.GIB:.3g}" for size in (free, index.budget - used))
-            remedy = "nothing new is stored once the disk is full; lower kv_offload_disk_size"
+            remedy = "what was used longest ago makes room once the disk is full; lower kv_offload_disk_size"
             self._health.tell("room", f"{there} GiB are free where {wanted} GiB may be used: {remedy}")
 
     def _use(self, index: Index) -> None:
@@ -365,14 +374,6 @@ def descriptors() -> int:
     """Files kept open: a quarter of what the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1024 if soft == resource.RLIM_INFINITY else max(16, min(1024, soft // 4))
-
-
-def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another that took its place."""
-    with suppress(OSError):
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
-    return None
 
 
 def passing(error: sqlite3.Error) -> bool:

@@ -43,6 +43,14 @@ def tenant_mark(tenant: bytes) -> bytes:
     return blake2b(tenant, digest_size=8).digest()
 
 
+def identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another that took its place."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    return None
+
+
 class Draft:
     """A file that is invisible before `publish`; unless published, it is removed by `close`."""
 
@@ -108,6 +116,11 @@ class BlobFiles:
     def path(self, entry: BlobEntry) -> Path:
         name = entry.name.hex()
         return Path(f"{self._blobs}/{name[:2]}/{name}-{entry.tenant.hex()}")
+
+    def free_bytes(self) -> int:
+        """Of the disk, for who has no special rights."""
+        disk = os.statvfs(self.root)
+        return disk.f_bavail * disk.f_frsize
 
     @contextmanager
     def locked(self, timeout_s: float) -> Iterator[bool]:

@@ -213,10 +213,14 @@ class Index:
         with self._locked(bulk=True) as db:
             return list(map(entry_of, db.execute("SELECT name, tenant, bytes FROM blobs WHERE ready")))
 
-    def reserve(self, name: bytes, tenant: bytes, size: int, *, alone: bool = False) -> Reservation:
+    def reserve(
+        self, name: bytes, tenant: bytes, size: int, *, alone: bool = False, within: int | None = None
+    ) -> Reservation:
         """Room for a blob. One of that name that is there already is used now. alone: nobody else writes the name, so
-        that a reservation of it is what a process that ended left behind."""
-        if size > self.budget:
+        that a reservation of it is what a process that ended left behind. within: bytes that may be used in all, if
+        they are fewer than the budget."""
+        budget = self.budget if within is None else min(within, self.budget)
+        if size > budget:
             return REFUSED
         with self._changing() as db:
             if alone and db.execute("DELETE FROM blobs WHERE name = ? AND NOT ready", (name,)).rowcount:
@@ -226,7 +230,7 @@ class Index:
                 if row[1]:
                     db.execute("UPDATE blobs SET used = ? WHERE id = ?", (self._now(), row[0]))
                 return Reservation(False, bool(row[1]), ())
-            victims = self._victims(tenant, size)
+            victims = self._victims(tenant, size, budget)
             if victims is None:
                 return REFUSED
             self._take_out(victims)
@@ -235,13 +239,13 @@ class Index:
             self._sums.add(new, 1)
             return Reservation(True, False, victims)
 
-    def _victims(self, tenant: bytes, size: int) -> list[BlobEntry] | None:
+    def _victims(self, tenant: bytes, size: int, budget: int) -> list[BlobEntry] | None:
         self._sums.look()
-        if self._sums.bytes + size <= self.budget:
+        if self._sums.bytes + size <= budget:
             return []
         use = {tenant: size for tenant, (size, _) in self._sums.use.items()}
-        own = {tenant: int(share * self.budget) for tenant, share in self._own.items()}
-        return choose(use, tenant, size, self.budget, int(self._common * self.budget), own, self._oldest)
+        own = {tenant: int(share * budget) for tenant, share in self._own.items()}
+        return choose(use, tenant, size, budget, int(self._common * budget), own, self._oldest)
 
     def _take_out(self, entries: Sequence[BlobEntry]) -> None:
         remove(self._db, [entry.name for entry in entries])
@@ -289,7 +293,7 @@ class Index:
     def trim(self) -> list[BlobEntry]:
         """Takes out and returns what is above the budget."""
         with self._changing(bulk=True):
-            victims = self._victims(b"", 0) or []
+            victims = self._victims(b"", 0, self.budget) or []
             self._take_out(victims)
             return victims
 
