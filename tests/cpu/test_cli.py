@@ -254,10 +254,14 @@ def test_work_goes_on_without_a_reader_of_its_progress() -> None:
 
 def test_closed_streams_are_empty_ones() -> None:
     """`>&-`: the engine's process has none either."""
-    words = [sys.executable, "-m", "headrace.cli.main", "generate", "--max-tokens", "2", *SMALL]
-    for closed, given, code, told in (("<&- >&-", ["Hello"], 0, "prompt "), ("<&-", [], 2, "the prompt is empty")):
+    script, words = Path(sys.executable).with_name("headrace"), ["generate", "--max-tokens", "2", *SMALL]
+    for closed, given, code, told in (
+        ("<&- >&-", [*words, "Hello"], 0, "prompt "),
+        ("<&-", words, 2, "the prompt is empty"),
+        (">&-", ["info", "tiny"], 0, ""),
+    ):
         ran = subprocess.run(
-            ["sh", "-c", f'exec "$@" {closed}', "sh", *words, *given], capture_output=True, text=True, timeout=120
+            ["sh", "-c", f'exec "$@" {closed}', "sh", script, *given], capture_output=True, text=True, timeout=120
         )
         assert ran.returncode == code and told in ran.stderr and "Traceback" not in ran.stderr, ran.stderr
 

@@ -60,9 +60,20 @@ _Seen = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Config), ctypes.c_void_p,
 
 
 @cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    """Where all of these lie as long as the process lives."""
+    return tempfile.TemporaryDirectory(prefix="headrace-stub-")
+
+
+def _folder() -> Path:
+    """A new one."""
+    return Path(tempfile.mkdtemp(dir=_folders().name))
+
+
+@cache
 def _library() -> ctypes.CDLL:
     """The stub, loaded under the name by which Triton asks for the driver."""
-    folder = Path(tempfile.mkdtemp(prefix="headrace-stub-"))
+    folder = _folder()
     made, source = folder / "libcuda.so.1", Path(__file__).with_suffix(".c")
     flags = ["-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", f"-I{_INCLUDES}"]
     subprocess.run(["cc", *flags, str(source), "-o", str(made)], check=True)
@@ -94,7 +105,7 @@ def without_code(source: Any, target: GPUTarget, options: dict[str, Any]) -> Com
         "tmem_size": None, "instrumentation_mode": "",
         "tensordesc_meta": [_described(each) for each in _descriptors(source.signature)],
     }  # fmt: skip
-    folder = Path(tempfile.mkdtemp(prefix="headrace-stub-"))
+    folder = _folder()
     (folder / "kernel.json").write_text(json.dumps(metadata))
     (folder / "kernel.cubin").write_bytes(b"")
     return CompiledKernel(source, {each.name: str(each) for each in folder.iterdir()}, "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import resource
 import socket
 import subprocess
@@ -182,6 +184,43 @@ def test_a_body_whose_end_two_headers_tell_is_refused_with_all_behind_it() -> No
         while part := sock.recv(1 << 16):
             told += part
         assert told.startswith(b"HTTP/1.1 400") and told.count(b"HTTP/1.1") == 1 and b"invalid_framing" in told
+
+
+def answer_to(port: int, closing: ExitStack, request: bytes) -> bytes:
+    """All that comes until the server closes."""
+    sock, told = silent(port, closing, request), b""
+    while part := sock.recv(1 << 16):
+        told += part
+    return told
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"POST /nope HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n{}",
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"no HTTP at all\r\n\r\n",
+    ],
+    ids=["unknown", "chunks", "length", "host", "nothing"],
+)
+def test_what_is_no_http_has_one_answer_and_is_no_fault(request_: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as running, ExitStack() as closing:
+        told = answer_to(running.port, closing, request_)
+        assert re.findall(rb"HTTP/1\.1 \d+", told) == [b"HTTP/1.1 400"] and b"x-request-id: req_" in told
+        assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_framing"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_target_that_names_the_server_and_an_offer_of_another_protocol() -> None:
+    with serving() as running, ExitStack() as closing:
+        for target, more in ((b"http://here:1/health", b""), (b"/health", b"Upgrade: websocket\r\n")):
+            ends = b"Connection: " + (b"Upgrade, close" if more else b"close")
+            head = b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n" + more + ends + b"\r\n\r\n"
+            assert answer_to(running.port, closing, head).startswith(b"HTTP/1.1 200 ")
+        told = answer_to(running.port, closing, b"GET http://here HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b" 404 " in told and b"unknown route: GET /" in told
 
 
 STARVED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,9 +62,15 @@ class DrawnModel:
             return LLM(str(self.folder), **{**USUAL, **settings})
 
 
+@cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    """Of what is drawn, as long as the process lives."""
+    return tempfile.TemporaryDirectory(prefix="headrace-gpu-")
+
+
 def drawn_model(shape: CheckpointShape, device: torch.device, folder: Path | None = None) -> DrawnModel:
     """Draws the weights. folder: takes config.json; a temporary one, if it is not given."""
-    made = write_outline(shape, folder or Path(tempfile.mkdtemp(prefix="headrace-gpu-")))
+    made = write_outline(shape, folder or Path(tempfile.mkdtemp(dir=_folders().name)))
     return DrawnModel(made, drawn_decoder(made, device))
 
 

@@ -198,6 +198,16 @@ def at_least(low: int) -> Check:
     return check
 
 
+def between(low: int, high: int) -> Check:
+    """Both included."""
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{name} must be an integer between {low} and {high}, got {value!r}")
+
+    return check
+
+
 def _finite(wanted: str, fits: Callable[[float], bool]) -> Check:
     def check(name: str, value: Any) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, setting
+from headrace.config.fields import SettingsRecord, at_least, between, setting
 
 SchedulingPolicy = Literal["fair", "fcfs"]
 
@@ -35,4 +35,4 @@ class SchedulerSettings(SettingsRecord):
         "On a GPU: launch a step while the one before still runs, wherever its tokens can be chosen there.",
         rare=True,
     )
-    seed: int = setting(0, "Seed of requests that bring none.")
+    seed: int = setting(0, "Seed of requests that bring none.", check=between(-(2**63), 2**63 - 1))

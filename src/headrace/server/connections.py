@@ -10,6 +10,7 @@ file descriptors: a server without any left could accept nobody and would spin (
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import resource
 import time
@@ -17,9 +18,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headrace.logs import fields
+from headrace.server.errors import ApiError
+from headrace.server.request_ids import new_id
 from headrace.server.tally import MOST_KEYS, Tally
 
 log = logging.getLogger("headrace.server")
@@ -101,6 +105,9 @@ class Connections:
         )  # fmt: skip
 
 
+NO_HTTP = "this is no HTTP/1.1 request, its head is too large, or its body does not end as its headers say"
+
+
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 under the rules above. `connections` comes first, then uvicorn's own arguments."""
 
@@ -146,6 +153,26 @@ class Connection(H11Protocol):
         if self.busy:
             self._all.leave(self)
             self._stop(self._deadline)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP has one answer, in the shape of other errors: a request whose body it is has no other."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(ApiError(400, NO_HTTP, None, "invalid_framing").body()).encode()
+            headers = [
+                (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)),
+                (b"connection", b"close"), (b"x-request-id", new_id().encode()),
+            ]  # fmt: skip
+            answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _should_upgrade(self) -> bool:
+        """No: a request that offers another protocol is answered in this one (RFC 9110, 7.8)."""
+        return False
 
     def on_response_complete(self) -> None:
         self._head_begun = False

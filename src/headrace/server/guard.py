@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,6 +38,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         scope[SCOPE] = new_id()
+        _to_origin_form(scope)
         reply = _Reply(send, scope, self.state)
         try:
             _check_framing(scope)
@@ -107,6 +109,13 @@ class _Reply:
             told = [] if self.tenant is None else self.tenant.standing()
             message = {**message, "headers": [*message["headers"], id_header(self._scope), *told]}
         await self._send(message)
+
+
+def _to_origin_form(scope: Scope) -> None:
+    """The path of a target that names the server too, as clients send it to a proxy (RFC 9112, 3.2.2)."""
+    if "://" in scope["path"] and not scope["path"].startswith("/"):
+        scope["path"] = urlsplit(scope["path"]).path or "/"
+        scope["raw_path"] = scope["path"].encode("utf-8", "surrogatepass")
 
 
 def _check_framing(scope: Scope) -> None:

@@ -17,6 +17,9 @@ BIG = 9223372036854774784
 MAX_MULTIPLE = 10_000
 """Of multipleOf, without its decimal point: the library makes a state for each remainder."""
 
+DIGITS = 14
+"""Of a bound that stands for an exclusive one: with all 17 of a double the library would round it to that one."""
+
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -41,12 +44,29 @@ def numeric(schema: dict[str, Any], pointer: str, integer: bool) -> dict[str, An
         if integer and name.startswith("exclusive"):
             name = name.removeprefix("exclusive").lower()
             value = (math.ceil(value) - 1) if upper else (math.floor(value) + 1)
+        elif name.startswith("exclusive") and value == int(value) and _moves(value, given, "multipleOf" in schema):
+            near = _next(int(value), upper)
+            name, value = (name, value) if near is None else (name.removeprefix("exclusive").lower(), near)
         value = _within(value, upper, integer)
         tightest = min if upper else max
         found[name] = tightest(found[name], value) if name in found else value
     if "multipleOf" in schema:
         found["multipleOf"] = _multiple(schema["multipleOf"], below(pointer, "multipleOf"))
     return found
+
+
+def _moves(value: int | float, given: dict[str, Any], multiple: bool) -> bool:
+    """Whether a whole exclusive bound is to move: beside multipleOf, where its digits cost much, if another is near."""
+    return not multiple or any(is_number(other) and 0 < abs(other - value) < 1 for other in given.values())
+
+
+def _next(value: int, upper: bool) -> float | None:
+    """A bound inside an exclusive one that is whole: answers would have that itself where another bound is less than 1
+    from it. None: there are no digits left for it."""
+    places = DIGITS - len(str(abs(value)))
+    if places < 1:
+        return None
+    return float(f"{value:d}") + (-1 if upper else 1) * 10.0**-places
 
 
 def is_number(value: Any) -> bool:
