@@ -115,13 +115,15 @@ def test_a_file_is_what_all_engines_read(tmp_path: Path, monkeypatch: pytest.Mon
     for engines, model, words in (
         (["llama.cpp-q8"], file, "not measured on files; engine must be one of headrace, "),
         (["llama.cpp-q8"], tmp_path, "reads GGUF, and .* is a folder"),
-        (["headrace"], tmp_path / "none.gguf", "a GGUF file or a folder; got"),
+        (["headrace"], tmp_path / "none.gguf", "a GGUF file, a folder or what was pulled; got"),
     ):
         with pytest.raises(ValueError, match=words):
-            list(bench_engine.run_all(["W1_512"], [str(model)], engines, 1, 32, busy=False))
+            bench_engine.run_all(["W1_512"], [str(model)], engines, 1, 32, busy=False)  # before anything is measured
+    monkeypatch.setattr(bench_engine, "model_folder", lambda name: {"pulled": file}[name])
+    assert [case["model"] for case in bench_engine.run_all(["W1_512"], ["pulled"], ["headrace"], 1, 32, busy=False)]
     monkeypatch.setattr(bench_engine, "read_config", lambda _: SimpleNamespace(vocab_size=512))
     with pytest.raises(ValueError, match="has 512 tokens; prompts are drawn from the first 32,000"):
-        list(bench_engine.run_all(["W1_512"], [str(file)], ["headrace"], 1, 32, busy=False))
+        bench_engine.run_all(["W1_512"], [str(file)], ["headrace"], 1, 32, busy=False)
 
 
 def test_decoding_is_held_against_reading_its_weights() -> None:

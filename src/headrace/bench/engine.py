@@ -20,6 +20,7 @@ from headrace.bench.shapes import SHAPES, checkpoint
 from headrace.bench.table import Column
 from headrace.bench.workloads import VOCABULARY, Workload, WorkloadRun, chosen
 from headrace.console import out, working
+from headrace.engine.folders import model_folder
 from headrace.models.config import read_config
 from headrace.models.files import is_gguf
 
@@ -45,7 +46,8 @@ class EngineBench(Benchmark):
         "Workloads, by commas: W1 to W7, or one case of them: W1_8192.", "W1,W2,W3,W4,W5", parse=words
     )
     models: tuple[str, ...] = option(
-        "By commas: random-weight shapes, S1 to S5 (S4 with experts, S5 a hybrid), GGUF files, or folders of a model.",
+        "By commas: random-weight shapes, S1 to S5 (S4 with experts, S5 a hybrid), GGUF files, folders of a model, or "
+        "names of pulled ones.",
         "S1",
         parse=words,
         flags=MODELS_FLAGS,
@@ -67,14 +69,15 @@ class EngineBench(Benchmark):
         from headrace.bench.limits import Limits
 
         counts = sorted({1, cores.usable()})
-        with working("measuring the machine"):
-            limits = Limits(1 << 20, 128) if self.quick else Limits()
-            self.machine |= limits.figures(counts, 1 if self.quick else 5)
+        limits = Limits(1 << 20, 128) if self.quick else Limits()
         repeats, scale = (1, QUICK_SCALE) if self.quick else (self.repeats, 1)
-        self.progress.steps = len(self.models) * len(chosen(self.workloads))
         work = (self.workloads, self.models, self.engines, repeats, scale)
         read = partial(limits.read_rate, counts[-1])
-        for case in run_all(*work, busy=self.busy_neighbour, progress=self.progress, read=read):
+        found = run_all(*work, busy=self.busy_neighbour, progress=self.progress, read=read)  # what is wrong is told now
+        with working("measuring the machine"):
+            self.machine |= limits.figures(counts, 1 if self.quick else 5)
+        self.progress.steps = len(self.models) * len(chosen(self.workloads))
+        for case in found:
             with self.progress.hidden():
                 self._tell_setup(case)
             yield case | {"headrace_ahead": self._ahead(case)}
@@ -158,29 +161,42 @@ def run_all(
     for name in engines:
         if name not in ENGINES and list(engines) != ["all"]:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
-    work = chosen(workloads)
-    contenders_of = {model: _contenders(engines, model) for model in models}
-    with Neighbours() if busy else nullcontext() as neighbours:
-        for model, contenders in contenders_of.items():
-            folder = checkpoint(model) if model in SHAPES else Path(model)
-            for family in dict.fromkeys(item.name.split("_")[0] for item in work):
-                members = [item for item in work if item.name.split("_")[0] == family]
-                yield from _family(members, model, folder, contenders, repeats, scale, neighbours, progress, read)
+    work, folders = chosen(workloads), {model: _folder(model) for model in models}
+    contenders_of = {model: _contenders(engines, model, folders[model]) for model in models}
+
+    def run() -> Iterator[Case]:
+        with Neighbours() if busy else nullcontext() as neighbours:
+            for model, contenders in contenders_of.items():
+                folder = folders[model] or checkpoint(model)
+                for family in dict.fromkeys(item.name.split("_")[0] for item in work):
+                    members = [item for item in work if item.name.split("_")[0] == family]
+                    yield from _family(members, model, folder, contenders, repeats, scale, neighbours, progress, read)
+
+    return run()
 
 
 def _short(model: str) -> str:
     return Path(model).name
 
 
-def _contenders(engines: Sequence[str], model: str) -> list[Contender]:
-    """The engines as they are measured on a shape, a GGUF file or a model's folder. Raises ValueError for what is none
-    of these, for a small vocabulary, and for an engine that is not measured so."""
-    every = list(engines) == ["all"]
+def _folder(model: str) -> Path | None:
+    """A GGUF file or a folder, pulled ones by their names too; None of a shape. Raises ValueError for what is none."""
     if model in SHAPES:
+        return None
+    path = Path(model).expanduser()
+    try:
+        return path.resolve() if path.exists() else model_folder(model).resolve()
+    except ValueError:
+        known = f"{', '.join(SHAPES)}, a GGUF file, a folder or what was pulled"
+        raise ValueError(f"model must be one of {known}; got {model!r}") from None
+
+
+def _contenders(engines: Sequence[str], model: str, path: Path | None) -> list[Contender]:
+    """The engines as they are measured on a shape, or on a file or folder. Raises ValueError for a small vocabulary,
+    and for an engine that is not measured so."""
+    every = list(engines) == ["all"]
+    if path is None:
         return [ENGINES[name] for name in (ENGINES if every else engines)]
-    path = Path(model).resolve()
-    if not path.exists():
-        raise ValueError(f"model must be one of {', '.join(SHAPES)}, a GGUF file or a folder; got {model!r}")
     if (size := read_config(path).vocab_size) < VOCABULARY:
         raise ValueError(f"{model} has {size:,} tokens; prompts are drawn from the first {VOCABULARY:,}")
     if is_gguf(path):
