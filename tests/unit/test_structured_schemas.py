@@ -63,8 +63,15 @@ def refusal(**shape: Any) -> str:
         ({"const": 2**53 + 1}, "#/const"),
         ({"enum": ["a", "\u0001"]}, "#/enum/1"),
         ({"type": "integer", "multipleOf": 123456789}, "#/multipleOf"),
+        ({"type": "number", "minimum": 1e-300}, "#/minimum: has too many decimals: 1e-300"),
         ({"items": {"properties": {"a": {"allOf": [{"pattern": f"{letter}.*"} for letter in "abcdefghijkl"]}}}},
          "#/items/properties/a"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+         "#: each value of it holds another of its kind, so no answer ends"),
+        ({"properties": {"a": {"$ref": "#/$defs/list"}}, "$defs": {
+            "list": {"type": "array", "items": {"$ref": "#/$defs/pair"}, "minItems": 1},
+            "pair": {"allOf": [{"anyOf": [{"$ref": "#/$defs/list"}]}]}}}, "#/$defs/list: each value of it holds"),
+        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2}, "#: each value of it holds"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "#/x-guidance"),
         ({"required": True}, "#/required"),
         ({"type": "string", "format": "date", "maxLength": 4},
@@ -102,6 +109,22 @@ def test_what_cannot_be_enforced_is_refused_by_its_pointer(schema: Any, pointer:
 )  # fmt: skip
 def test_enforced_to_the_letter(schema: Any, good: str, bad: str) -> None:
     assert accepts(schema, good) and not accepts(schema, bad)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, '{"a": {"a": {}}}'),
+        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, '{"a": null}'),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 0}, "[[], [[]]]"),
+        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 1}, "[1, [2]]"),
+        ({"$ref": "#/$defs/tree", "$defs": {
+            "tree": {"type": "object", "properties": {"left": {"$ref": "#/$defs/end"}}, "required": ["left"]},
+            "end": {"anyOf": [{"$ref": "#/$defs/tree"}, {"const": 0}]}}}, '{"left": {"left": 0}}'),
+    ],
+)  # fmt: skip
+def test_what_refers_to_itself_and_ends(schema: Any, text: str) -> None:
+    assert accepts(schema, text)
 
 
 def test_one_of_with_references_to_tagged_cases() -> None:

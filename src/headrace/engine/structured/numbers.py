@@ -17,6 +17,9 @@ BIG = 9223372036854774784
 MAX_MULTIPLE = 10_000
 """Of multipleOf, without its decimal point: the library makes a state for each remainder."""
 
+LEAST = 1e-60
+"""Of bounds: the library reads the decimals of one as an expression, and expressions no deeper than it likes."""
+
 DIGITS = 14
 """Of a bound that stands for an exclusive one: with all 17 of a double the library would round it to that one."""
 
@@ -36,6 +39,8 @@ def numeric(schema: dict[str, Any], pointer: str, integer: bool) -> dict[str, An
     for name, value in given.items():
         if not is_number(value):
             raise Refused(below(pointer, name), "must be a number")
+        if 0 < abs(value) < LEAST:
+            raise Refused(below(pointer, name), f"has too many decimals: {value}", f"use 0, or at least {LEAST}")
         upper = name.endswith("aximum")
         if abs(value) > BIG:
             if (value > 0) != upper:
@@ -66,7 +71,7 @@ def _next(value: int, upper: bool) -> float | None:
     places = DIGITS - len(str(abs(value)))
     if places < 1:
         return None
-    return float(f"{value:d}") + (-1 if upper else 1) * 10.0**-places
+    return value + (-1 if upper else 1) * 10.0**-places
 
 
 def is_number(value: Any) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.engine.structured.disjoint import disjoint
+from headrace.engine.structured.finite import endless
 from headrace.engine.structured.keywords import IN_PLACE, REFUSED, Refused, below, draft_of
 from headrace.engine.structured.numbers import check_multiples
 from headrace.engine.structured.plain import check_data, plain
@@ -196,6 +197,11 @@ class _Lowering:
         """What needs all definitions. Raises Refused."""
         check_multiples(self.multiples)
         _check_cycles(self.in_place)
+        never = endless(self.definitions)
+        for target, name in self.names.items():
+            if name in never:
+                told = "each value of it holds another of its kind, so no answer ends"
+                raise Refused(target, told, "take that one out of required, or allow null beside it")
         self._check_patterns()
         for place, cases in self.cases:
             if not disjoint(cases, self.definitions):
