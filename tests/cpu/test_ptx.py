@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
+from tests.support import ptx_numbers
 from tests.support.ptx_block import Block, Program
 from tests.support.ptx_memory import Fault, GlobalMemory, SharedMemory
 
@@ -49,6 +50,18 @@ def test_one_kernel() -> None:
         executed(41, 40)
 
 
+def test_products_and_pairs() -> None:
+    """The high half of a product, and two numbers of 32 bits in a register."""
+
+    def of(op: str, *raws: int) -> int:
+        return int(ptx_numbers.compute(op.split("."), [np.array([raw], np.uint64) for raw in raws])[0])
+
+    assert of("mul.hi.u16", 383, 43691) == 383 * 43691 >> 16
+    assert of("mul.hi.s32", 0xFFFFFFFF, 7) == 0xFFFFFFFF and of("mul.hi.u64", 1 << 63, 6) == 3
+    one, two = 0x3F800000, 0x40000000
+    assert of("fma.rn.f32x2", two << 32 | one, one << 32 | two, one << 32 | one) == 0x40400000 << 32 | 0x40400000
+
+
 def test_races_of_shared_memory() -> None:
     """A read of what another warp wrote needs a barrier between them; copies land when they are waited for."""
     memory, at = SharedMemory(64), np.zeros(1, np.uint64)
@@ -66,12 +79,14 @@ def test_races_of_shared_memory() -> None:
 
 
 @pytest.mark.matrix
-def test_compiled_attention_is_that_of_plain_torch() -> None:
-    """For an H100: int8 pools and sinks; of heads of 256 both ways give the same bits."""
+def test_compiled_layers_are_those_of_plain_torch() -> None:
+    """For an H100: int8 pools and sinks; of heads of 256 both ways give the same bits, and of recurrent layers all
+    cuts."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.ptx_launch"]
     found = json.loads(
         subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()[-1]
     )
+    assert found.pop("recurrent layers") == {"convolve": 15, "recur": 10, "gate": 10, "keep": 5, "races": 0}
     assert found.pop("both ways") and found.pop("races") == 0 and len(found) == 4
     assert all(0 < difference < 2e-2 for difference in found.values())

@@ -2,9 +2,10 @@
 
     python -m tests.support.ptx_launch
 
-Prints how far compiled attention with int8 pools and with sinks is from plain torch, and whether heads of 256 have the
-same bits both ways, as JSON. In a process of its own: in the tests' kernels are interpreted. A launch looks at its
-arguments as Triton does: 1 is a constant, multiples of 16 are known to be such.
+Prints how far compiled attention with int8 pools and with sinks is from plain torch, whether heads of 256 have the same
+bits both ways, and how often kernels of recurrent layers were launched to compare these, as JSON. In a process of its
+own: in the tests' kernels are interpreted. A launch looks at its arguments as Triton does: 1 is a constant, multiples
+of 16 are known to be such.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -144,5 +146,18 @@ def both_ways() -> bool:
     return close and torch.equal(*kept)
 
 
+def recurrent_layers() -> dict[str, int]:
+    """Launches of recurrent layers of each kind, by kernel, and races. Raises ValueError where cuts change their bits,
+    or where they are far from plain torch."""
+    from headrace.config import RecurrentSpec
+    from headrace.kernels.triton import recurrent_check
+
+    net, cuts = RecurrentSpec(1, 1, 2, 32, 16, 4), patch.multiple(recurrent_check, ROWS=6, CUTS=(0, 1, 4, 6))
+    with executed() as launches, cuts:
+        for spec in (net, replace(net, kind="mamba2"), RecurrentSpec.short_convolutions(1, 40, 3)):
+            recurrent_check.check(spec, torch.bfloat16, torch.device("cpu"))
+    return launches.launched | {"races": len(launches.races)}
+
+
 if __name__ == "__main__":
-    print(json.dumps(differences() | {"both ways": both_ways()}))
+    print(json.dumps(differences() | {"both ways": both_ways(), "recurrent layers": recurrent_layers()}))

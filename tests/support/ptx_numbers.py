@@ -51,8 +51,12 @@ def compute(op: Sequence[str], raws: Sequence[Words]) -> Words:
     if kind == "pred":
         return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[name](*raws)
     if kind.endswith("x2"):
-        halves = [compute([*op[:-1], kind[:-2]], [(raw >> U(s)) & U(0xFFFF) for raw in raws]) for s in (0, 16)]
-        return halves[0] | halves[1] << U(16)
+        half = kind[:-2]
+        width = int(half.lstrip("bf"))
+        low, high = (
+            compute([*op[:-1], half], [raw >> U(begin) & U((1 << width) - 1) for raw in raws]) for begin in (0, width)
+        )
+        return low | high << U(width)
     if name in ("shl", "shr"):
         return _shifted(name, kind, *raws)
     if "wide" in op:
@@ -83,6 +87,13 @@ def _least(op: Sequence[str], x: Numbers, y: Numbers) -> Numbers:
     return np.minimum(x, y) if "NaN" in op else np.fmin(x, y)
 
 
+def _product(op: Sequence[str], x: Numbers, y: Numbers) -> Numbers:
+    if "hi" not in op:
+        return x * y
+    bits = 8 * x.dtype.itemsize
+    return np.array([int(a) * int(b) >> bits for a, b in zip(x, y, strict=True)], x.dtype)
+
+
 def _divided(op: Sequence[str], x: Numbers, y: Numbers) -> Numbers:
     if op[-1] in FLOATS:
         return x / y
@@ -92,7 +103,7 @@ def _divided(op: Sequence[str], x: Numbers, y: Numbers) -> Numbers:
 ARITHMETIC: dict[str, Callable[..., Numbers]] = {
     "add": lambda op, x, y: x + y,
     "sub": lambda op, x, y: x - y,
-    "mul": lambda op, x, y: x * y,
+    "mul": _product,
     "mad": lambda op, x, y, z: x * y + z,
     "fma": lambda op, x, y, z: x.astype(np.float64) * y + z,
     "div": _divided,
