@@ -17,6 +17,7 @@ import pytest
 from headrace import LLM, SamplingParams
 from headrace.offload import frame
 from headrace.offload.tiers.base import TierStats
+from headrace.offload.tiers.disk import SPARE
 from headrace.types import CHUNK
 from tests.support.offloading import flush, forced
 from tests.support.redis_servers import Proxy, fake_server
@@ -223,15 +224,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk(small_disk: Path, right: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """Blobs make room for others; where all else is full, nothing is written."""
     llm = engine(kv_offload_path=str(small_disk / "kv"))
-    room = CHUNKS // 2 * (HEADER + LAYERS * SECTION)
+    room = SPARE + CHUNKS // 2 * (HEADER + LAYERS * SECTION)
     (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
     assert ask(llm) == (right, 0)
     flush(llm)
     told = counts(llm)
+    assert told.evictions > 0 and not (told.dropped or told.errors or told.degraded)
+    assert 0 < told.blobs < CHUNKS and ask(llm)[0] == right
+    (small_disk / "more").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    llm.generate([[token + 1 for token in PROMPT]], PARAMS)
+    flush(llm)
+    told = counts(llm)
     assert told.dropped > 0 and told.errors > 0 and told.degraded
     assert FULL.search(told.reason) and FULL.search(caplog.text)
-    assert 0 < told.blobs < CHUNKS and ask(llm)[0] == right
+    assert ask(llm)[0] == right
     llm.close()
 
 
