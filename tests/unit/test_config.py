@@ -29,6 +29,15 @@ def test_flat_values_make_the_same_settings_again(given: dict[str, Any]) -> None
     assert config.replace(port=1).server.port == 1 and config.replace(port=1).flat == config.flat | {"port": 1}
 
 
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, True])
+def test_a_seed_that_no_request_may_have_is_refused(seed: int) -> None:
+    assert EngineConfig(seed=2**63 - 1).scheduler.seed == 2**63 - 1
+    with pytest.raises(
+        ValueError, match="seed must be an integer between -9223372036854775808 and 9223372036854775807"
+    ):
+        EngineConfig(seed=seed)
+
+
 def test_each_setting_is_read_where_it_says() -> None:
     config = EngineConfig(**OTHER)
     rooms = {type(room): room for room in (config.model, config.cache, config.scheduler, config.ranks, config.server)}

@@ -5,7 +5,6 @@ T: rows; C: channels of the convolution; Hk, Hv: key and value heads, D, V: thei
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
@@ -31,9 +30,7 @@ class DeltaStep(RecurrentStep):
 
     def _run(self, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights, states: LayerStates) -> Tensor:
         spec, (gates, weights) = self.spec, of_net(gates, weights)
-        made = torch.empty(self.rows, spec.channels, device=mixed.device)
-        scalars = torch.empty(self.rows, 2 * spec.value_heads + spec.key_heads, device=mixed.device)
-        out = torch.empty(self.rows, spec.value_heads, spec.value_dim, dtype=mixed.dtype, device=mixed.device)
+        made, scalars, out = self._buffers(mixed, 2 * spec.value_heads + spec.key_heads)
         if self.rows:
             self._convolve(mixed, gates, weights, states, made, scalars)
             self._recur(made, scalars, mixed, states)

@@ -6,7 +6,6 @@ and queries, V: of a head's x.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
@@ -31,10 +30,7 @@ class MambaStep(RecurrentStep):
     def _run(self, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights, states: LayerStates) -> Tensor:
         if gates is None or not isinstance(weights, MambaWeights):
             raise ValueError("these are not the weights and gates of a Mamba-2 layer")
-        spec = self.spec
-        made = torch.empty(self.rows, spec.channels, device=mixed.device)
-        scalars = torch.empty(self.rows, 2 * spec.value_heads, device=mixed.device)
-        out = torch.empty(self.rows, spec.value_heads, spec.value_dim, dtype=mixed.dtype, device=mixed.device)
+        made, scalars, out = self._buffers(mixed, 2 * self.spec.value_heads)
         if self.rows:
             self._convolve(mixed, gates, weights, states, made, scalars)
             self._recur(made, scalars, mixed, weights, states)

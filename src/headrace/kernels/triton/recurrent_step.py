@@ -79,6 +79,12 @@ class RecurrentStep:
         """What each kind of layer does, for tensors that fit. Raises ValueError for weights of another kind."""
         raise NotImplementedError
 
+    def _buffers(self, mixed: Tensor, scalars: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What launches of a layer with matrices hand on: fp32 [T, C] and [T, scalars]; and its output [T, Hv, V]."""
+        spec, rows, place = self.spec, self.rows, mixed.device
+        out = torch.empty(rows, spec.value_heads, spec.value_dim, dtype=mixed.dtype, device=place)
+        return torch.empty(rows, spec.channels, device=place), torch.empty(rows, scalars, device=place), out
+
 
 def check_size(spec: RecurrentSpec) -> None:
     """Raises ValueError for layers that the kernels do not take."""
