@@ -32,6 +32,7 @@ from headrace.kernels.triton import (
     draw_kernels,
     hopper_kernels,
     int8_kv_kernels,
+    latent_kernels,
     pinned_kernels,
     sample_kernels,
     tile_schedule,
@@ -40,7 +41,14 @@ from headrace.kernels.triton import (
 )
 from headrace.kernels.triton.launch_entries import CONTRACTED
 from headrace.types import MAX_LISTED
-from tests.support import compiled_pieces, compiled_recurrent, compiled_rounded, compiled_rows, compiled_weights
+from tests.support import (
+    compiled_latents,
+    compiled_pieces,
+    compiled_recurrent,
+    compiled_rounded,
+    compiled_rows,
+    compiled_weights,
+)
 from tests.support.compiled_rows import Compiled
 
 ARCHITECTURES = {80: ("mma.sync", 163 << 10), 90: ("wgmma", 227 << 10), 100: ("tcgen05", 227 << 10)}
@@ -187,7 +195,7 @@ def cases(architecture: int) -> list[Compiled]:
     hopper = hopper_cases() if architecture == 90 else ()
     rows, codes = compiled_rows.cases(architecture), compiled_weights.cases()
     rounded, pieces = compiled_rounded.cases(architecture), compiled_pieces.cases()
-    others = (*compiled_recurrent.cases(), *sampling_cases())
+    others = (*compiled_latents.cases(architecture), *compiled_recurrent.cases(), *sampling_cases())
     return [*attention_cases(architecture), *hopper, *pieces, *rows, *codes, *rounded, *others]
 
 
@@ -200,7 +208,7 @@ def compiled(case: Compiled, architecture: int) -> Used:
     done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=CONTRACTED | case.options)
     registers, spills, in_loops = resources(done.asm["cubin"])
     instruction, limit = ARCHITECTURES[architecture]
-    sums = sums_of(done.asm["ttgir"]) if case.kernel is attention_kernels.walk else []
+    sums = sums_of(done.asm["ttgir"]) if case.kernel in (attention_kernels.walk, latent_kernels.walk) else []
     ptx, shared = done.asm["ptx"], done.metadata.shared
     return Used(registers, spills, in_loops, shared, limit, instruction in ptx, sums, "fma." in ptx)
 

@@ -16,6 +16,8 @@ from tests.support import ptx_numbers as pn
 from tests.support.ptx_memory import WARP, Fault, GlobalMemory, SharedMemory, Words
 
 U = np.uint64
+UNDEFINED = 0x7FC5A5A57FC5A5A5
+"""What a register holds that no instruction writes, where a compiler needs one without caring which: NaN."""
 GROUP = 4
 """Warps that a wgmma instruction is of."""
 IGNORED = ("griddepcontrol", "fence", "prefetch", "membar")
@@ -45,6 +47,8 @@ class Program:
         body = text[text.index("{", text.index(".reqntid")) :]
         for line in body.splitlines():
             self._line(line.split("//")[0].strip())
+        first = (each.arguments[0] for each in self.code if each.arguments)
+        self.written = {name for each in first for name in re.findall(r"%\w+", each)}
 
     def _line(self, line: str) -> None:
         if label := re.match(r"^(\$\w+):$", line):
@@ -113,6 +117,8 @@ class Block:
             return np.full(self.n, int(name[2:], 16), U)
         if re.match(r"^-?(0x[0-9a-fA-F]+|\d+)U?$", name):
             return np.full(self.n, int(name.rstrip("U"), 0) & (2**64 - 1), U)
+        if name[0] == "%" and name not in self.program.written:
+            return np.full(self.n, UNDEFINED, U)
         raise Fault(f"{name} is read before it is written")
 
     def put(self, name: str, value: Words) -> None:
@@ -326,6 +332,8 @@ def _names(argument: str) -> list[str]:
 NAMED: dict[str, Callable[[list[str], list[Words]], Words]] = {
     "cvt": pn.convert,
     "prmt": lambda op, raws: pn.permuted(*raws),
+    "bfi": lambda op, raws: pn.inserted(*raws),
+    "shf": lambda op, raws: pn.funnelled(op, *raws),
     "lop3": lambda op, raws: pn.chosen_bits(int(raws[3][0]), *raws[:3]),
     "popc": lambda op, raws: np.array([int(raw).bit_count() for raw in raws[0].tolist()], U),
     "bfe": lambda op, raws: pn.field(op[-1], *raws),

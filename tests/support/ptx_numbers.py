@@ -155,6 +155,20 @@ def convert(op: Sequence[str], raws: Sequence[Words]) -> Words:
     return raw_of(made.astype(np.int64) if target[0] == "s" else made)  # narrow ones fill their register
 
 
+def funnelled(op: Sequence[str], low: Words, high: Words, by: Words) -> Words:
+    """shf: 32 bits of 64, shifted; `wrap` takes the last five bits of `by`."""
+    if op[-1] != "b32" or "wrap" not in op:
+        raise Fault(f"unknown instruction {'.'.join(op)}")
+    both, by = high << U(32) | (low & U(0xFFFFFFFF)), by & U(31)
+    return (both << by >> U(32) if "l" in op else both >> by) & U(0xFFFFFFFF)
+
+
+def inserted(bits: Words, into: Words, first: Words, count: Words) -> Words:
+    """bfi: the last `count` bits, in place of those from `first` on."""
+    places = ((U(1) << count) - U(1)) << first
+    return into & ~places | bits << first & places
+
+
 def permuted(low: Words, high: Words, chosen: Words) -> Words:
     """prmt: each byte by four bits, of which the last spreads the sign."""
     source, made = high << U(32) | (low & U(0xFFFFFFFF)), np.zeros_like(low)

@@ -20,8 +20,8 @@ from tests.support.compile_triton import ARCHITECTURES, SMALLEST, Used, cases, c
 
 KNOWN: dict[int, tuple[str, ...]] = {
     80: ("flash 64*int8", "codes int8, 2000 rows", "codes FP8, 2000 rows", "rounded int8 128 x 256*"),
-    90: ("flash 128 bias", "flash 128*int8"),
-    100: ("flash 256*int8",),
+    90: ("flash 128 bias", "flash 128*int8", "split 576, latents"),
+    100: ("flash 256*int8", "flash 576, latents"),
 }
 """Patterns of kernels whose loops spill some registers, by Triton 3.9 alone."""
 
@@ -65,14 +65,14 @@ def group_of(name: str) -> str:
     """The row of a kernel: variants of attention are one, and so are tiles of a product and steps of sampling."""
     words = name.split()
     if words[0] in ("flash", "split", "resumed"):
-        return f"{words[0]} {words[1]}" + (f" {words[-1]}" if words[-1] in ("int8", "fp32") else "")
+        return f"{words[0]} {words[1]}" + (f" {words[-1]}" if words[-1] in ("int8", "fp32", "latents") else "")
     if words[0] in ("few", "many", "plain"):
         return f"products, {words[0]}" + (", gated" if words[-1] == "silu" else "")
     if words[0] == "rounded":
         return f"products of rounded rows, {words[1]}" if words[1] in ("int8", "e4m3") else "without products"
     if words[0] == "codes":
         return "products of codes and experts"
-    alone = ("hopper", "merge_spans", "store", "norm", "rotate_heads", "delta", "mamba2", "short")
+    alone = ("hopper", "merge_spans", "store", "norm", "rotate_heads", "multiply_heads", "delta", "mamba2", "short")
     return name if words[0] in alone else "without products"
 
 

@@ -44,7 +44,7 @@ class PlanAttention(Attend):
         self.items = {window: torch.from_numpy(plan.items_within(window)) for window in set(spec.windows)}
         self.inputs = StepInputs(
             self.items, self.positions, self.row_slots, self.row_offsets, heads=spec.heads, dtype=storage.dtype,
-            shape=(storage.slots, *spec.shape(0)), scale=spec.scale, cap=spec.score_cap, bias=key_bias,
+            shape=(storage.slots, *spec.shape(0)), scale=spec.scale, cap=spec.score_cap, bias=key_bias, once=spec.once,
         )  # fmt: skip
         self.masks = self.inputs.masks(self.positions)
         self.steps = {shape: step for shape in spec.every_shape if (step := self._step(shape)) is not None}

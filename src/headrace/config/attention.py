@@ -21,7 +21,7 @@ class AttentionSpec:
     With `shapes` layer l has its own number of KV heads and head size, shapes[l]; kv_heads and head_dim are then those
     of most layers, for estimates. The last len(`shared`) layers have no keys and values of their own: each attends to
     those of the layer that stands in `shared`. alike: keys and values are the same numbers (latent attention), which
-    lie in the pool as both, and once in tiers.
+    lie once in tiers, and in the pool as both, or, if `once`, as values alone (a GPU's).
     """
 
     layers: int
@@ -36,6 +36,7 @@ class AttentionSpec:
     shapes: tuple[tuple[int, int], ...] = ()
     shared: tuple[int, ...] = ()
     alike: bool = False
+    once: bool = False
 
     @property
     def group(self) -> int:
@@ -44,7 +45,12 @@ class AttentionSpec:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V of one token over all layers."""
-        return sum(2 * heads * dim for heads, dim in self._stored_shapes()) * element_bytes
+        return sum(heads * dim for heads, dim in self._stored_shapes()) * (1 if self.once else 2) * element_bytes
+
+    @property
+    def copies(self) -> int:
+        """How many times the pool has what lies in tiers."""
+        return 2 if self.alike and not self.once else 1
 
     def vectors_per_token(self) -> int:
         """Keys and values of one token over all layers, by head: as int8 each has a scale."""
@@ -62,6 +68,17 @@ class AttentionSpec:
     def windows_of(self, shape: tuple[int, int]) -> frozenset[int | None]:
         """Windows of the layers of a shape."""
         return frozenset(self.windows[layer] for layer in range(self.layers) if self.shape(layer) == shape)
+
+    @property
+    def widest(self) -> int:
+        """Numbers of a head that a kernel takes together, at most: what lies `once` is taken in two parts, of which the
+        first is the greatest power of two below its size."""
+        largest = max(dim for _, dim in self.every_shape)
+        return 1 << (largest - 1).bit_length() - 1 if self.once else largest
+
+    def pooled(self, on_gpu: bool) -> AttentionSpec:
+        """As it lies in the pools of a GPU, or of a CPU."""
+        return replace(self, once=self.alike and on_gpu)
 
     @property
     def stored(self) -> int:

@@ -191,7 +191,7 @@ class CudaGraphs(Recordings):
         kinds = [
             GraphSizes(
                 self.sizes[-1], prompt_rows, length, spec.windows_of(shape), spec.heads, (storage.slots, *shape),
-                storage.dtype, decoder.dtype, spec.scale, spec.score_cap,
+                storage.dtype, decoder.dtype, spec.scale, spec.score_cap, spec.once,
             )
             for shape in spec.every_shape
         ]  # fmt: skip

@@ -254,13 +254,12 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     tell(LoadPhase("reading the configuration"))
     folder = model_folder(config.model.folder)
-    model = read_config(folder)
+    model = read_config(folder).pooled(config.model.on_gpu)
     dtype = compute_dtype(model, config.model.dtype)
     spec = model.attention
     capped = spec.score_cap is not None or spec.sinks
-    largest = max(dim for _, dim in spec.every_shape)
     kind = current().type if config.model.on_gpu else "cpu"
-    backend = dispatch.choose(config.model.backend, dtype, kind, largest, capped)
+    backend = dispatch.choose(config.model.backend, dtype, kind, spec.widest, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
     hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
@@ -317,7 +316,7 @@ def _capacity(
         embedding_size=model.embed_size,
         writes=model.head,
         pooling=_pooling(config, model),
-        kv_alike=model.attention.alike,
+        kv_alike=model.attention.copies > 1,
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
 

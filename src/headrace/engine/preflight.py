@@ -53,7 +53,7 @@ def check(config: EngineConfig) -> None:
         return
     warn_of_unknown()
     folder = model_folder(config.model.folder)
-    model = plain_config(folder)
+    model = plain_config(folder).pooled(config.model.on_gpu)
     draft = DraftFacts.of(config)
     for path in (*weight_files(folder), *(() if draft is None else weight_files(draft.folder))):
         check_whole(path)
@@ -108,11 +108,12 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
 
 
 def refuse_for_latent(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what a model with latent attention does not do yet."""
-    if model.latent is None:
-        return
-    if config.model.on_gpu:
-        raise ValueError(f"attention_backend 'triton': {model.architecture} has latent attention; use 'auto'")
+    """Raises ValueError for what a model with latent attention does not do on a GPU yet."""
+    if model.latent is not None and config.model.on_gpu and config.streaming is not None:
+        raise ValueError(
+            f"offload_schedule: {model.architecture} has latent attention, which a GPU computes with keys and values "
+            f"that it holds; leave it out, or use attention_backend 'auto'"
+        )
 
 
 def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:

@@ -132,7 +132,8 @@ class GraphSizes(NamedTuple):
     `length`; and what layers with heads of one shape have in common.
 
     prompt_rows: of steps with prompts in them, `rows` of which tokens are drawn from. windows: of the layers; heads:
-    Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of rows; scale, cap: see Mask.
+    Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; computed: the type of rows; scale, cap: see Mask;
+    once: see Pool.
     """
 
     rows: int
@@ -145,6 +146,7 @@ class GraphSizes(NamedTuple):
     computed: torch.dtype
     scale: float
     cap: float | None = None
+    once: bool = False
 
 
 class GraphStep(Protocol):

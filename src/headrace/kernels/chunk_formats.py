@@ -107,7 +107,7 @@ def load_kv_many(
     keys, values = _kv_planes(pool, dtype, layout)
     size = kv_bytes(*pool.shape[1:], pool.k.dtype, format, alike)
     _load(buffer, [values] if alike else [keys, values], slots, format, size)
-    if alike and len(slots):
+    if alike and not pool.once and len(slots):
         numbers, scale = values.get(_indices(slots, pool.v))
         keys.set(_indices(slots, pool.k), numbers.transpose(2, 3), scale)
 
@@ -153,7 +153,8 @@ def _kv_planes(pool: Pool, dtype: torch.dtype | None, layout: Layout | None) -> 
     if pool.k.dim() != 4 or stored not in ELEMENTS:
         raise ValueError(f"k_pool must be [slots, Hkv, D, 64], got {list(pool.k.shape)} of {stored}")
     slots, heads, dim = pool.shape
-    _check_pool("k_pool", pool.k, stored, (slots, heads, dim, CHUNK))
+    if not pool.once:
+        _check_pool("k_pool", pool.k, stored, (slots, heads, dim, CHUNK))
     _check_pool("v_pool", pool.v, stored, (slots, heads, CHUNK, dim))
     if (pool.k_scale is None) != (pool.v_scale is None) or (pool.k_scale is None) == (stored == torch.int8):
         raise ValueError(f"int8 pools, and no others, have k_scale and v_scale; these are of {stored}")

@@ -24,28 +24,46 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
     """Keys and values of one layer: k [slots, Hkv, D, 64], v [slots, Hkv, 64, D]; int8 has a scale for each key and
-    value, k_scale and v_scale fp32 [slots, Hkv, 64]."""
+    value, k_scale and v_scale fp32 [slots, Hkv, 64]. once: values are the keys as well, and k is a view of v."""
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    once: bool = False
 
     @classmethod
-    def make(cls, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, allocate: Allocate) -> Pool:
+    def make(
+        cls, slots: int, kv_heads: int, dim: int, dtype: torch.dtype, allocate: Allocate, once: bool = False
+    ) -> Pool:
         """A pool in memory that `allocate` gives."""
-        return cls(*(allocate(*each) for each in cls.parts(slots, kv_heads, dim, dtype)))
+        return cls.of([allocate(*each) for each in cls.parts(slots, kv_heads, dim, dtype, once)], once)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], once: bool = False) -> Pool:
+        """A pool with these tensors, in the order of `parts`."""
+        if once:
+            return cls(tensors[0].transpose(2, 3), tensors[0], once=True)
+        return cls(tensors[0], tensors[1], *tensors[2:])  # type: ignore[arg-type]
 
     @staticmethod
-    def parts(slots: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each of a pool's tensors."""
+    def parts(
+        slots: int, kv_heads: int, dim: int, dtype: torch.dtype, once: bool = False
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each of a pool's tensors. Raises ValueError for int8 pools that have values alone."""
+        values = ((slots, kv_heads, CHUNK, dim), dtype)
+        if once and dtype == torch.int8:
+            raise ValueError("keys that are the values are not kept as int8 where they are stored once")
+        if once:
+            return [values]
         scales = [((slots, kv_heads, CHUNK), torch.float32)] * (2 if dtype == torch.int8 else 0)
-        return [((slots, kv_heads, dim, CHUNK), dtype), ((slots, kv_heads, CHUNK, dim), dtype), *scales]
+        return [((slots, kv_heads, dim, CHUNK), dtype), values, *scales]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that the pool has, in the order of the fields."""
-        return tuple(each for each in (self.k, self.v, self.k_scale, self.v_scale) if each is not None)
+        """Those that the pool has, in the order of the fields; `k` is none if it is a view."""
+        keys = None if self.once else self.k
+        return tuple(each for each in (keys, self.v, self.k_scale, self.v_scale) if each is not None)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -91,7 +109,7 @@ class StepInputs:
     """What a step of append and attend is prepared from: rows at `positions` int64 [T], which store their keys and
     values in chunks `slots` at `offsets`, int32 [T] each, and see items[window] through that window (see Mask).
 
-    heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; scale, cap, bias: see Mask.
+    heads: Hq; shape: (slots, Hkv, D) of the pools, whose type is `dtype`; once: see Pool; scale, cap, bias: see Mask.
     """
 
     items: Mapping[int | None, Tensor]
@@ -105,6 +123,7 @@ class StepInputs:
     scale: float
     cap: float | None = None
     bias: Tensor | None = None
+    once: bool = False
 
     def masks(self, positions: Tensor) -> dict[int | None, Mask]:
         """What the rows see from `positions`, by window."""

@@ -58,7 +58,7 @@ class KVStorage(LayerPools):
         self.slots = slots
         self.dtype = dtype
         new = zeros_on(device)
-        self.pools = [Pool.make(slots, *spec.shape(layer), dtype, new) for layer in range(spec.stored)]
+        self.pools = [Pool.make(slots, *spec.shape(layer), dtype, new, spec.once) for layer in range(spec.stored)]
         self._source = spec.source
         self.x: list[Tensor] | None = None
         if hidden is not None:
@@ -73,7 +73,7 @@ class KVStorage(LayerPools):
         in slot s * parts, the last in s * parts + parts - 1. Activations stay in slot s."""
         found = copy.copy(self)
         found.slots, found._bytes = self.slots * parts, None
-        found.pools = [Pool(*(_split(each, parts) for each in pool.tensors)) for pool in self.pools]
+        found.pools = [Pool.of([_split(each, parts) for each in pool.tensors], pool.once) for pool in self.pools]
         return found
 
     @property

@@ -11,16 +11,16 @@ one KV head, whose first numbers are the rotated ones.
 
 from __future__ import annotations
 
-from itertools import accumulate, repeat
-
-import torch
 from torch import Tensor
 
-from headrace.kernels import experts, ops
+from headrace.kernels import latents, ops
 from headrace.kernels.backend import Attend
 from headrace.models.layers import Layer, Matrices, Weights
 from headrace.models.shards import ALONE, Whole
 from headrace.models.spec import LatentSpec, ModelConfig
+
+WHOLE = "heads.weight"
+"""The matrix of all heads together, which a GPU has as it is."""
 
 
 def of_each_head(spec: LatentSpec, weights: Weights) -> Weights:
@@ -53,7 +53,7 @@ class LatentLayer(Layer):
         """x [T, H] -> attended heads [T or n, Hq, value]."""
         q, k = self._queries(x, cos_sin), self._keys(x, cos_sin)
         attended = attend(self.place, q, k, k) if rows is None else attend(self.place, q, k, k, rows)
-        return self._by_head("values", attended[..., self.latent.rotated :])
+        return latents.values(attended, self.latent, self._of_heads())
 
     def _queries(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x [T, H] -> [T, Hq, D], rotated, and multiplied by what makes keys of latents."""
@@ -61,28 +61,20 @@ class LatentLayer(Layer):
         if spec.query_rank is not None:
             x = ops.rms_norm(self._linear("query_in", x), self.weights["query_norm.weight"], spec.norm_eps)
         heads = self._linear("queries", x).view(len(x), self.config.attention.heads, spec.query)
-        turned, plain = heads.split((spec.rotated, spec.plain), dim=-1)
-        return torch.cat((self._rotated(turned, cos_sin), self._by_head("keys", plain)), dim=-1)
+        return latents.queries(heads, _turns(cos_sin), spec, self._of_heads())
 
     def _keys(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x [T, H] -> [T, 1, D], which is values as well."""
-        spec = self.latent
-        turned, latent = self._linear("latent", x).split((spec.rotated, spec.rank), dim=-1)
-        latent = ops.rms_norm(latent.contiguous(), self.weights["latent_norm.weight"], spec.norm_eps)
-        return torch.cat((self._rotated(turned[:, None], cos_sin), latent[:, None]), dim=-1)
+        projected, weights = self._linear("latent", x), self.weights["latent_norm.weight"]
+        return latents.keys(projected, weights, _turns(cos_sin), self.latent, on_gpu=WHOLE in self.matrices)
 
-    @staticmethod
-    def _rotated(heads: Tensor, cos_sin: Tensor | None) -> Tensor:
-        assert cos_sin is not None, "latent attention has rotary positions"
-        return ops.rotary(heads.contiguous(), cos_sin)
-
-    def _by_head(self, name: str, x: Tensor) -> Tensor:
-        """x [T, Hq, K], each head times its own matrix [N, K] of that name, transposed: [T, Hq, N]."""
-        rows, heads, _ = x.shape
-        weights = [self.matrices[f"{name}.{head}.weight"] for head in range(heads)]
-        begin = list(accumulate(repeat(rows, heads), initial=0))
-        made = experts.linear(x.transpose(0, 1).flatten(0, 1).contiguous(), weights, begin)
-        return made.view(heads, rows, made.shape[-1]).transpose(0, 1)
+    def _of_heads(self) -> latents.OfHeads:
+        if (whole := self.matrices.get(WHOLE)) is not None:
+            assert isinstance(whole, Tensor), "it is never rounded"
+            return latents.OfHeads((), (), whole)
+        every = range(self.config.attention.heads)
+        keys, values = ([self.matrices[f"{name}.{head}.weight"] for head in every] for name in ("keys", "values"))
+        return latents.OfHeads(keys, values)
 
     @property
     def splits(self) -> bool:
@@ -93,3 +85,8 @@ class LatentLayer(Layer):
         """x [n, H], which enters the layer -> k, v [n, 1, D], as `attend` gets them: the same tensor."""
         k = self._keys(self._norm("attention_norm", x), cos_sin)
         return k, k
+
+
+def _turns(cos_sin: Tensor | None) -> Tensor:
+    assert cos_sin is not None, "latent attention has rotary positions"
+    return cos_sin

@@ -21,15 +21,18 @@ DEPTH = 3
 
 def bytes_per_chunk(spec: AttentionSpec, dtype: torch.dtype) -> int:
     """What a workspace takes for a chunk of a group, all of its buffers together."""
-    parts = [part for heads, dim in spec.every_shape for part in Pool.parts(1, heads, dim, dtype)]
+    parts = [part for heads, dim in spec.every_shape for part in Pool.parts(1, heads, dim, dtype, spec.once)]
     return DEPTH * sum(math.prod(shape) * kind.itemsize for shape, kind in parts)
 
 
 class LayerBuffer:
-    """K, V (and scales) of C chunks on a device, shape: (Hk, D); `works` are the transfers that use it."""
+    """K, V (and scales) of C chunks on a device, shape: (Hk, D); `works` are the transfers that use it. once: see
+    Pool."""
 
-    def __init__(self, shape: tuple[int, int], chunks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.pool = Pool.make(chunks, *shape, dtype, zeros_on(device))
+    def __init__(
+        self, shape: tuple[int, int], chunks: int, dtype: torch.dtype, device: torch.device, once: bool = False
+    ) -> None:
+        self.pool = Pool.make(chunks, *shape, dtype, zeros_on(device), once)
         self.works: list[Transfer] = []
 
     def drain(self) -> None:
@@ -56,7 +59,8 @@ class Workspace:
             shapes = self.spec.every_shape
             self.buffers = {}  # first, so that the old ones and the new never take memory at a time
             self.buffers = {
-                each: [LayerBuffer(each, chunks, self.dtype, self.device) for _ in range(DEPTH)] for each in shapes
+                each: [LayerBuffer(each, chunks, self.dtype, self.device, self.spec.once) for _ in range(DEPTH)]
+                for each in shapes
             }
 
     def at(self, layer: int) -> LayerBuffer:

@@ -42,10 +42,9 @@ class LoadedDraft:
         config, decoder = self.config, self.decoder
         spec = decoder.config.attention
         capped = spec.score_cap is not None or spec.sinks
-        largest = max(dim for _, dim in spec.every_shape)
         on_gpu, device = config.model.on_gpu, device_of(config)
         kind = current().type if on_gpu else "cpu"
-        backend = dispatch.choose(config.model.backend, decoder.dtype, kind, largest, capped)
+        backend = dispatch.choose(config.model.backend, decoder.dtype, kind, spec.widest, capped)
         storage = KVStorage(spec, slots, decoder.dtype, device=device)
         if config.cache.prefault:
             storage.prefault()

@@ -21,7 +21,14 @@ from torch import Tensor
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
-from headrace.kernels.triton import attention_kernels, hopper, hopper_agreement, int8_kv_kernels, tile_schedule
+from headrace.kernels.triton import (
+    attention_kernels,
+    hopper,
+    hopper_agreement,
+    int8_kv_kernels,
+    latent_kernels,
+    tile_schedule,
+)
 from headrace.kernels.triton.arena import Arena, TaskArena, TaskSizes, padded
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
@@ -29,7 +36,7 @@ from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check, check_stored
 from headrace.kernels.triton.rotary import rotate_and_store
 from headrace.kernels.triton.tile_schedule import Bounds, TileSchedule
-from headrace.kernels.triton.walk_options import WalkOptions, flash_options, walk_options
+from headrace.kernels.triton.walk_options import WalkOptions, flash_options, heads_of, latent_parts, walk_options
 
 LOG2_E = math.log2(math.e)
 UNUSED = 3
@@ -49,8 +56,8 @@ def bounds(heads: Heads, device: torch.device, dtype: torch.dtype, plain: bool) 
 
 def bounds_by(heads: Heads, device: torch.device, dtype: torch.dtype, ways: Ways) -> Bounds:
     """Of tasks for these kernels. dtype: of the pools."""
-    lanes = walk_options(device, heads.padded, heads.part, dtype).lanes
-    flash = flash_options(device, heads.padded, heads.part, dtype).lanes
+    lanes = walk_options(device, heads, dtype).lanes
+    flash = flash_options(device, heads, dtype).lanes
     busy = -(-2 * processors(device) // heads.columns)
     return Bounds(heads.part, heads.most_states, busy, hopper.FLASH_LANES if ways.flash else flash, lanes, flash)
 
@@ -139,13 +146,13 @@ class TileWork:
 
     def _split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
         tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]
-        options = walk_options(q.device, self.heads.padded, self.heads.part, q.dtype)
+        options = walk_options(q.device, self.heads, q.dtype)
         self._walk(q, pool, mask, q, tasks, count, self.rounds[number], options, SPLIT=True, RESUME=resumes)
 
     def _flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
         tasks, count = self.arena.flash.there, self.arena.count_of[-1]
         stored = q.dtype if q.dtype == torch.float32 else pool.k.dtype
-        options = flash_options(q.device, self.heads.padded, self.heads.part, stored)
+        options = flash_options(q.device, self.heads, stored)
         warps = options.warps * self.flash_lanes // options.lanes
         options = options._replace(lanes=self.flash_lanes, warps=warps)
         self._walk(q, pool, mask, out, tasks, count, self.flash, options, SPLIT=False, RESUME=False)
@@ -168,6 +175,8 @@ class TileWork:
         options: WalkOptions, **way: bool,
     ) -> None:  # fmt: skip
         heads, bias, cap, sinks = self.heads, mask.bias, mask.cap, mask.sinks
+        if pool.once:
+            return self._walk_latents(q, pool, mask, out, tasks, count, programs, options, **way)
         acc, m, z = self.states
         columns = options.columns or heads.padded
         shared = 1 if way["SPLIT"] else heads.padded // columns
@@ -180,6 +189,21 @@ class TileWork:
             KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, V=columns,
             K=options.keys, LANES=options.lanes, BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
             num_warps=options.warps, num_stages=options.stages,
+        )  # fmt: skip
+
+    def _walk_latents(
+        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int,
+        options: WalkOptions, **way: bool,
+    ) -> None:  # fmt: skip
+        heads, (first, rest) = self.heads, latent_parts(self.heads.dim)
+        if not heads.once or any(each is not None for each in (mask.bias, mask.cap, mask.sinks, mask.window)):
+            raise ValueError("latents are attended to without windows, bias, caps and sinks")
+        shared = 1 if way["SPLIT"] else first // (options.columns or first)
+        direct(latent_kernels.walk)[(programs, heads.columns * shared)](
+            q, pool.v, self.arena.items.there, tasks, count, mask.positions, self.arena.bases.there, *self.states, out,
+            mask.scale * LOG2_E, q.stride(0), HEADS=heads.heads, PART=heads.part, D=heads.dim, P=first, R=rest,
+            V=options.columns or first, K=options.keys, LANES=options.lanes, SPAN=tile_schedule.SPAN, PRECISION="ieee",
+            num_warps=options.warps, num_stages=options.stages, **way,
         )  # fmt: skip
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
@@ -254,8 +278,8 @@ class TritonStep(ArenaStep):
     def __init__(self, step: StepInputs, device: torch.device | None = None) -> None:
         place = device or current().place
         _, kv_heads, dim = step.shape
-        check_stored(step.dtype, dim)
-        heads = Heads(step.heads, kv_heads, dim)
+        check_stored(step.dtype, dim, step.once)
+        heads = heads_of((step.heads, kv_heads, dim), step.once, place)
         limits = bounds(heads, place, step.dtype, plain=step.bias is None and step.cap is None)
         arena, done = _arena_of(step.items, step.positions, limits, place)
         padded(arena.slots.host, step.slots.numpy(), -1)
@@ -288,8 +312,8 @@ def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     """Attention of rows q [R, Hq, D] over the chunks of the mask's items: [R, Hq, D]. See kernels.backend."""
     _check_scales(pool)
     (_, heads, dim), kv_heads = q.shape, pool.k.shape[1]
-    check(q.dtype, dim)
-    each = Heads(heads, kv_heads, dim)
+    check(q.dtype, dim, pool.once)
+    each = heads_of((heads, kv_heads, dim), pool.once, q.device)
     limits = bounds(each, q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
     return attended(each, limits, q, pool, mask, ways=None)
 
@@ -297,7 +321,7 @@ def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
 def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:
     """Writes k_new, v_new [T, Hkv, D] into the pool as key offsets[t] of chunk slots[t], int32 [T] each."""
     _check_scales(pool)
-    check(k_new.dtype, k_new.shape[-1])
+    check(k_new.dtype, k_new.shape[-1], pool.once)
     _store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
 
 
@@ -316,6 +340,9 @@ def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> 
     rows, kv_heads, dim = k.shape
     if not rows:
         return
+    if pool.once:
+        _store_latents(pool, _rows(v), slots, offsets)
+        return
     k, v = _rows(k), _rows(v)
     places, sizes = (slots, offsets, k.stride(0), v.stride(0)), {"KV_HEADS": kv_heads, "D": dim}
     sizes["P"] = max(16, 1 << (dim - 1).bit_length())
@@ -323,3 +350,11 @@ def _store(pool: Pool, k: Tensor, v: Tensor, slots: Tensor, offsets: Tensor) -> 
         direct(int8_kv_kernels.store)[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)
     else:
         direct(attention_kernels.store)[(rows, kv_heads)](k, v, *pool.tensors, *places, **sizes, num_warps=1)
+
+
+def _store_latents(pool: Pool, v: Tensor, slots: Tensor, offsets: Tensor) -> None:
+    """`_store` of v [T, 1, D], which is keys as well."""
+    rows, _, dim = v.shape
+    direct(latent_kernels.store)[(rows,)](
+        v, pool.v, slots, offsets, v.stride(0), D=dim, P=1 << (dim - 1).bit_length(), num_warps=1
+    )

@@ -25,6 +25,7 @@ from headrace.kernels.triton.kept_rows import keep_rows
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check_stored
 from headrace.kernels.triton.tile_schedule import SPAN, SPAN_CHUNKS, Bounds, Int32, Int64, TileSchedule
+from headrace.kernels.triton.walk_options import heads_of
 from headrace.types import chunks_for
 
 ROUNDS = 4
@@ -59,8 +60,9 @@ class GraphMemory:
         """lent: of other layers of the same steps, whose states and outputs lie where these do, as far as there is
         room. Raises ValueError for a type or size that has no kernel."""
         _, kv_heads, dim = sizes.shape
-        check_stored(sizes.dtype, dim)
-        heads, place = Heads(sizes.heads, kv_heads, dim), current().place
+        check_stored(sizes.dtype, dim, sizes.once)
+        place = current().place
+        heads = heads_of((sizes.heads, kv_heads, dim), sizes.once, place)
         limits = bounds(heads, place, sizes.dtype, plain=bias is None and sizes.cap is None)
         # Long runs are split while they have fewer tasks than keep the device busy.
         longer = min(sizes.prompt_rows, limits.busy * limits.flash_rows)

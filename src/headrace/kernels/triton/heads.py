@@ -14,16 +14,19 @@ STATE_BYTES = 1 << 29
 
 
 class Heads(NamedTuple):
-    """Hq, Hkv and D of a layer, and how its lanes lie in tasks."""
+    """Hq, Hkv and D of a layer, and how its lanes lie in tasks. once: values are the keys as well (records.Pool).
+    lanes: that a task may have."""
 
     heads: int
     kv_heads: int
     dim: int
+    once: bool = False
+    lanes: int = tile_schedule.LANES
 
     @property
     def part(self) -> int:
         """Query heads of a task: all of a KV head, where they fit."""
-        return min(self.heads // self.kv_heads, tile_schedule.LANES)
+        return min(self.heads // self.kv_heads, self.lanes)
 
     @property
     def padded(self) -> int:

@@ -50,7 +50,7 @@ def agreed(
 ) -> Ways:
     """The kernels that a layer may use; those for windows and sinks are compiled apart, and asked apart. Asked first
     where a step is prepared or computed; while a graph is recorded nothing can be compared."""
-    if not hopper.takes(device, dtype, *heads):
+    if heads.once or not hopper.takes(device, dtype, *heads[:3]):
         return PORTABLE
     layer = heads, dtype, device, window, sinks
     if layer not in _found:

@@ -1,5 +1,5 @@
-"""Attention with sinks, soft caps, large heads or int8 keys and values beside plain torch, on the GPU itself, before an
-engine uses it: what no two sets of kernels can be compared in, as hopper_agreement does.
+"""Attention with sinks, soft caps, large heads, latents or int8 keys and values beside plain torch, on the GPU itself,
+before an engine uses it: what no two sets of kernels can be compared in, as hopper_agreement does.
 
 Hq, Hkv: query and KV heads; D: head size.
 """
@@ -22,6 +22,7 @@ from headrace.kernels.records import Mask, Pool
 from headrace.kernels.triton import attention
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.hopper_agreement import PORTABLE, Ways
+from headrace.kernels.triton.walk_options import heads_of
 from headrace.types import CHUNK
 
 SEQUENCES = ((1, 90), (1, 530), (20, 530))
@@ -57,7 +58,8 @@ class Variant(NamedTuple):
         """What other models' attention does not have."""
         int8 = self.stored == torch.int8
         told = {"attention sinks": self.sinks, "soft caps": self.cap is not None, "int8 keys and values": int8}
-        told[f"heads of {self.heads.dim}"] = self.heads.dim > USUAL_HEAD
+        told[f"latents of {self.heads.dim}"] = self.heads.once
+        told[f"heads of {self.heads.dim}"] = self.heads.dim > USUAL_HEAD and not self.heads.once
         return [name for name, there in told.items() if there]
 
 
@@ -68,7 +70,7 @@ def verify(spec: AttentionSpec, computed: torch.dtype, stored: torch.dtype) -> N
     if place.type != "cuda":
         return
     for shape in spec.every_shape:
-        heads = Heads(spec.heads, *shape)
+        heads = heads_of((spec.heads, *shape), spec.once, place)
         for window in sorted(spec.windows_of(shape), key=lambda each: each or 0):
             variant = Variant(heads, computed, stored, window, spec.score_cap, spec.sinks, spec.scale)
             if variant.features:
@@ -91,8 +93,9 @@ def differences(variant: Variant, place: torch.device) -> Iterator[tuple[str, fl
     """By way and set of kernels: how far attention is from plain torch's at most."""
     items, positions = _plan()
     k, v, q = _drawn(variant)
-    ours, plain = (_pool(variant, len(items), filled) for filled in (True, False))
-    ours = Pool(*(each.to(place) for each in ours.tensors))
+    once = variant.heads.once
+    ours, plain = _pool(variant, len(items), once, filled=True), _pool(variant, len(items), once=False, filled=False)
+    ours = Pool.of([each.to(place) for each in ours.tensors], once)
     at = torch.cat([torch.arange(keys) for _, keys in SEQUENCES])
     slots = torch.from_numpy(np.repeat(items[:, 0], _written(items)))
     attention.append(ours, k.to(place), v.to(place), slots, (at % CHUNK).int())
@@ -142,19 +145,20 @@ def _drawn(variant: Variant) -> tuple[Tensor, Tensor, Tensor]:
     for a cap."""
     generator = torch.Generator().manual_seed(variant.heads.dim)
     keys, rows = (sum(each) for each in zip(*((keys, rows) for rows, keys in SEQUENCES), strict=True))
-    heads, kv_heads, dim = variant.heads
+    heads, kv_heads, dim = variant.heads[:3]
     k, v = (torch.randn(keys, kv_heads, dim, generator=generator) for _ in range(2))
+    v = k if variant.heads.once else v
     capped = variant.cap is not None and variant.computed != torch.float32
     spread = max(1.0, (variant.cap or 0.0) / CAPPED) if capped else 1.0
     q = torch.randn(rows, heads, dim, generator=generator) * (spread * dim**-0.5 / variant.scale)
     return k.to(variant.computed), v.to(variant.computed), q.to(variant.computed)
 
 
-def _pool(variant: Variant, slots: int, filled: bool) -> Pool:
-    """An empty pool; filled: with NaN, where nothing is written."""
+def _pool(variant: Variant, slots: int, once: bool, filled: bool) -> Pool:
+    """An empty pool; filled: with NaN, where nothing is written. once: see Pool."""
 
     def room(shape: Any, dtype: torch.dtype) -> Tensor:
         there = torch.zeros(shape, dtype=dtype)
         return there.fill_(float("nan")) if filled and dtype.is_floating_point else there
 
-    return Pool.make(slots, variant.heads.kv_heads, variant.heads.dim, variant.stored, room)
+    return Pool.make(slots, variant.heads.kv_heads, variant.heads.dim, variant.stored, room, once)

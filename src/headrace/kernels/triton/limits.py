@@ -13,19 +13,20 @@ capabilities = Capabilities(
     capped=True, pieces=True, block_chunks=SPAN_CHUNKS,
 )  # fmt: skip
 LARGEST_INT8_HEAD = 256
+LARGEST_LATENT = 1024
 
 
-def check(dtype: torch.dtype, dim: int) -> None:
-    """Raises ValueError for a type or head size that the kernels do not know."""
+def check(dtype: torch.dtype, dim: int, once: bool = False) -> None:
+    """Raises ValueError for a type or head size that the kernels do not know. once: see records.Pool."""
     if dtype not in capabilities.dtypes:
         raise ValueError(f"the Triton kernels take bfloat16, float16 and float32, got {dtype}")
-    largest = capabilities.largest_head
+    largest = LARGEST_LATENT if once else capabilities.largest_head
     if largest is not None and dim > largest:
         raise ValueError(f"the Triton kernels take heads of up to {largest}, got {dim}")
 
 
-def check_stored(dtype: torch.dtype, dim: int) -> None:
+def check_stored(dtype: torch.dtype, dim: int, once: bool = False) -> None:
     """The same of the type of pools, which may be int8."""
-    check(torch.float32 if dtype == torch.int8 else dtype, dim)
+    check(torch.float32 if dtype == torch.int8 else dtype, dim, once)
     if dtype == torch.int8 and dim > LARGEST_INT8_HEAD:
         raise ValueError(f"the Triton kernels take int8 heads of up to {LARGEST_INT8_HEAD}, got {dim}")

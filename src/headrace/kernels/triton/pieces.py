@@ -26,6 +26,7 @@ from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.limits import check
 from headrace.kernels.triton.piece_schedule import pieces
 from headrace.kernels.triton.tile_schedule import Bounds, Int64, TileSchedule
+from headrace.kernels.triton.walk_options import heads_of
 
 LOG_2 = math.log(2.0)
 
@@ -38,10 +39,10 @@ def empty_running(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> R
 def partial(q: Tensor, pool: Pool, mask: Mask, state: RunningState | None = None) -> RunningState:
     """Merges the mask's chunks for q [R, Hq, D] on from `state` (None: from nothing): a new state."""
     rows, heads, dim = q.shape
-    check(q.dtype, dim)
+    check(q.dtype, dim, pool.once)
     if state is not None:
         state.expect(tuple(q.shape), LOG_2)
-    each = Heads(heads, pool.k.shape[1], dim)
+    each = heads_of((heads, pool.k.shape[1], dim), pool.once, q.device)
     limits = bounds(each, q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
     for sent in mask.keep(("pieces", mask.window, limits, q.device), lambda: _sent(mask, limits, q.device)):
         state = _merged(sent, each, q, pool, mask, state)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.tile_schedule import LANES
 from headrace.types import CHUNK
 
@@ -57,23 +58,67 @@ FLASH_256_INT8 = WalkOptions(64, 8, 2, columns=128)
 The products of scores are made by both programs; so they would be by both warp groups of one."""
 FLASH_512 = {9: WalkOptions(128, 8, 2, columns=128, keys=32), 10: WalkOptions(64, 8, 1, columns=128, keys=32)}
 """The same with P = 512, by major compute capability, where split tasks' choice would spill."""
+LATENT = {
+    8: WalkOptions(32, 8, 2, keys=32),
+    9: WalkOptions(64, 4, 2, columns=256, keys=32),
+    10: WalkOptions(64, 8, 2, columns=256, keys=32),
+}
+FLASH_LATENT = {9: WalkOptions(64, 4, 2, columns=128, keys=32), 10: WalkOptions(64, 8, 1, columns=128, keys=32)}
+"""Of latents (latent_kernels), of 512 numbers and 64, by major compute capability. columns: of the 512."""
 UNROLLED = WalkOptions(64, 16, 1)
 """For rows in fp32, whose products are no tensor core's: each part of a thread is unrolled."""
+LEAST_PART = 16
+"""Numbers of a product at least."""
 UNROLLED_COLUMNS = 256
 """Of values that are summed up at a time for them, at most."""
 
 
 @cache
-def walk_options(device: torch.device, padded: int, part: int, dtype: torch.dtype) -> WalkOptions:
-    """For heads of size P = `padded`, `part` of them in a task, and rows of this type. Elsewhere than on a CUDA device,
-    where Triton's interpreter runs them: as on a Hopper GPU."""
-    return chosen(_major(device), padded, part, dtype == torch.float32)
+def walk_options(device: torch.device, heads: Heads, dtype: torch.dtype) -> WalkOptions:
+    """For such heads, and rows of this type. Elsewhere than on a CUDA device, where Triton's interpreter runs them: as
+    on a Hopper GPU."""
+    fp32 = dtype == torch.float32
+    if heads.once:
+        return latent_chosen(_major(device), heads.dim, fp32=fp32)
+    return chosen(_major(device), heads.padded, heads.part, fp32)
 
 
 @cache
-def flash_options(device: torch.device, padded: int, part: int, dtype: torch.dtype) -> WalkOptions:
+def flash_options(device: torch.device, heads: Heads, dtype: torch.dtype) -> WalkOptions:
     """walk_options of flash tasks. dtype: float32 if the rows are in it, otherwise the pools' type."""
-    return flash_chosen(_major(device), padded, part, dtype)
+    if heads.once:
+        return latent_chosen(_major(device), heads.dim, flash=True, fp32=dtype == torch.float32)
+    return flash_chosen(_major(device), heads.padded, heads.part, dtype)
+
+
+def heads_of(shape: tuple[int, int, int], once: bool, device: torch.device) -> Heads:
+    """Heads of this (Hq, Hkv, D), as tasks on the device have them. Raises ValueError for latents of several heads, or
+    too small for the two products that make scores of them."""
+    if not once:
+        return Heads(*shape)
+    _, kv_heads, dim = shape
+    if kv_heads != 1 or dim <= LEAST_PART:
+        raise ValueError(f"latents are one KV head of more than {LEAST_PART} numbers, got {kv_heads} of {dim}")
+    return Heads(*shape, once=True, lanes=latent_chosen(_major(device), dim).lanes)
+
+
+def latent_parts(dim: int) -> tuple[int, int]:
+    """P and R of latent_kernels: the greatest power of two below a head's size, and the rest rounded up to one."""
+    first = max(LEAST_PART, 1 << (dim - 1).bit_length() - 1)
+    return first, max(LEAST_PART, 1 << (dim - first - 1).bit_length())
+
+
+def latent_chosen(major: int, dim: int, flash: bool = False, fp32: bool = False) -> WalkOptions:
+    """Of latents of this size, by major compute capability."""
+    first, rest = latent_parts(dim)
+    found = LATENT.get(major, LATENT[8])
+    if fp32:
+        found = UNROLLED._replace(lanes=found.lanes, columns=UNROLLED_COLUMNS, keys=found.keys)
+    elif flash:
+        found = FLASH_LATENT.get(major, found)
+    columns = found.columns or first
+    # The rest is shared out like the first part, in no less than a product takes.
+    return found._replace(columns=max(min(columns, first), first * LEAST_PART // rest))
 
 
 def _major(device: torch.device) -> int:
