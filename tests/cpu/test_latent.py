@@ -253,8 +253,3 @@ def test_published_files_are_read(model: str, experts: int, numbers: int, scale:
     assert config.experts is not None and sum(config.experts.layers) == experts
     assert config.attention.scale == pytest.approx(scale, abs=1e-4)
     assert config.rope is not None and not config.rope_depends_on_length
-
-
-def test_on_a_gpu_it_is_refused(folder_of: FolderOf) -> None:
-    with pytest.raises(ValueError, match="attention_backend 'triton': DeepseekV2ForCausalLM has latent attention"):
-        LLM(str(folder_of(KIND)), attention_backend="triton")

@@ -20,6 +20,7 @@ from headrace.attention.plan import Span, batch_order, build
 from headrace.kernels import reference
 from headrace.kernels.records import Mask, Pool, StepInputs
 from headrace.kernels.triton import attention, backend, limits, walk_options
+from headrace.kernels.triton.heads import Heads
 from headrace.types import CHUNK
 from tests.support.attention_testbed import SHAPES, TREES, PoolTestbed, ends
 from tests.support.small_gpu_engines import force
@@ -188,8 +189,8 @@ def test_what_is_refused() -> None:
 def test_tasks_of_fewer_lanes(heads: tuple[int, int, int], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs with little shared memory; a KV head with more query heads than that takes 64."""
 
-    def options(device: torch.device, padded: int, part: int, dtype: torch.dtype) -> walk_options.WalkOptions:
-        return walk_options.chosen(8, 256, part)
+    def options(device: torch.device, heads: Heads, dtype: torch.dtype) -> walk_options.WalkOptions:
+        return walk_options.chosen(8, 256, heads.part)
 
     monkeypatch.setattr(attention, "walk_options", options)
     testbed = PoolTestbed(TREES["shared"][:2], heads, torch.float32, apart=False)
@@ -198,7 +199,7 @@ def test_tasks_of_fewer_lanes(heads: tuple[int, int, int], way: str, monkeypatch
 
 
 def test_lanes_are_told_by_the_gpu_and_the_head() -> None:
-    assert walk_options.walk_options(CPU, 128, 4, torch.float16) == walk_options.chosen(9, 128, 4)
+    assert walk_options.walk_options(CPU, Heads(4, 1, 128), torch.float16) == walk_options.chosen(9, 128, 4)
     assert walk_options.chosen(12, 256, 8) == walk_options.chosen(8, 256, 8), "as other GPUs with little shared memory"
     assert [walk_options.chosen(8, 256, part).lanes for part in (1, 32, 33, 64)] == [32, 32, 64, 64]
     assert walk_options.chosen(9, 80, 4) == walk_options.OPTIONS[9][128]
@@ -233,7 +234,7 @@ def test_programs_that_share_the_columns_of_the_values(dim: int, monkeypatch: py
     """Large heads on a Hopper GPU: flash tasks of 128 lanes, each by two programs, one of which has fewer columns."""
     monkeypatch.setattr("headrace.kernels.triton.heads.STATE_BYTES", -1)
     testbed = PoolTestbed([(0, 150)], (3, 1, dim), torch.float16, apart=False)
-    assert walk_options.flash_options(CPU, 256, 3, torch.float16) == walk_options.FLASH_256
+    assert walk_options.flash_options(CPU, Heads(3, 1, 256), torch.float16) == walk_options.FLASH_256
     for window in (None, 70):
         (ours,), (truth,) = (
             testbed.attend(ends(testbed, 50), kernels, "cpu", window=window) for kernels in (backend, reference)

@@ -26,22 +26,30 @@ TREES = {
 
 
 class PoolTestbed:
-    """Sequences in pools, shares as in TREES. What nobody has written is NaN."""
+    """Sequences in pools, shares as in TREES. What nobody has written is NaN. once: values are keys (Pool)."""
 
     def __init__(
-        self, shares: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, apart: bool
+        self,
+        shares: list[tuple[int, int]],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        apart: bool,
+        once: bool = False,
     ) -> None:
         heads, kv_heads, dim = shape
+        self.once = once
         total = sum(-(-length // CHUNK) for _, length in shares) + 1
         random = torch.Generator().manual_seed(7)
         self.k = torch.full((total, kv_heads, dim, CHUNK), float("nan"), dtype=dtype)
         self.v = torch.full((total, kv_heads, CHUNK, dim), float("nan"), dtype=dtype)
+        self.k = self.v.transpose(2, 3) if once else self.k
         self.tables: list[np.ndarray] = []
         self.tokens: list[tuple[Tensor, Tensor, Tensor]] = []
         slot = total - 1
         for shared, length in shares:
             q = torch.randn(length, heads, dim, generator=random).to(dtype)
             k, v = (torch.randn(length, kv_heads, dim, generator=random).to(dtype) for _ in range(2))
+            v = k if once else v
             common = 0 if not self.tables else shared // CHUNK
             if common:
                 k[: common * CHUNK], v[: common * CHUNK] = (x[: common * CHUNK] for x in self.tokens[-1][1:])
@@ -80,7 +88,9 @@ class PoolTestbed:
         plan = planning.build([spans[i] for i in order])
         q = torch.cat([self.tokens[rows[i][0]][0][rows[i][1] : rows[i][1] + rows[i][2]] for i in order]).to(device)
         if pool is None:
-            pool = Pool(*(x.nan_to_num() if kernels is reference else x.to(device) for x in (self.k, self.v)))
+            tensors = [self.v] if self.once else [self.k, self.v]
+            tensors = [x.nan_to_num() if kernels is reference else x.to(device) for x in tensors]
+            pool = Pool.of(tensors, self.once)
         items = torch.from_numpy(plan.items_within(others.get("window")))
         mask = Mask(items, torch.from_numpy(plan.positions), scale=q.shape[-1] ** -0.5, **others)
         out: Tensor = kernels.attend(q, pool, mask)

@@ -2,10 +2,10 @@
 
     python -m tests.support.ptx_launch
 
-Prints how far compiled attention with int8 pools and with sinks is from plain torch, whether heads of 256 have the same
-bits both ways, and how often kernels of recurrent layers were launched to compare these, as JSON. In a process of its
-own: in the tests' kernels are interpreted. A launch looks at its arguments as Triton does: 1 is a constant, multiples
-of 16 are known to be such.
+Prints how far compiled attention with int8 pools and with sinks is from plain torch, whether heads of 256 and latents
+have the same bits both ways, and how often kernels of recurrent layers were launched to compare these, as JSON. In a
+process of its own: in the tests' kernels are interpreted. A launch looks at its arguments as Triton does: 1 is a
+constant, multiples of 16 are known to be such.
 """
 
 from __future__ import annotations
@@ -128,12 +128,21 @@ def differences() -> dict[str, float]:
     return found | {"races": len(launches.races)}
 
 
-def both_ways() -> bool:
-    """Whether split tasks and flash tasks of heads of 256, which differ in lanes and columns, give the same bits."""
-    from headrace.kernels.triton import attention, layer_check
+def both_ways() -> list[bool]:
+    """Whether split tasks and flash tasks, which differ in lanes and columns, give the same bits: of heads of 256, and
+    of latents, whose numbers are of two parts."""
+    from headrace.kernels.triton import layer_check
     from headrace.kernels.triton.heads import Heads
+    from headrace.kernels.triton.walk_options import heads_of
 
-    variant = layer_check.Variant(Heads(4, 1, 256), torch.bfloat16, torch.bfloat16, 40, 20.0, False, 1 / 16)
+    wide = layer_check.Variant(Heads(4, 1, 256), torch.bfloat16, torch.bfloat16, 40, 20.0, False, 1 / 16)
+    latents = heads_of((3, 1, 80), True, torch.device("cpu"))
+    return [_both_ways(variant) for variant in (wide, wide._replace(heads=latents, window=None, cap=None))]
+
+
+def _both_ways(variant: Any) -> bool:
+    from headrace.kernels.triton import attention, layer_check
+
     attended, kept = attention.attended, []
 
     def keep(*given: Any) -> Tensor:

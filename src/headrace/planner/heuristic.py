@@ -17,7 +17,8 @@ from headrace.planner.machine import Machine, ModelShape
 
 
 class RingRates(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rules know: ranks N, attention's heads, attained operations a second and bytes a second of a link."""
+    """What the rules know: ranks N, attention's heads, attained operations a second and bytes a second of a link.
+    sent_vectors: of a token and KV head, a key and a value, where the paper's equations have two."""
 
     ranks: int
     heads: int
@@ -25,6 +26,7 @@ class RingRates(msgspec.Struct, frozen=True, kw_only=True):
     flops_s: float
     bandwidth_bytes_s: float
     element_bytes: int = 2
+    sent_vectors: int = 2
 
     @classmethod
     def of(cls, machine: Machine, shape: ModelShape, ranks: int) -> RingRates:
@@ -36,19 +38,19 @@ class RingRates(msgspec.Struct, frozen=True, kw_only=True):
             flops_s=machine.attention_flops_s[-1][1],
             bandwidth_bytes_s=machine.link_bytes_s,
             element_bytes=shape.element_bytes,
+            sent_vectors=shape.sent_vectors,
         )
 
     @property
     def ratio(self) -> float:
         """Equation 1: Q is smaller than K and V where T / (T + P) is at most this, 2 N_KV / N_H."""
-        return 2 * self.kv_heads / self.heads
+        return self.sent_vectors * self.kv_heads / self.heads
 
     @property
     def hides_kv(self) -> float:
         """Equation 2: new tokens from which the attention hides the transfer of K and V."""
-        return (
-            self.ranks * self.flops_s * self.kv_heads * self.element_bytes / (2 * self.heads * self.bandwidth_bytes_s)
-        )
+        sent = self.sent_vectors * self.kv_heads * self.element_bytes
+        return self.ranks * self.flops_s * sent / (4 * self.heads * self.bandwidth_bytes_s)
 
     def ratio_with_all_to_all(self, T: int) -> float:
         """Equation 5: pass-Q gains only where T / (T + P) is below this; the states' way home is counted."""

@@ -146,6 +146,8 @@ class _Attention(Protocol):
     def kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def once(self) -> bool: ...
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +155,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     mlp is the inner width; gated: three matrices instead of two. element_bytes: of weights, K, V, Q. before, behind:
     elements of the matrices before a layer's attention, and between that and its MLP, of latent attention; 0: those of
-    Q, K and V, and of the output.
+    Q, K and V, and of the output. once: values are the keys, and are kept and sent once.
     """
 
     layers: int
@@ -167,6 +169,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     element_bytes: int = 2
     before: int = 0
     behind: int = 0
+    once: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "element_bytes"):
@@ -191,6 +194,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             element_bytes=element_bytes,
             before=before,
             behind=behind,
+            once=spec.once,
         )
 
     @property
@@ -217,7 +221,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_bytes(self) -> int:
         """K and V of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.element_bytes
+        return self.sent_vectors * self.kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def sent_vectors(self) -> int:
+        """A key and a value of a KV head, or what is both."""
+        return 1 if self.once else 2
 
     @property
     def q_bytes(self) -> int:
