@@ -28,7 +28,7 @@ from tools.gpu import spills
 
 WITHOUT_PRODUCTS = ("merge_spans", "store", "gather", "norm", "activate", "rotate_heads", *compile_triton.SAMPLING,
                     "add_segments", "route", "arrange", "combine", "add_changes", "keep", "look_up", "piece", "echo",
-                    "rounded rows", "delta", "mamba2", "short conv")  # fmt: skip
+                    "rounded rows", "delta", "mamba2", "short conv", "turn_queries", "make_keys")  # fmt: skip
 OLDER = {100: "rounded int8"}
 """Products for which Triton uses instructions of an older generation."""
 

@@ -45,6 +45,6 @@ def cases(architecture: int) -> Iterator[Compiled]:
     yield Compiled("make_keys", latent_row_kernels.make_keys, make, {"num_warps": 4}, TYPES)
     for tile, inputs, outputs in ((latents.EXACT, 192, 512), (latents.FEW, 512, 256)):
         shape = {"INPUTS": inputs, "OUTPUTS": outputs, "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step}
-        name, options = f"multiply_heads {tile.rows} x {tile.columns}", {"num_warps": 4, "num_stages": 3}
+        name, options = f"multiply_heads {tile.columns} x {tile.rows}", {"num_warps": 4, "num_stages": 3}
         constants = shape | {"PRECISION": "ieee"}
         yield Compiled(name, latent_row_kernels.multiply_heads, constants, options, TYPES | STRIDES)
