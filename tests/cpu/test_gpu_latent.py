@@ -229,13 +229,6 @@ def test_tensor_ranks_give_one_ranks_bits(tmp_path: Path, ranked: None) -> None:
     assert torch.equal(one, truth) and torch.equal(two, truth)
 
 
-def test_what_is_not_built_is_refused(folder: Path, fake: FakeDevice) -> None:
-    with pytest.raises(ValueError, match="offload_schedule: DeepseekV2ForCausalLM has latent attention, which a GPU"):
-        engine(folder, offload_schedule="row", kv_offloading_size=1)
-    with pytest.raises(ValueError, match="int8"):
-        engine(folder, kv_cache_dtype="int8")
-
-
 def test_a_draft_model_with_latents(folder: Path, fake: FakeDevice) -> None:
     """Beside itself: it is always right."""
     llm, prompt = engine(folder, speculative=str(folder), max_sequences=1, num_speculative_tokens=2), tokens(3, 5)

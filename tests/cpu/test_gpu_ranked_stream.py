@@ -23,6 +23,7 @@ from headrace.engine.runner import Runner
 from headrace.kernels.triton import backend
 from headrace.offload.streaming.staged_store import StagedStore
 from headrace.offload.weights.in_turn import LayersInTurn
+from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_device import FakeDevice
 from tests.support.gpu_ranks import interpreted_on
 from tests.support.thread_group import ranks_as_threads
@@ -31,6 +32,11 @@ from tests.support.traces import Trace, run, same
 SHAPE = CheckpointShape(hidden=16, layers=2, heads=1, kv_heads=1, head_dim=16, mlp=16, vocab=64, context=256)
 THREE_LAYERS = replace(SHAPE, layers=3)
 TWO_HEADS = replace(SHAPE, hidden=64, layers=1, heads=2, kv_heads=2, mlp=64)
+LATENT: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+    max_position_embeddings=256, mlp_layer_types=["dense"] * 2,
+)  # fmt: skip
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 STREAMED: dict[str, Any] = {
     "offload_schedule": "row", "kv_offloading_size": 0.001, "kv_offload_activations": "off", "max_model_len": 128,
@@ -42,14 +48,16 @@ Engine = Callable[..., LLM]
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """engine(shape, settings)."""
+    """engine(shape or fields of a model with latent attention, settings)."""
     monkeypatch.setattr(preflight, "GPU_DEVICES", ("null",))
     monkeypatch.setattr(backend, "verify", lambda *given: None)
     monkeypatch.setattr(Runner, "record", lambda self: None)
     given: dict[str, Any] = {"attention_backend": "triton", "dtype": "float32", "max_batch_tokens": 128}
 
-    def made(shape: CheckpointShape, **settings: Any) -> LLM:
-        return LLM(str(write_checkpoint(shape, tmp_path)), **given | settings)
+    def made(shape: CheckpointShape | dict[str, Any], **settings: Any) -> LLM:
+        latent = isinstance(shape, dict)
+        folder = make_checkpoint("glm_lite", tmp_path, **shape) if latent else write_checkpoint(shape, tmp_path)
+        return LLM(str(folder), **given | settings)
 
     with interpreted_on(FakeDevice(), monkeypatch):
         yield made
@@ -68,12 +76,13 @@ def stores(llm: LLM) -> list[StagedStore]:
     return [rank.storage for rank in (ranks.rank, *ranks.group.workers.made)]  # type: ignore[union-attr]
 
 
-def test_context_ranks_give_one_ranks_bits(engine: Engine) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, pytest.param(LATENT, marks=pytest.mark.matrix)], ids=["plain", "latent"])
+def test_context_ranks_give_one_ranks_bits(shape: CheckpointShape | dict[str, Any], engine: Engine) -> None:
     """Two prompts together, each of which goes on with a chunk that is outside by then."""
     prompts = [[5, 7, 9], [11] * 5]
-    expected = truth(engine(SHAPE, kv_cache_tokens=128), prompts)
+    expected = truth(engine(shape, kv_cache_tokens=128), prompts)
     with ranks_as_threads():
-        llm = engine(SHAPE, context_parallel_size=2, prefill_strategy="ring-kv", **STREAMED)
+        llm = engine(shape, context_parallel_size=2, prefill_strategy="ring-kv", **STREAMED)
         same(run(llm, prompts, TWO), expected)
         assert all(store.totals.loaded and store.totals.bytes_out for store in stores(llm))
         llm.close()

@@ -17,12 +17,18 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 from headrace import LLM, SamplingParams
 from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.offload.weights.streamed import StreamedLayers
+from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_device import FakeDevice, fake_device
 from tests.support.small_gpu_engines import recorded_when_needed
 from tests.support.traces import Trace, run, same
 
 SHAPE = CheckpointShape(hidden=32, layers=3, heads=2, kv_heads=2, head_dim=16, mlp=32, vocab=64, context=256)
 SHAPES = {"dense": SHAPE, "experts": replace(SHAPE, experts=4, chosen=2, mlp=16)}
+LATENT: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+    num_key_value_heads=2, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12,
+    max_position_embeddings=256, mlp_layer_types=["dense"] * 3,
+)  # fmt: skip
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 OUTSIDE: dict[str, Any] = {
     "offload_schedule": "auto", "weight_offload": True, "kv_offloading_size": 0.0005, "kv_offload_activations": "off",
@@ -33,7 +39,15 @@ FolderOf = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    return cache(lambda model: write_checkpoint(SHAPES[model], tmp_path_factory.mktemp(model)))
+    def made(model: str) -> Path:
+        folder = tmp_path_factory.mktemp(model)
+        return (
+            make_checkpoint("glm_lite", folder, **LATENT)
+            if model == "latent"
+            else write_checkpoint(SHAPES[model], folder)
+        )
+
+    return cache(made)
 
 
 @pytest.fixture
@@ -67,6 +81,8 @@ def launched(llm: LLM) -> list[Trace]:
     pytest.param("dense", {"quantization": "w8a8"}, marks=pytest.mark.matrix),
     pytest.param("dense", {"quantization": "fp8_rowwise"}, marks=pytest.mark.matrix),
     pytest.param("experts", {}, marks=pytest.mark.matrix),
+    ("latent", {}),
+    pytest.param("latent", {"offload_schedule": "row", "kv_offload_activations": "on"}, marks=pytest.mark.matrix),
 ], ids=str)  # fmt: skip
 def test_weights_outside_give_the_same_bits(
     model: str, settings: dict[str, Any], folder_of: FolderOf, fake: FakeDevice
@@ -79,7 +95,8 @@ def test_weights_outside_give_the_same_bits(
     layers = layers_of(llm)
     for buffer in range(2):
         runs: list[Any] = [layers._runs[layer, buffer].run for layer in range(3)]
-        qkv, norms = zip(*((one.layers[0].matrices["qkv.weight"], one.layers[0].weights) for one in runs), strict=True)
+        name = "heads.weight" if model == "latent" else "qkv.weight"
+        qkv, norms = zip(*((one.layers[0].matrices[name], one.layers[0].weights) for one in runs), strict=True)
         assert all(each is qkv[0] for each in qkv)
         assert norms[0]["attention_norm.weight"] is not norms[1]["attention_norm.weight"]
         if model == "experts":

@@ -43,8 +43,9 @@ def cases(architecture: int) -> Iterator[Compiled]:
     yield Compiled("turn_queries", latent_row_kernels.turn_queries, turn, {"num_warps": 4}, TYPES | {"heads": "*bf16"})
     make = {"RANK": 512, "TURNED": 64, "P": 512, "R": 64}
     yield Compiled("make_keys", latent_row_kernels.make_keys, make, {"num_warps": 4}, TYPES)
-    for tile, inputs, outputs in ((latents.EXACT, 192, 512), (latents.FEW, 512, 256)):
+    for tile, inputs, outputs, along in ((latents.EXACT, 192, 512, "w_out"), (latents.FEW, 512, 256, "w_in")):
         shape = {"INPUTS": inputs, "OUTPUTS": outputs, "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step}
+        shape[along] = 1
         name, options = f"multiply_heads {tile.columns} x {tile.rows}", {"num_warps": 4, "num_stages": 3}
         constants = shape | {"PRECISION": "ieee"}
         yield Compiled(name, latent_row_kernels.multiply_heads, constants, options, TYPES | STRIDES)

@@ -107,15 +107,6 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"attention_backend 'triton' with several ranks: {why}; use one rank, or 'auto'")
 
 
-def refuse_for_latent(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ValueError for what a model with latent attention does not do on a GPU yet."""
-    if model.latent is not None and config.model.on_gpu and config.streaming is not None:
-        raise ValueError(
-            f"offload_schedule: {model.architecture} has latent attention, which a GPU computes with keys and values "
-            f"that it holds; leave it out, or use attention_backend 'auto'"
-        )
-
-
 def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for what several ranks on GPUs do not do yet."""
     if config.ranks.transport == "nccl" and not config.model.on_gpu:
@@ -134,13 +125,11 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     longer than the model's, or than the KV cache holds, products of FP8 on a CPU."""
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
-    refuse_for_latent(config, model)
     refuse_for_gpu_ranks(config, model)
     refuse_rounding(model, config.model.quantization)
     if (draft := DraftFacts.of(config)) is not None:
         draft.check(model)
         refuse_for_mixed(config, draft.model)
-        refuse_for_latent(config, draft.model)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):

@@ -271,7 +271,7 @@ def _outside(asked: KVStreaming, decoder: Decoder, slots: int, kv_dtype: torch.d
     if asked.path is None:
         return memory.zeros
     spec = decoder.config.attention
-    parts = Pool.parts(slots, spec.kv_heads, spec.head_dim, kv_dtype)
+    parts = Pool.parts(slots, spec.kv_heads, spec.head_dim, kv_dtype, spec.once)
     layer = [math.prod(shape) * kind.itemsize for shape, kind in parts]
     if hidden and not asked.x_resident:
         layer.append(-(-slots // decoder.turns.ranks) * CHUNK * hidden * decoder.dtype.itemsize)

@@ -24,7 +24,7 @@ PROJECTED = 4
 
 def measure(decoder: Decoder, transfers: Transfers) -> None:
     """Tells transfers.throughput. The second of two calls counts. Writes to the first staging buffer."""
-    staged, stored = transfers.staging.kv[0].k, transfers.store.pools[0].k
+    staged, stored = transfers.staging.kv[0].v, transfers.store.pools[0].v
     transfers.throughput.carried(_copied(staged, stored, transfers.streams.into))
     if not transfers.store.hidden:
         return
@@ -40,7 +40,7 @@ def measure(decoder: Decoder, transfers: Transfers) -> None:
 def measure_staged(staged: StagedStore, x: StagedX, projects: bool) -> None:
     """As `measure`, on one rank of several, before its weights leave. What tensor ranks exchange is not timed. Not
     projects: the weights have left, and how long it takes is known after the first step that does it."""
-    x.throughput.carried(_copied(staged.buffers[0].k, x.store.pools[0].k, staged.streams.into))
+    x.throughput.carried(_copied(staged.buffers[0].v, x.store.pools[0].v, staged.streams.into))
     if not projects:
         return
     positions = torch.arange(PROJECTED * CHUNK)

@@ -55,7 +55,8 @@ class StagedStore:
         self.spec, self.store, self.capacity, self.streams, self.x = spec, store, capacity, streams, x
         self.slots, self.dtype, self.device = store.slots, store.dtype, device
         fast = memory.zeros if device is None else zeros_on(device.place)
-        self.buffers = [Pool.make(capacity, spec.kv_heads, spec.head_dim, store.dtype, fast) for _ in range(BUFFERS)]
+        sizes = spec.kv_heads, spec.head_dim, store.dtype
+        self.buffers = [Pool.make(capacity, *sizes, fast, spec.once) for _ in range(BUFFERS)]
         self.totals = StreamingTotals()
         self._step = self._pass = Stopwatch(device)
         self._passes: list[LayerPass] = []

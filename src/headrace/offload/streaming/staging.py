@@ -147,7 +147,8 @@ class Staging:
         allocate: Allocate = memory.zeros,
     ) -> None:
         self.capacity = capacity
-        self.kv = [Pool.make(capacity, spec.kv_heads, spec.head_dim, dtype, allocate) for _ in range(2)]
+        sizes = spec.kv_heads, spec.head_dim, dtype
+        self.kv = [Pool.make(capacity, *sizes, allocate, spec.once) for _ in range(2)]
         self.x = [allocate((capacity, CHUNK, hidden), rows) for _ in range(2 if hidden else 0)]
 
     def load_kv(self, buffer: int, store: OutsideStore, layer: int, piece: StagingPiece) -> None:

@@ -271,7 +271,7 @@ class StreamStep:
             prepared = transfers.kernels.prepare(StepInputs(
                 {key[1]: items}, positions, rows, at, heads=self.spec.heads, dtype=transfers.store.dtype,
                 shape=transfers.staging.kv[0].shape, scale=self.spec.scale, cap=self.spec.score_cap,
-                bias=self.decoder.key_bias,
+                bias=self.decoder.key_bias, once=self.spec.once,
             ))  # fmt: skip
             assert prepared is not None, "kernels of a device prepare steps"
             self.prepared[key] = prepared

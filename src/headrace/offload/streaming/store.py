@@ -74,7 +74,8 @@ class OutsideStore:
         x_turns: int = 1,
     ) -> None:
         self.slots, self.dtype, self.rows, self.hidden = slots, dtype, rows, hidden
-        self.pools = [Pool.make(slots, spec.kv_heads, spec.head_dim, dtype, allocate) for _ in range(spec.layers)]
+        sizes = spec.kv_heads, spec.head_dim, dtype
+        self.pools = [Pool.make(slots, *sizes, allocate, spec.once) for _ in range(spec.layers)]
         place = x_memory or allocate
         kept = -(-slots // x_turns)
         self.x = [place((kept, CHUNK, hidden), rows) for _ in range(spec.layers)] if hidden else []

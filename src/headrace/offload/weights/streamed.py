@@ -37,10 +37,10 @@ from headrace.offload.weights.layers import (
 WeightPart = Literal["kv", "q", "out", "up", "down"]
 PART_OF: Mapping[str, WeightPart] = {
     "router": "up", "shared_gate": "up",
-    "latent": "kv", "query_in": "q", "queries": "q", "keys": "q", "values": "out",
+    "latent": "kv", "query_in": "q", "queries": "q", "keys": "q", "heads": "q", "values": "out",
 }  # fmt: skip
 """By the first word of a matrix's name: routers and gates; and those of latent attention, whose `keys` multiply queries
-and whose `values` stand behind attention."""
+and whose `values` stand behind attention, or, on a GPU, `heads` both."""
 WEIGHT_PARTS: tuple[WeightPart, ...] = ("kv", "q", "out", "up", "down")
 """In the order in which a layer needs them."""
 WeightSlice = Literal["first", "rest", "coarse"]
