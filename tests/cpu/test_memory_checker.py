@@ -131,15 +131,18 @@ def test_an_engine_with_int8_keys_and_values(checker: MemoryChecker, tmp_path: P
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "glm_lite"])
 def test_engines_of_other_families(kind: str, checker: MemoryChecker, tmp_path: Path) -> None:
-    """Sinks, windows of several kinds, experts with biases; caps; a 1-row bucket."""
-    fields = dict(
+    """Sinks, windows of several kinds, experts with biases; caps; latents; a 1-row bucket."""
+    fields: dict[str, Any] = dict(
         num_hidden_layers=2, sliding_window=8, head_dim=16, hidden_size=32, intermediate_size=32,
         vocab_size=SHAPE.vocab, num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
     if kind == "gpt_oss":
         fields["num_local_experts"] = 4
+    if kind == "glm_lite":
+        fields |= dict(kv_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, n_routed_experts=4)
+        fields |= dict(mlp_layer_types=["dense", "sparse"], num_key_value_heads=2)
     llm = LLM(
         str(make_checkpoint(kind, tmp_path, **fields)), attention_backend="triton", dtype="float32",
         kv_cache_tokens=256, max_sequences=2,
