@@ -25,8 +25,8 @@ ENDED = ("test_cuda_copy_streams.py", "test_gpu_sampling.py", "test_triton_rows.
 """Files all of whose tests passed on an H200 before outcomes were kept."""
 FIRST = (
     "test_gpu_launching.py", "test_gpu_layer_check.py", "test_gpu_graphs.py", "test_gpu_changes.py",
-    "test_cuda_adapters.py", "test_triton_hybrid.py", "test_gpu_gemma4.py", "test_cuda_drafts.py", "test_cuda_ranks.py",
-    "test_triton_rounded.py", "test_triton_weights.py",
+    "test_cuda_adapters.py", "test_cuda_latents.py", "test_triton_hybrid.py", "test_gpu_gemma4.py",
+    "test_cuda_drafts.py", "test_cuda_ranks.py", "test_triton_rounded.py", "test_triton_weights.py",
 )  # fmt: skip
 """Files that ask for what has never run on a device (docs/gpu-check.md): before others, which take as long."""
 SECONDS = 90.0
