@@ -237,6 +237,29 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Fields of published files that matter here; of others the defaults of their classes."""
 
 
+MINICPM3 = dict(
+    architectures=["MiniCPM3ForCausalLM"], model_type="minicpm3", hidden_size=2560, intermediate_size=6400,
+    num_hidden_layers=62, num_attention_heads=40, num_key_value_heads=40, max_position_embeddings=32768,
+    q_lora_rank=768, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, scale_emb=12, dim_model_base=256,
+    scale_depth=1.4, torch_dtype="bfloat16", vocab_size=73448, rms_norm_eps=1e-5, eos_token_id=[2, 73440],
+    rope_scaling=dict(
+        type="longrope", original_max_position_embeddings=32768, long_factor=[1.0] * 16, short_factor=[1.0] * 16
+    ),
+    auto_map={
+        "AutoConfig": "configuration_minicpm.MiniCPM3Config",
+        "AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM",
+    },
+)  # fmt: skip
+
+
+def test_the_published_file_of_minicpm3_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MINICPM3))
+    config = read_config(tmp_path)
+    assert config.attention.kv_bytes_per_token(1) == 2 * 288 * 62 and config.experts is None
+    assert (config.embed_scale, config.logit_scale) == (12.0, 0.1)
+    assert config.residual_scale == pytest.approx(1.4 / 62**0.5) and config.max_model_len == 32768
+
+
 @pytest.mark.parametrize(
     ("model", "experts", "numbers", "scale"),
     [

@@ -13,14 +13,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    ArceeConfig,
-    ArceeForCausalLM,
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    Exaone4Config,
-    Exaone4ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -39,8 +31,6 @@ from transformers import (
     GlmForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
-    HunYuanDenseV1Config,
-    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -49,10 +39,6 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -66,13 +52,12 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    SeedOssConfig,
-    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
 
 from headrace.models.decoder import Decoder
+from tests.support.dense_kinds import DENSE
 from tests.support.expert_kinds import EXPERTS
 from tests.support.kind_sizes import (
     GQA,
@@ -201,23 +186,6 @@ def _mistral3(**fields: Any) -> PreTrainedModel:
     return Mistral3ForConditionalGeneration(config)
 
 
-_seed_oss = of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
-_arcee = of(ArceeForCausalLM, ArceeConfig)
-_ernie4_5 = of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=64)
-HUNYUAN_ROPE = rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-_hunyuan = of(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, head_dim=64, **HUNYUAN_ROPE)
-_olmo2 = of(Olmo2ForCausalLM, Olmo2Config)
-_olmo3 = of(Olmo3ForCausalLM, Olmo3Config, num_hidden_layers=4, sliding_window=WINDOW)
-OLMO3_ROPE = dict(
-    rope_parameters=dict(
-        full_attention=YARN_ROPE["rope_parameters"], sliding_attention=dict(rope_type="default", rope_theta=1e4)
-    )
-)
-EXAONE = dict(num_hidden_layers=3, sliding_window=WINDOW, layer_types=MIXED_WINDOWS["layer_types"])
-_exaone4 = of(Exaone4ForCausalLM, Exaone4Config, head_dim=64)
-_cohere2 = of(Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25)
-
-
 def _qwen2_5_vl(**fields: Any) -> PreTrainedModel:
     text = {**LLAMA_SIZES, **GQA, **fields}
     vision = QWEN_VISION | dict(fullatt_block_indexes=[0])
@@ -282,15 +250,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen3_window": (_qwen3, MIXED_WINDOWS | dict(attention_bias=True)),
     "qwen2_5_vl": (_qwen2_5_vl, MIXED_WINDOWS | _mrope(4, 6, 6)),
     "qwen3_vl": (_qwen3_vl, dict(tie_word_embeddings=True) | _mrope(12, 10, 10, mrope_interleaved=True)),
-    "seed_oss": (_seed_oss, dict(mlp_bias=True)),
-    "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
-    "ernie4_5": (_ernie4_5, dict(use_bias=True)),
-    "hunyuan": (_hunyuan, dict(attention_bias=True)),
-    "olmo2": (_olmo2, dict(attention_bias=True)),
-    "olmo3": (_olmo3, OLMO3_ROPE),
-    "exaone4": (_exaone4, EXAONE),
-    "exaone4_plain": (_exaone4, dict(sliding_window=None, layer_types=["full_attention"] * 2)),
-    "cohere2": (_cohere2, EXAONE | dict(attention_bias=True)),
+    **DENSE,
     "opt": (_opt, {}),
     "opt_untied": (_opt, dict(tie_word_embeddings=False)),
     "opt_no_final_norm": (_opt, dict(_remove_final_layer_norm=True)),
@@ -323,13 +283,15 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
     "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite", "qwen3_vl_moe", "mistral3",
-    "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5", "exaone4_plain",
+    "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5", "exaone4_plain", "cohere", "solar_open",
+    "dots1", "minicpm3", "qwen2_moe",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind, and what takes a
 second a kind leaves them out."""
 LATER = (
     "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
-    "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "glm4_moe", "minimax_m2", "ernie_moe", "deepseek_v2",
+    "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "starcoder2", "glm4_moe", "minimax_m2", "ernie_moe",
+    "deepseek_v2",
 )  # fmt: skip
 """And in what takes a second a kind the matrix alone has these, whose facts are elsewhere tried one by one."""
 

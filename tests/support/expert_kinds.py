@@ -9,6 +9,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Glm4MoeConfig,
@@ -30,10 +32,14 @@ from transformers import (
     OlmoeConfig,
     OlmoeForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SolarOpenConfig,
+    SolarOpenForCausalLM,
 )
 
 from tests.support.kind_sizes import GQA, LLAMA_SIZES, MULTIPLIERS, NO_TOKEN, SHORT_LENGTH, WINDOW, Build, of, rope
@@ -53,6 +59,12 @@ def _qwen3_vl_moe(**fields: Any) -> PreTrainedModel:
     tokens = dict(image_token_id=1, video_token_id=2, vision_start_token_id=3, vision_end_token_id=4)
     config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, eos_token_id=NO_TOKEN, **tokens)
     return Qwen3VLMoeForConditionalGeneration(config)
+
+
+_qwen2_moe = of(
+    Qwen2MoeForCausalLM, Qwen2MoeConfig, **GQA, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64,
+    shared_expert_intermediate_size=96,
+)  # fmt: skip
 
 
 def _mixtral(**fields: Any) -> PreTrainedModel:
@@ -88,6 +100,11 @@ _glm4_moe = of(
     Glm4MoeForCausalLM, Glm4MoeConfig, head_dim=64, num_hidden_layers=3, n_routed_experts=8, num_experts_per_tok=3,
     moe_intermediate_size=64, routed_scaling_factor=2.5,
 )  # fmt: skip
+
+
+ROUTED = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, routed_scaling_factor=2.5)
+_dots1 = of(Dots1ForCausalLM, Dots1Config, **GQA, **ROUTED, n_shared_experts=2, sliding_window=None)
+_solar_open = of(SolarOpenForCausalLM, SolarOpenConfig, **GQA, **ROUTED, head_dim=32)
 
 
 _ernie_moe = of(
@@ -130,6 +147,9 @@ EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
     "qwen3_vl_moe": (_qwen3_vl_moe, {}),
+    "qwen2_moe": (_qwen2_moe, dict(mlp_only_layers=[0], use_sliding_window=True, sliding_window=WINDOW)),
+    "dots1": (_dots1, dict(first_k_dense_replace=1, n_group=4, topk_group=2, attention_bias=True)),
+    "solar_open": (_solar_open, dict(attention_bias=True)),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
     "olmoe": (_olmoe, GQA),
     "gpt_oss": (_gpt_oss, GPT_OSS_ROPE),

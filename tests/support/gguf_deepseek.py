@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek2", "deepseek_v3", SIZES | YARN),
     "glm4_moe": ("glm4moe", "glm4_moe", GLM),
     "glm4_moe_groups": ("glm4moe", "glm4_moe_groups", GLM),
+    "dots1": ("dots1", "dots1", dict(moe_intermediate_size=96, attention_bias=False)),
     "glm_lite": ("deepseek2", "glm_lite", SIZES | dict(rope_interleave=True)),
 }
 """As tests.support.gguf_families.KINDS. old: as the converter wrote them until April 2025."""

@@ -67,6 +67,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "exaone4": ("exaone4", "exaone4", dict(num_hidden_layers=3)),
     "exaone4_plain": ("exaone4", "exaone4_plain", {}),
     "cohere2": ("cohere2", "cohere2", dict(num_hidden_layers=4, attention_bias=False, layer_types=None)),
+    "cohere": ("command-r", "cohere", dict(attention_bias=False)),
+    "starcoder2": ("starcoder2", "starcoder2", dict(sliding_window=None)),
     "ernie4_5": ("ernie4_5", "ernie4_5", {}),
     "arcee": ("arcee", "arcee", {}),
     "hunyuan": ("hunyuan-dense", "hunyuan", {}),
@@ -107,7 +109,8 @@ NAMES = {
     "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "self_attention.query_key_value": "attn_qkv",
     "self_attention.dense": "attn_output", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
@@ -154,9 +157,9 @@ def write_family(
     that are there already among it. split: into parts, as GGUFWriter does it."""
     model, architecture = build(kind), KINDS[kind][0]
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
-    latent, old = architecture in ("deepseek2", "glm4moe"), kind.endswith("_old")
+    latent, old = architecture in ("deepseek2", "glm4moe", "dots1"), kind.endswith("_old")
     corrected = architecture in ("ernie4_5-moe", "minimax-m2", *gguf_nemotron.ARCHITECTURES)
-    apart = latent or corrected or architecture in ("granitemoe", "granitehybrid", "lfm2moe", *HYBRIDS)
+    apart = latent or corrected or architecture in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", *HYBRIDS)
     _describe_whole(writer, model, architecture, old)
     if latent or corrected:
         gguf_deepseek.add_corrections(writer, model)
@@ -197,7 +200,7 @@ def _describe_whole(writer: GGUFWriter, model: PreTrainedModel, architecture: st
         describe(writer, model.config, architecture)
     if architecture == "deepseek2":
         gguf_deepseek.describe(writer, model.config, old)
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "dots1"):
         gguf_deepseek.describe_experts(writer, model.config)
     if architecture == "gpt-oss":
         gguf_gpt_oss.describe(writer, model.config)
@@ -311,15 +314,17 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         writer.add_tensor_data_layout("jploski")
         return
-    if architecture == "cohere2":
+    if architecture in ("cohere2", "command-r"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
+    elif architecture == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if architecture != "deepseek2":
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture not in ("phi3", "granite", "granitemoe", "chatglm", "deepseek2"):
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+        writer.add_key_length(64)
+        writer.add_value_length(64)
     _describe_rope(writer, config, architecture)
     if "llama_4_scaling_beta" in config.rope_parameters:
         writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
@@ -328,8 +333,10 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_rope_dimension_sections([12, 10, 10, 0])
     more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": gguf_routed.granite,
             **dict.fromkeys(HYBRIDS, gguf_hybrids.describe),
-            "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2, "minimax-m2": gguf_routed.minimax_m2,
-            "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe}  # fmt: skip
+            "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2, "command-r": _cohere,
+            "minimax-m2": gguf_routed.minimax_m2,
+            "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe,
+            "qwen2moe": gguf_routed.qwen2_moe}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
 
@@ -390,8 +397,12 @@ def _windows(writer: GGUFWriter, config: Any) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
 
-def _cohere2(writer: GGUFWriter, config: Any) -> None:
+def _cohere(writer: GGUFWriter, config: Any) -> None:
     writer.add_logit_scale(config.logit_scale)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _cohere2(writer: GGUFWriter, config: Any) -> None:
+    _cohere(writer, config)
     writer.add_sliding_window(config.sliding_window)
     writer.add_rope_dimension_count(64)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)

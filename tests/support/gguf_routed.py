@@ -1,5 +1,5 @@
-"""GGUF files of Granite 3, MiniMax-M2 and ERNIE 4.5 with experts, as llama.cpp's converter writes them
-(conversion/granite.py, minimax.py and ernie.py). Nothing here is taken from headrace's reader."""
+"""GGUF files of Granite 3, MiniMax-M2, ERNIE 4.5 and Qwen 2 with experts, as llama.cpp's converter writes them
+(conversion/granite.py, minimax.py, ernie.py and qwen.py). Nothing here is taken from headrace's reader."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any
 
 from gguf import ExpertGatingFuncType, GGUFWriter
 
+QWEN2 = dict(
+    mlp_only_layers=[], use_sliding_window=False, moe_intermediate_size=96, shared_expert_intermediate_size=160
+)
 ERNIE = dict(moe_layer_end_index=-1, moe_intermediate_size=96, tie_word_embeddings=False)
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", "minimax_m2", dict(intermediate_size=96)),
     "granite_moe": ("granitemoe", "granite_moe", dict(intermediate_size=96)),
     "granite_moe_shared": ("granitemoe", "granite_moe_shared", dict(intermediate_size=96)),
     "ernie_moe": ("ernie4_5-moe", "ernie_moe", ERNIE),
+    "qwen2_moe": ("qwen2moe", "qwen2_moe", QWEN2),
 }  # fmt: skip
 
 
@@ -32,6 +36,13 @@ def granite_moe(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_used_count(config.num_experts_per_tok)
     if getattr(config, "shared_intermediate_size", 0):
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def qwen2_moe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def minimax_m2(writer: GGUFWriter, config: Any) -> None:

@@ -30,6 +30,8 @@ HUNYUAN_ROPE = dict(type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta
 FULL = ["full_attention"] * 3
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
+DOTS, QWEN2_MOE = "Dots1ForCausalLM", "Qwen2MoeForCausalLM"
+ROUTED = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3)
 ERNIE_MOE = "Ernie4_5_MoeForCausalLM"
 MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
@@ -255,6 +257,21 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=7, sliding_window_pattern=3, head_dim=128),
     dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=3, layer_types=FULL, sliding_window=None),
     dict(architectures=["Exaone4ForCausalLM"], num_hidden_layers=3, layer_types=FULL, sliding_window_pattern="LLLG"),
+    dict(architectures=["CohereForCausalLM"], num_key_value_heads=8, logit_scale=0.5, max_position_embeddings=131072),
+    dict(architectures=["CohereForCausalLM"], rope_theta=8e6, attention_bias=True, tie_word_embeddings=False),
+    dict(architectures=["Starcoder2ForCausalLM"], sliding_window=4096, norm_epsilon=1e-6, use_bias=False),
+    dict(architectures=["Starcoder2ForCausalLM"], hidden_act="gelu", rope_theta=999999.4420358813),
+    dict(architectures=["MiniCPM3ForCausalLM"], v_head_dim=32, scale_depth=1, dim_model_base=None, q_lora_rank=None),
+    dict(architectures=["MiniCPM3ForCausalLM"], scale_depth=None, scale_emb=1, mlp_bias=True, attention_bias=True),
+    dict(architectures=["MiniCPM3ForCausalLM"], rope_scaling=dict(type="longrope", **LONGROPE), qk_rope_head_dim=8),
+    dict(architectures=[DOTS], **ROUTED, first_k_dense_replace=1, sliding_window=None, use_sliding_window=False),
+    dict(architectures=[DOTS], **ROUTED, num_hidden_layers=3, max_window_layers=1, norm_topk_prob=True),
+    dict(architectures=[DOTS], **ROUTED, num_key_value_heads=None, n_group=4, topk_group=2, routed_scaling_factor=2.5),
+    dict(architectures=["SolarOpenForCausalLM"], partial_rotary_factor=0.5, routed_scaling_factor=2.5, head_dim=64),
+    dict(architectures=["SolarOpenForCausalLM"], attention_bias=True, n_shared_experts=2, norm_topk_prob=False),
+    dict(architectures=[QWEN2_MOE], mlp_only_layers=[0], norm_topk_prob=True, qkv_bias=False),
+    dict(architectures=[QWEN2_MOE], **WINDOWS, max_window_layers=2),
+    dict(architectures=[QWEN2_MOE], layer_types=FULL, num_hidden_layers=3, decoder_sparse_step=2),
     dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=2, rope_theta=5e4, num_key_value_heads=8),
     dict(architectures=["Cohere2ForCausalLM"], layer_types=FULL, num_hidden_layers=3, logit_scale=0.5, head_dim=256),
     dict(num_attention_heads=4, num_key_value_heads=3),

@@ -63,7 +63,9 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
     if "max_window_layers" in values:
-        _fill_in_windows(values)
+        _fill_in_windows(values, every_other=model_type == "qwen2_moe")
+    if model_type == "minicpm3":
+        _fill_in_minicpm3(values)
     if values.get("mlp_only_layers", ()) is None:
         values["mlp_only_layers"] = []
     if model_type == "qwen3_moe":
@@ -122,12 +124,24 @@ def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_exper
             values[name] = given[overriding]
 
 
-def _fill_in_windows(values: dict[str, Any]) -> None:
-    if not values["use_sliding_window"]:
+def _fill_in_windows(values: dict[str, Any], every_other: bool) -> None:
+    """Layers from max_window_layers on have windows, or every other one of those before."""
+    if not values.get("use_sliding_window", True):
         values["sliding_window"] = None
+    if values["layer_types"] is None and every_other:
+        most = values["max_window_layers"] if values["use_sliding_window"] else 0
+        layers = range(values["num_hidden_layers"])
+        values["layer_types"] = [KINDS[layer < most and layer % 2 == 0] for layer in layers]
     if values["layer_types"] is None:
         full = values["num_hidden_layers"] if values["sliding_window"] is None else values["max_window_layers"]
         values["layer_types"] = [KINDS[layer >= full] for layer in range(values["num_hidden_layers"])]
+
+
+def _fill_in_minicpm3(values: dict[str, Any]) -> None:
+    """Multipliers that are null do nothing."""
+    width, layers = values["hidden_size"], values["num_hidden_layers"]
+    usual = dict(v_head_dim=width // values["num_attention_heads"], scale_depth=layers**0.5, dim_model_base=width)
+    values |= {name: value for name, value in usual.items() if values[name] is None}
 
 
 def _fill_in_qwen3_moe(values: dict[str, Any]) -> None:

@@ -68,6 +68,11 @@ LATENT: dict[str, Any] = COMMON | dict(
     kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, hidden_act="silu",
     rms_norm_eps=1e-6, attention_bias=False,
 )  # fmt: skip
+COHERE: dict[str, Any] = COMMON | dict(
+    vocab_size=256000, hidden_size=8192, intermediate_size=22528, logit_scale=0.0625, num_hidden_layers=40,
+    num_attention_heads=64, num_key_value_heads=None, hidden_act="silu", max_position_embeddings=8192,
+    layer_norm_eps=1e-5, bos_token_id=5, eos_token_id=255001, tie_word_embeddings=True, attention_bias=False,
+)  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA
@@ -114,12 +119,41 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5, bos_token_id=0,
         sliding_window=4096, sliding_window_pattern=4, layer_types=None,
     ),
-    "cohere2": COMMON
+    "cohere2": COHERE | dict(sliding_window=4096, layer_types=None),
+    "cohere": COHERE | dict(use_qk_norm=False),
+    "starcoder2": COMMON
     | dict(
-        vocab_size=256000, hidden_size=8192, intermediate_size=22528, logit_scale=0.0625, num_hidden_layers=40,
-        num_attention_heads=64, num_key_value_heads=None, hidden_act="silu", max_position_embeddings=8192,
-        layer_norm_eps=1e-5, bos_token_id=5, eos_token_id=255001, tie_word_embeddings=True, attention_bias=False,
-        sliding_window=4096, layer_types=None,
+        vocab_size=49152, hidden_size=3072, intermediate_size=12288, num_hidden_layers=30, num_attention_heads=24,
+        num_key_value_heads=2, hidden_act="gelu_pytorch_tanh", max_position_embeddings=4096, norm_epsilon=1e-5,
+        bos_token_id=50256, eos_token_id=50256, sliding_window=None, use_bias=True, tie_word_embeddings=True,
+    ),
+    "minicpm3": LLAMA
+    | dict(
+        vocab_size=73448, hidden_size=2560, intermediate_size=6400, num_hidden_layers=62, num_attention_heads=40,
+        num_key_value_heads=40, max_position_embeddings=32768, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=None, scale_emb=12,
+        scale_depth=1.4, dim_model_base=256,
+    ),
+    "dots1": COMMON
+    | dict(
+        vocab_size=152064, hidden_size=4608, intermediate_size=10944, num_hidden_layers=62, num_attention_heads=32,
+        num_key_value_heads=32, hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6,
+        attention_bias=False, moe_intermediate_size=1408, n_shared_experts=None, n_routed_experts=None, n_group=1,
+        topk_group=1, num_experts_per_tok=None, first_k_dense_replace=0, norm_topk_prob=False,
+        routed_scaling_factor=1.0, sliding_window=4096, max_window_layers=62, layer_types=None,
+    ),
+    "solar_open": COMMON
+    | dict(
+        vocab_size=196608, hidden_size=4096, num_hidden_layers=48, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, hidden_act="silu", max_position_embeddings=131072, rms_norm_eps=1e-5, attention_bias=False,
+        moe_intermediate_size=1280, num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128,
+        routed_scaling_factor=1.0, n_group=1, topk_group=1, norm_topk_prob=True,
+    ),
+    "qwen2_moe": QWEN
+    | dict(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
+        decoder_sparse_step=1, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts_per_tok=4,
+        num_experts=60, norm_topk_prob=False, mlp_only_layers=None, qkv_bias=True,
     ),
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_NEXT
@@ -290,6 +324,7 @@ THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
 THETAS |= {"minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_moe": 500_000.0}
 THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0, "olmo3": 500_000.0}
+THETAS |= {"cohere": 500_000.0, "solar_open": 1_000_000.0}
 THETAS |= {"lfm2": 1_000_000.0, "lfm2_moe": 1_000_000.0}
 """Where the class has another one."""
 LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}

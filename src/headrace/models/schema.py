@@ -102,10 +102,12 @@ class ConfigFields(msgspec.Struct):
     norm_eps: Epsilon = UNSET
     layer_norm_epsilon: Epsilon = UNSET
     layer_norm_eps: Epsilon = UNSET
+    norm_epsilon: Epsilon = UNSET
     hidden_act: ShortText = UNSET
     activation: ShortText = UNSET
     activation_function: ShortText = UNSET
     attention_bias: Flag = UNSET
+    qkv_bias: Flag = UNSET
     attention_out_bias: Flag = UNSET
     mlp_bias: Flag = UNSET
     use_bias: Flag = UNSET
@@ -168,6 +170,9 @@ class ConfigFields(msgspec.Struct):
     no_rope_layer_interval: Count = UNSET
     hidden_activation: ShortText = UNSET
     embedding_multiplier: Factor = UNSET
+    scale_emb: Factor = UNSET
+    scale_depth: Factor = UNSET
+    dim_model_base: WideCount = UNSET
     position_embedding_type: ShortText = UNSET
     mamba_n_heads: Count = UNSET
     mamba_n_groups: Count = UNSET

@@ -1,11 +1,13 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.base import Family
+from headrace.models.families.cohere import COHERE
 from headrace.models.families.cohere2 import COHERE2
 from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from headrace.models.families.dots1 import DOTS1, SOLAR_OPEN
 from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.ernie_moe import ERNIE_MOE
-from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
+from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
@@ -16,6 +18,7 @@ from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from headrace.models.families.hunyuan import HUNYUAN_DENSE
 from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION
 from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from headrace.models.families.minicpm3 import MINICPM3
 from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
 from headrace.models.families.nemotron_h import NEMOTRON_H
@@ -32,6 +35,7 @@ from headrace.models.families.qwen3_next import (
 from headrace.models.families.qwen3_vl_moe import QWEN3_VL_MOE
 from headrace.models.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from headrace.models.families.smollm import SMOLLM3
+from headrace.models.families.starcoder2 import STARCODER2
 
 __all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
 
@@ -59,6 +63,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5ForConditionalGeneration": QWEN3_5_WITH_VISION,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_WITH_VISION,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     "MixtralForCausalLM": MIXTRAL,
@@ -100,7 +105,12 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "Exaone4ForCausalLM": EXAONE4,
+    "CohereForCausalLM": COHERE,
     "Cohere2ForCausalLM": COHERE2,
+    "Starcoder2ForCausalLM": STARCODER2,
+    "MiniCPM3ForCausalLM": MINICPM3,
+    "Dots1ForCausalLM": DOTS1,
+    "SolarOpenForCausalLM": SOLAR_OPEN,
     **HEADLESS,
     **CLASSIFIERS,
 }

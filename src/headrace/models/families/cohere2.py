@@ -23,14 +23,20 @@ from headrace.models.spec import ModelConfig
 
 def _facts(config: Any) -> dict[str, Any]:
     windows, turned, kv_heads = mixed_windows(config), rope(config), config.num_key_value_heads
+    return blocks(config) | dict(
+        max_model_len=rope_reach(config, turned),
+        attention=attention(config, kv_heads=kv_heads, head_dim=head_dim_of(config), windows=windows),
+        rope=turned,
+        no_rope_layers=tuple(layer for layer, window in enumerate(windows) if window is None),
+    )
+
+
+def blocks(config: Any) -> dict[str, Any]:
+    """What Cohere's models have in common, beside heads and their rotation."""
     return dict(
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
-        max_model_len=rope_reach(config, turned),
-        attention=attention(config, kv_heads=kv_heads, head_dim=head_dim_of(config), windows=windows),
         positions="rope",
-        rope=turned,
-        no_rope_layers=tuple(layer for layer, window in enumerate(windows) if window is None),
         norm="layer",
         norm_eps=config.layer_norm_eps,
         norm_bias=False,

@@ -22,8 +22,9 @@ MLP_TYPES = ("dense", "sparse")
 """Names of layers without and with experts."""
 
 
-def _common(config: Any, paired: bool, scores: str = "sigmoid") -> dict[str, Any]:
-    """scores: what the router makes of logits, in the words of the field that says so in published files."""
+def latent_facts(config: Any, paired: bool, scores: str = "sigmoid") -> dict[str, Any]:
+    """What models with latent attention have in common. paired: whether neighbours are rotated; scores: what the router
+    makes of logits, in the words of the field that says so in published files."""
     known = {"scoring_func": scores, "moe_layer_freq": 1, "num_key_value_heads": config.num_attention_heads}
     for name, only in known.items():
         if getattr(config, name, None) not in (None, only):
@@ -65,7 +66,7 @@ def _v2(config: Any) -> dict[str, Any]:
     grouped = config.topk_method != "greedy"
     groups = (_given(config, "n_group"), _given(config, "topk_group")) if grouped else (1, 1)
     routing = RoutingSpec(groups=groups[0], met_groups=groups[1], scale=_given(config, "routed_scaling_factor"))
-    return _common(config, True, "softmax") | _mixture(config, _behind_dense(config), False, routing)
+    return latent_facts(config, True, "softmax") | _mixture(config, _behind_dense(config), False, routing)
 
 
 def _v3(config: Any) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _routed_by_sigmoids(config: Any, layers: tuple[bool, ...]) -> dict[str, Any]
     for name in ("n_group", "topk_group", "routed_scaling_factor"):
         _given(config, name)
     mixed = _mixture(config, layers, bool(config.norm_topk_prob), corrected(config))
-    return _common(config, bool(config.rope_interleave)) | mixed
+    return latent_facts(config, bool(config.rope_interleave)) | mixed
 
 
 def _given(config: Any, name: str) -> Any:
@@ -106,7 +107,7 @@ def _mixture(config: Any, layers: tuple[bool, ...], normalised: bool, routing: R
     return mixture(config, count, inner, normalised, layers, shared, chosen=chosen, shared_gate=False, routing=routing)
 
 
-def _names(config: ModelConfig, experts: Names) -> Names:
+def latent_names(config: ModelConfig, experts: Names | None = None) -> Names:
     layer = "layers.{}."
     assert config.latent is not None, "the family has latent attention"
     theirs = {
@@ -122,20 +123,20 @@ def _names(config: ModelConfig, experts: Names) -> Names:
     return {
         **names(config),
         **{layer + ours: (layer + name,) for ours, name in theirs.items()},
-        **experts,
+        **(experts or {}),
         layer + "shared.up": tuple(layer + f"mlp.shared_experts.{part}_proj" for part in ("gate", "up")),
     }
 
 
 def _apart(config: ModelConfig) -> Names:
-    return _names(config, APART)
+    return latent_names(config, APART)
 
 
 def _together(config: ModelConfig) -> Names:
-    return _names(config, TOGETHER)
+    return latent_names(config, TOGETHER)
 
 
-def _rows(config: ModelConfig, name: str) -> list[int] | None:
+def latent_rows(config: ModelConfig, name: str) -> list[int] | None:
     """The checkpoint's rows in our order: what is rotated comes first, the two halves one after another."""
     latent, heads = config.latent, config.attention.heads
     assert latent is not None, "the family has latent attention"
@@ -156,7 +157,7 @@ def _unused(config: ModelConfig) -> frozenset[str]:
 def _family(model_type: str, configuration: str, facts: Any) -> Family:
     module = f"transformers.models.{model_type}.configuration_{model_type}:{configuration}"
     return Family(
-        model_type, module, facts, _apart, PREFIXES, rows=_rows, other_names=_together, unused=_unused,
+        model_type, module, facts, _apart, PREFIXES, rows=latent_rows, other_names=_together, unused=_unused,
         published_as="deepseek",
     )  # fmt: skip
 

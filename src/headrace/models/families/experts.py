@@ -1,5 +1,5 @@
-"""Llama's kin with experts in place of MLPs. Qwen3-MoE: QK-norm, dense layers between. Mixtral: eight wide experts of
-which two are met. OLMoE: queries and keys normed over all heads together.
+"""Llama's kin with experts in place of MLPs. Qwen2-MoE: one beside them, behind a gate. Qwen3-MoE: QK-norm, dense
+layers between. Mixtral: eight wide experts, two of which are met. OLMoE: queries and keys normed over all heads.
 
 transformers writes experts one by one (as they are published) or fused: one tensor [E, 2 I, H] of all gates and ups.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from headrace.config import RoutingSpec
 from headrace.config.routing import SOFTMAX
 from headrace.models.families.base import Family, Names
-from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
+from headrace.models.families.llama import PREFIXES, common, mixed_windows, names, uniform_windows
 from headrace.models.spec import ExpertsSpec
 from headrace.types import UnsupportedModel
 
@@ -68,6 +68,16 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
     return common(config, uniform_windows(config, config.sliding_window)) | bias | experts | dict(qk_norm=True)
 
 
+def _qwen2_moe(config: Any) -> dict[str, Any]:
+    inner, shared, normalised = (
+        config.moe_intermediate_size,
+        config.shared_expert_intermediate_size,
+        config.norm_topk_prob,
+    )
+    experts = mixture(config, config.num_experts, inner, normalised, sparse_layers(config), shared)
+    return common(config, mixed_windows(config)) | experts | dict(qkv_bias=config.qkv_bias)
+
+
 def _mixtral(config: Any) -> dict[str, Any]:
     experts = mixture(config, config.num_local_experts, config.intermediate_size, True, everywhere(config))
     return common(config, uniform_windows(config, config.sliding_window)) | experts
@@ -93,6 +103,12 @@ def expert_names(router: str, up: tuple[str, ...], down: str) -> Names:
 APART = expert_names(
     "mlp.gate", ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"), "mlp.experts.{}.down_proj"
 )  # fmt: skip
+SHARED: Names = {
+    "layers.{}.shared_gate": ("layers.{}.mlp.shared_expert_gate",),
+    "layers.{}.shared.up": ("layers.{}.mlp.shared_expert.gate_proj", "layers.{}.mlp.shared_expert.up_proj"),
+    "layers.{}.shared.down": ("layers.{}.mlp.shared_expert.down_proj",),
+}
+"""The expert that all rows meet, and what lets it through."""
 TOGETHER = expert_names("mlp.gate", ("mlp.experts.{}.gate_up_proj",), "mlp.experts.{}.down_proj")
 """Experts [E, ...] in one tensor, which models.checkpoint shows one by one."""
 MIXTRALS = expert_names(
@@ -103,10 +119,11 @@ MIXTRALS = expert_names(
 
 def _family(model_type: str, configuration: str, facts: Any, own: Names) -> Family:
     module = f"transformers.models.{model_type}.configuration_{model_type}:{configuration}"
-    apart, together = (lambda config: {**names(config), **own}), (lambda config: {**names(config), **TOGETHER})
+    apart, together = (lambda config: {**names(config), **own}), (lambda config: {**names(config), **own, **TOGETHER})
     return Family(model_type, module, facts, apart, PREFIXES, other_names=together)
 
 
+QWEN2_MOE = _family("qwen2_moe", "Qwen2MoeConfig", _qwen2_moe, {**APART, **SHARED})
 QWEN3_MOE = _family("qwen3_moe", "Qwen3MoeConfig", _qwen3_moe, APART)
 MIXTRAL = _family("mixtral", "MixtralConfig", _mixtral, MIXTRALS)
 OLMOE = _family("olmoe", "OlmoeConfig", _olmoe, APART)

@@ -32,11 +32,11 @@ def _facts(config: Any) -> dict[str, Any]:
     return facts | experts | dict(qkv_bias=config.attention_bias, qk_norm=config.use_qk_norm)
 
 
-def _names(config: ModelConfig) -> Names:
+def routed_names(config: ModelConfig) -> Names:
     return {**names(config), **APART, **SHARED}
 
 
-def _names_together(config: ModelConfig) -> Names:
+def routed_names_together(config: ModelConfig) -> Names:
     return {**names(config), **TOGETHER, **SHARED}
 
 
@@ -46,6 +46,6 @@ def behind_the_last(config: ModelConfig) -> frozenset[str]:
 
 
 GLM4_MOE = Family(
-    "glm4_moe", "transformers.models.glm4_moe.configuration_glm4_moe:Glm4MoeConfig", _facts, _names, PREFIXES,
-    other_names=_names_together, unused=behind_the_last,
+    "glm4_moe", "transformers.models.glm4_moe.configuration_glm4_moe:Glm4MoeConfig", _facts, routed_names, PREFIXES,
+    other_names=routed_names_together, unused=behind_the_last,
 )  # fmt: skip

@@ -27,13 +27,15 @@ def common(
     partial: bool = False,
     turned: RopeSpec | None = None,
     gated: bool = True,
+    inner: int | None = None,
 ) -> dict[str, Any]:
     """What most families since Llama have in common. partial: whether a part of each head may be rotated; turned: the
-    rotation, where it is not simply what rope_parameters say; gated: whether MLPs are."""
+    rotation, where it is not simply what rope_parameters say; gated: whether MLPs are; inner: their width, where
+    intermediate_size does not say it."""
     spec = turned or rope(config, partial)
     head_dim = head_dim_of(config)
     return dict(
-        intermediate_size=config.intermediate_size,
+        intermediate_size=config.intermediate_size if inner is None else inner,
         embed_size=config.hidden_size,
         max_model_len=rope_reach(config, spec),
         attention=attention(config, kv_heads=config.num_key_value_heads, head_dim=head_dim, windows=windows),

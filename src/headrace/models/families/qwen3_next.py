@@ -10,19 +10,13 @@ from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
-from headrace.models.families.experts import APART, TOGETHER, mixture, sparse_layers
+from headrace.models.families.experts import APART, SHARED, TOGETHER, mixture, sparse_layers
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
 KINDS = ("linear_attention", "full_attention")
 MULTIMODAL_ROPE = frozenset({"mrope_section", "mrope_interleaved"})
 """Which axis turns which pair of elements: for text all axes are the position."""
-SHARED: Names = {
-    "layers.{}.shared_gate": ("layers.{}.mlp.shared_expert_gate",),
-    "layers.{}.shared.up": ("layers.{}.mlp.shared_expert.gate_proj", "layers.{}.mlp.shared_expert.up_proj"),
-    "layers.{}.shared.down": ("layers.{}.mlp.shared_expert.down_proj",),
-}
-"""The expert that all rows meet."""
 
 
 def _facts(config: Any, inner: int) -> dict[str, Any]:

@@ -59,6 +59,7 @@ HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
 GRANITE_EXPERTS = _with_experts("block_sparse_moe", ("gate_proj", "up_proj", "down_proj"))
 LFM2_MOE_NAMES = _with_experts("feed_forward", ("w1", "w3", "w2")) | lfm2.EXPERT_NAMES
 NEMOTRON_EPSILON = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
+LAYER_NORM_EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
 LFM2_EPSILON = ("attention.layer_norm_rms_epsilon", "norm_eps")
 MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3", "w2"))
 
@@ -113,9 +114,22 @@ ARCHITECTURES = {
     "exaone4": Architecture(
         "Exaone4ForCausalLM", "exaone4", LLAMA_NAMES | families.BEHIND_NAMES, fields=families.exaone4
     ),
+    "command-r": Architecture(
+        "CohereForCausalLM", "cohere", LLAMA_NAMES, fields=families.command_r, epsilon=LAYER_NORM_EPSILON
+    ),
+    "starcoder2": Architecture(
+        "Starcoder2ForCausalLM", "starcoder2", LLAMA_NAMES | families.STARCODER2_NAMES, fields=families.starcoder2,
+        epsilon=(LAYER_NORM_EPSILON[0], "norm_epsilon"),
+    ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM", "qwen2_moe", HYBRID_NAMES, fields=routed.qwen2_moe, routed=False
+    ),
+    "dots1": Architecture(
+        "Dots1ForCausalLM", "dots1", {**EXPERT_NAMES, **deepseek.SHARED}, fields=deepseek.dots1, routed=False
+    ),
     "cohere2": Architecture(
         "Cohere2ForCausalLM", "cohere2", LLAMA_NAMES, fields=families.cohere2,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        epsilon=LAYER_NORM_EPSILON,
     ),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", "ernie4_5", LLAMA_NAMES, fields=families.ernie4_5),
     "ernie4_5-moe": Architecture(

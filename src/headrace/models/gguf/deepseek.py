@@ -70,12 +70,20 @@ def v3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 def glm4_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     refuse_sections(facts)
     if facts.count("expert_gating_func", SIGMOID) != SIGMOID:
-        raise UnsupportedModel(f"{facts.file.path}: glm4moe.expert_gating_func other than {SIGMOID} is not supported")
+        name = f"{facts.prefix}expert_gating_func"
+        raise UnsupportedModel(f"{facts.file.path}: {name} other than {SIGMOID} is not supported")
     return _experts(facts) | {
         "norm_topk_prob": facts.flag("expert_weights_norm", True),
         "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
     }
+
+
+def dots1(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Its queries and keys are always normed."""
+    fields = glm4_moe(facts, rope) | {"norm_topk_prob": facts.flag("expert_weights_norm", False)}
+    del fields["use_qk_norm"]
+    return fields | {"sliding_window": None}
 
 
 def _experts(facts: Facts) -> dict[str, Any]:

@@ -40,6 +40,7 @@ BEHIND_NAMES = {
     "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
     "blk.{}.post_ffw_norm": LAYER + "post_feedforward_layernorm",
 }
+STARCODER2_NAMES = {"blk.{}.ffn_up": LAYER + "mlp.c_fc", "blk.{}.ffn_down": LAYER + "mlp.c_proj"}
 HUNYUAN_NAMES = {
     "blk.{}.attn_q_norm": LAYER + "self_attn.query_layernorm",
     "blk.{}.attn_k_norm": LAYER + "self_attn.key_layernorm",
@@ -176,6 +177,19 @@ def exaone4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     layers = max(0, facts.count("block_count") - facts.count("nextn_predict_layers", 0))
     kinds = layer_types(facts, every=1 if window is None else 4)
     return {"layer_types": kinds[:layers], "sliding_window": window}
+
+
+def command_r(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "logit_scale": facts.number("logit_scale"),
+        "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in facts.tensors,
+    }
+
+
+def starcoder2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Without a window: the file does not say it, and llama.cpp has none."""
+    return {"sliding_window": None, "use_bias": "blk.0.attn_q.bias" in facts.tensors}
 
 
 def cohere2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:

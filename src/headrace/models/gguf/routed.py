@@ -1,7 +1,8 @@
-"""GGUF files of Granite 3 with experts, and of MiniMax-M2 and ERNIE 4.5 with experts, whose routers have corrections:
-what config.json would say, and what Granite's tensors are. Imports no torch.
+"""GGUF files of Granite 3 and Qwen 2 with experts, and of MiniMax-M2 and ERNIE 4.5 with experts, whose routers have
+corrections: what config.json would say, and what Granite's tensors are. Imports no torch.
 
-Facts: llama.cpp's conversion/granite.py, minimax.py and ernie.py, src/models/minimax-m2.cpp and ernie4-5-moe.cpp.
+Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py and qwen.py, src/models/minimax-m2.cpp, ernie4-5-moe.cpp
+and qwen2moe.cpp.
 """
 
 from __future__ import annotations
@@ -78,6 +79,20 @@ def ernie4_5(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "moe_layer_end_index": -1,
         "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
         "use_bias": False,
+    }
+
+
+def qwen2_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Shares of experts are not divided by their sum, as llama.cpp has it."""
+    refuse_experts(facts, READ | OF_SHARED)
+    inner, chosen = facts.count("feed_forward_length"), facts.count("expert_used_count")
+    return {
+        "num_experts": facts.count("expert_count"),
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": facts.count("expert_feed_forward_length", inner // max(1, chosen)),
+        "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length", inner),
+        "norm_topk_prob": False,
+        "qkv_bias": "blk.0.attn_q.bias" in facts.tensors,
     }
 
 

@@ -1,0 +1,73 @@
+"""Kinds of small dense models of the families since 2024 and their kin: see tests.support.checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
+
+from tests.support.kind_sizes import MIXED_WINDOWS, SHORT_LENGTH, WINDOW, YARN_ROPE, Build, of, rope
+
+_seed_oss = of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
+_arcee = of(ArceeForCausalLM, ArceeConfig)
+_ernie4_5 = of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=64)
+HUNYUAN_ROPE = rope("dynamic", alpha=1000.0, factor=1.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
+_hunyuan = of(HunYuanDenseV1ForCausalLM, HunYuanDenseV1Config, head_dim=64, **HUNYUAN_ROPE)
+_olmo2 = of(Olmo2ForCausalLM, Olmo2Config)
+_olmo3 = of(Olmo3ForCausalLM, Olmo3Config, num_hidden_layers=4, sliding_window=WINDOW)
+OLMO3_ROPE = dict(
+    rope_parameters=dict(
+        full_attention=YARN_ROPE["rope_parameters"], sliding_attention=dict(rope_type="default", rope_theta=1e4)
+    )
+)
+EXAONE = dict(num_hidden_layers=3, sliding_window=WINDOW, layer_types=MIXED_WINDOWS["layer_types"])
+_exaone4 = of(Exaone4ForCausalLM, Exaone4Config, head_dim=64)
+_cohere = of(CohereForCausalLM, CohereConfig, logit_scale=0.25)
+_cohere2 = of(Cohere2ForCausalLM, Cohere2Config, logit_scale=0.25)
+_starcoder2 = of(Starcoder2ForCausalLM, Starcoder2Config)
+_minicpm3 = of(
+    MiniCPM3ForCausalLM, MiniCPM3Config, num_key_value_heads=4, kv_lora_rank=48, q_lora_rank=64, qk_nope_head_dim=32,
+    qk_rope_head_dim=16, v_head_dim=48, scale_emb=3, scale_depth=0.7, dim_model_base=32,
+)  # fmt: skip
+MINICPM_ROPE = rope(
+    "longrope", original_max_position_embeddings=SHORT_LENGTH,
+    short_factor=[1 + 0.05 * i for i in range(8)], long_factor=[1 + 0.5 * i for i in range(8)],
+)  # fmt: skip
+
+DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
+    "seed_oss": (_seed_oss, dict(mlp_bias=True)),
+    "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
+    "ernie4_5": (_ernie4_5, dict(use_bias=True)),
+    "hunyuan": (_hunyuan, dict(attention_bias=True)),
+    "olmo2": (_olmo2, dict(attention_bias=True)),
+    "olmo3": (_olmo3, OLMO3_ROPE),
+    "exaone4": (_exaone4, EXAONE),
+    "exaone4_plain": (_exaone4, dict(sliding_window=None, layer_types=["full_attention"] * 2)),
+    "cohere": (_cohere, dict(attention_bias=True)),
+    "cohere2": (_cohere2, EXAONE | dict(attention_bias=True)),
+    "starcoder2": (_starcoder2, dict(sliding_window=WINDOW)),
+    "minicpm3": (_minicpm3, MINICPM_ROPE),
+}
