@@ -255,6 +255,10 @@ LEARNT = {
         '<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>',
         '<minimax:tool_call>\n<invoke name="get">\n</invoke>\n</minimax:tool_call>',
     ],
+    "cohere": [
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get", "parameters": {"a": "x"}},\n'
+        '    {"tool_call_id": "1", "tool_name": "get_weather", "parameters": {"city": "Rome"}}\n]<|END_ACTION|>'
+    ],
     "deepseek_v3": [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n"
         '```json\n{"a": "x"}\n```<｜tool▁call▁end｜>\n'

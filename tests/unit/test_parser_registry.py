@@ -42,6 +42,7 @@ TEMPLATES = {
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
     "lfm2": ("{% if tools %}" + SHOWN + "'<|tool_call_start|>' + calls + '<|tool_call_end|>'", "lfm2", NONE),
     "nemotron-nano-2": (SHOWN + "'<TOOLCALL>[' + calls + ']</TOOLCALL>' <think></think>", "nemotron_json", "think"),
+    "command-a": (SHOWN + "'<|START_THINKING|>' + plan + '<|END_THINKING|><|START_ACTION|>['", "cohere", "cohere"),
     "mistral": ("[AVAILABLE_TOOLS]" + SHOWN + "[TOOL_CALLS] [", "mistral", NONE),
     "magistral": (SHOWN + "'[TOOL_CALLS]' + name + '[ARGS]' [THINK][/THINK]", "mistral", "mistral"),
     "gpt-oss": (SHOWN + "<|start|>assistant<|channel|>analysis<|message|>", "openai", "harmony"),
@@ -160,3 +161,15 @@ def test_ids_of_calls_differ_and_are_of_the_formats_kind() -> None:
         parts = make_parser(Formats(name), TOOLS).push(texts[name] * 20)
         ids = [part.call_id for part in parts if isinstance(part, CallStart)]
         assert len(set(ids)) == 20 and all(re.fullmatch(kind, found) for found in ids)
+
+
+def test_numbers_of_calls_within_a_turn_are_no_ids() -> None:
+    """Command A begins with 0 in each; clients tell calls of several turns apart by their ids."""
+    call, begun = '{"tool_call_id": "0", "tool_name": "f", "parameters": {}}', list[str]()
+    for text in (f"<|START_ACTION|>[{call}]<|END_ACTION|>", f"<|START_ACTION|>[{call}, {call}]<|END_ACTION|>"):
+        found = Answer()
+        parser = make_parser(Formats("cohere", NONE), TOOLS)
+        found.add(parser.push(text))
+        found.add(parser.finish())
+        begun += [each.call_id for each in found.calls]
+    assert len(set(begun)) == 3 and all(each.startswith("call_") for each in begun)

@@ -13,8 +13,9 @@ LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
 TOOL_PARSERS = ("hermes", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31",
-                "llama3_json", "mistral", "nemotron_json", "lfm2", "pythonic", "openai", "json", "none")  # fmt: skip
-REASONING_PARSERS = ("think", "mistral", "seed_oss", "harmony", "none")
+                "llama3_json", "mistral", "nemotron_json", "cohere", "lfm2", "pythonic", "openai", "json",
+                "none")  # fmt: skip
+REASONING_PARSERS = ("think", "mistral", "seed_oss", "cohere", "harmony", "none")
 TOOL_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                 "glm47": "glm45"}  # fmt: skip
 REASONING_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think",
@@ -144,14 +145,14 @@ class ServerSettings(SettingsRecord):
     tool_call_parser: str = setting(
         "auto",
         "How the model writes calls of tools: hermes, qwen3_coder, seed_oss, glm45, minimax_m2, deepseek_v3, "
-        "deepseek_v31, llama3_json, mistral, nemotron_json, lfm2, pythonic, openai, json, or none (calls stay text). "
-        "auto: as its chat template says.",
+        "deepseek_v31, llama3_json, mistral, nemotron_json, cohere, lfm2, pythonic, openai, json, or none (calls stay "
+        "text). auto: as its chat template says.",
         check=_a_parser(TOOL_PARSERS, TOOL_ALIASES),
     )
     reasoning_parser: str = setting(
         "auto",
-        "How the model writes its reasoning: think, mistral, seed_oss, harmony, or none (it stays text). auto: as its "
-        "chat template says.",
+        "How the model writes its reasoning: think, mistral, seed_oss, cohere, harmony, or none (it stays text). auto: "
+        "as its chat template says.",
         check=_a_parser(REASONING_PARSERS, REASONING_ALIASES),
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")

@@ -18,9 +18,11 @@ class HermesParser(Parser):
     """The mark says that a call comes, so a call of any name is told; the client decides what it makes of it."""
 
     begin, end = BEGIN, END
+    named, numbered = "name", False
+    """The key of a call's name; whether its id is a number within the turn, which is left out."""
 
     def read(self) -> Reading[None]:
-        marks, calls = marks_of(self.begin), CallReader(self, eager=True)
+        marks, calls = marks_of(self.begin), CallReader(self, eager=True, named=self.named, numbered=self.numbered)
         while (yield from self.reader.until(marks, self.flow.text)):
             self.reader.hold(self.begin)
             yield from self.reader.skip_space()

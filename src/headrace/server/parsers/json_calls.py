@@ -107,11 +107,14 @@ class CallReader:
 
     eager: a mark said that calls come, so a call begins with its name, whichever it is. Otherwise objects may be
     anything: a call then has the name of one of `names` (any where empty) and an object of arguments, and begins with
-    it.
+    it. named: the key of its name. numbered: its id is a number within the turn, which is no id.
     """
 
-    def __init__(self, parser: Parser, eager: bool, names: Collection[str] = ()) -> None:
+    def __init__(
+        self, parser: Parser, eager: bool, names: Collection[str] = (), named: str = "name", numbered: bool = False
+    ) -> None:
         self._parser, self._reader, self._eager = parser, parser.reader, eager
+        self._named, self._ids = named, () if numbered else _IDS
         self._names = frozenset(names)
 
     def objects(self) -> Reading[bool]:
@@ -170,14 +173,14 @@ class CallReader:
                 return (yield from reader.literal("}"))
 
     def _field(self, key: str, found: _Fields) -> Reading[bool]:
-        if key == "name" and not found.name:
+        if key == self._named and not found.name:
             found.name = (yield from string_text(self._reader, NAME_LIMIT)) or ""
             if self._eager and self._may_begin(found):
                 self._begin(found)
             return self._may_begin(found)
         if key in ARGUMENTS and not found.has_arguments:
             return (yield from self._arguments(found))
-        if key in _IDS and found.number is None and (yield from self._reader.peek()) == '"':
+        if key in self._ids and found.number is None and (yield from self._reader.peek()) == '"':
             found.call_id = yield from string_text(self._reader, NAME_LIMIT)
             return found.call_id is not None
         found.others = found.others or key != "type"

@@ -67,6 +67,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3_json": ToolFormat("llama_json", "LlamaJsonParser", ("<|python_tag|>",)),
     "mistral": ToolFormat("mistral", "MistralParser", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")),
     "nemotron_json": ToolFormat("nemotron_json", "NemotronJsonParser", ("<TOOLCALL>", "</TOOLCALL>")),
+    "cohere": ToolFormat("cohere", "CohereParser", ("<|START_ACTION|>", "<|END_ACTION|>")),
     "lfm2": ToolFormat("lfm2", "Lfm2Parser", ("<|tool_call_start|>", "<|tool_call_end|>")),
     "pythonic": ToolFormat("pythonic", "PythonicParser", ("<|python_start|>", "<|python_end|>")),
     "openai": ToolFormat("harmony", "HarmonyParser", HARMONY_TOKENS),
@@ -76,6 +77,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     "harmony": ReasoningFormat(
         "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>", HARMONY_TOKENS
     ),
@@ -158,6 +160,7 @@ _TOOLS_BY = (
     ("minimax_m2", "<minimax:tool_call>"),
     ("hermes", "<tool_call>"),
     ("nemotron_json", "<TOOLCALL>"),
+    ("cohere", "<|START_ACTION|>"),
     ("lfm2", "<|tool_call_start|>"),
     ("deepseek_v3", "<｜tool▁sep｜>", "```json"),
     ("deepseek_v31", "<｜tool▁sep｜>"),
