@@ -75,6 +75,8 @@ MODELS: dict[str, Model] = {
     "shared keys": ("gemma4_small", {}),
     "experts beside": ("gemma4_experts", dict(moe_intermediate_size=128)),
     "latent attention": ("deepseek_v2_lora", dict(moe_intermediate_size=128)),
+    "dense latent attention": ("minicpm3", {}),
+    "LayerNorm and biases": ("starcoder2", {}),
 }
 """Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
 UNEVEN: dict[str, Model] = {
