@@ -34,6 +34,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 NEAR = (
     "gemma3_linear", "phi3", "glm", "falcon7", "falcon11", "qwen3_next_old", "qwen3_5_three_each", "qwen2_vl",
     "qwen3_vl", "mistral3", "exaone4_plain", "ernie4_5", "olmo2", "cohere", "dots1",
+    "minicpm3",
 )  # fmt: skip
 """Kinds of whose facts others have most."""
 

@@ -27,6 +27,13 @@ YARN = rope(
     "yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=32.0, beta_slow=1.0, mscale=0.7,
     mscale_all_dim=0.7,
 )  # fmt: skip
+MINICPM = dict(
+    kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=64, q_lora_rank=128, num_key_value_heads=4,
+    scale_emb=12, scale_depth=1.4, dim_model_base=256, tie_word_embeddings=True,
+) | rope(
+    "longrope", original_max_position_embeddings=512, short_factor=[1 + 0.05 * i for i in range(16)],
+    long_factor=[1 + 0.5 * i for i in range(16)],
+)  # fmt: skip
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek2", "deepseek_v2", SIZES | YARN),
     "deepseek_v2_groups": ("deepseek2", "deepseek_v2_groups", SIZES),
@@ -35,6 +42,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4_moe": ("glm4moe", "glm4_moe", GLM),
     "glm4_moe_groups": ("glm4moe", "glm4_moe_groups", GLM),
     "dots1": ("dots1", "dots1", dict(moe_intermediate_size=96, attention_bias=False)),
+    "minicpm3": ("minicpm3", "minicpm3", MINICPM),
     "glm_lite": ("deepseek2", "glm_lite", SIZES | dict(rope_interleave=True)),
 }
 """As tests.support.gguf_families.KINDS. old: as the converter wrote them until April 2025."""
@@ -65,6 +73,13 @@ def describe(writer: GGUFWriter, config: Any, old: bool) -> None:
     if every is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * every)
     describe_experts(writer, config)
+
+
+def minicpm3(writer: GGUFWriter, config: Any) -> None:
+    writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
 
 
 def describe_experts(writer: GGUFWriter, config: Any) -> None:

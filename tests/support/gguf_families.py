@@ -31,6 +31,7 @@ from tests.support import (
     gguf_routed,
     hybrid_checkpoints,
 )
+from tests.support import gguf_windows as windows
 from tests.support.gguf_files import SIZES, Array, KindOf, finish, raw_rows
 
 HYBRID = dict(
@@ -141,7 +142,7 @@ def build(kind: str) -> PreTrainedModel:
     fields = {**SIZES, **own}
     if architecture == "falcon":
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "minicpm3"):
         del fields["head_dim"]
     if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES, *OWN):
         return hybrid_checkpoints.build_model(base, **fields)
@@ -157,7 +158,8 @@ def write_family(
     that are there already among it. split: into parts, as GGUFWriter does it."""
     model, architecture = build(kind), KINDS[kind][0]
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
-    latent, old = architecture in ("deepseek2", "glm4moe", "dots1"), kind.endswith("_old")
+    latent = architecture in ("deepseek2", "glm4moe", "dots1", "minicpm3")
+    old = kind.endswith("_old") or architecture == "minicpm3"
     corrected = architecture in ("ernie4_5-moe", "minimax-m2", *gguf_nemotron.ARCHITECTURES)
     apart = latent or corrected or architecture in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", *HYBRIDS)
     _describe_whole(writer, model, architecture, old)
@@ -322,7 +324,7 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if architecture != "deepseek2":
         writer.add_head_count_kv(config.num_key_value_heads)
-    if architecture not in ("phi3", "granite", "granitemoe", "chatglm", "deepseek2"):
+    if architecture not in ("phi3", "granite", "granitemoe", "chatglm", "deepseek2", "minicpm3"):
         writer.add_key_length(64)
         writer.add_value_length(64)
     _describe_rope(writer, config, architecture)
@@ -331,12 +333,12 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if architecture in ("qwen2vl", "qwen3vl"):
         writer.add_rope_dimension_sections([12, 10, 10, 0])
-    more = {"gemma2": _gemma2, "gemma3": _gemma3, "granite": gguf_routed.granite,
+    more = {"gemma2": windows.gemma2, "gemma3": windows.gemma3, "granite": gguf_routed.granite,
             **dict.fromkeys(HYBRIDS, gguf_hybrids.describe),
-            "olmo2": _windows, "exaone4": _windows, "cohere2": _cohere2, "command-r": _cohere,
-            "minimax-m2": gguf_routed.minimax_m2,
+            "olmo2": windows.of_layers, "exaone4": windows.of_layers, "cohere2": windows.cohere2,
+            "command-r": windows.cohere, "minimax-m2": gguf_routed.minimax_m2,
             "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe,
-            "qwen2moe": gguf_routed.qwen2_moe}  # fmt: skip
+            "qwen2moe": gguf_routed.qwen2_moe, "minicpm3": gguf_deepseek.minicpm3}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
 
@@ -373,36 +375,9 @@ def _describe_rope(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_sliding_window(config.sliding_window or 0)
     if "long_factor" in rope:
-        scale = config.max_position_embeddings / config.original_max_position_embeddings
-        factor = np.sqrt(1 + np.log(scale) / np.log(config.original_max_position_embeddings))
-        writer.add_rope_scaling_attn_factors(float(factor))
+        if architecture == "phi3":
+            scale = config.max_position_embeddings / config.original_max_position_embeddings
+            factor = np.sqrt(1 + np.log(scale) / np.log(config.original_max_position_embeddings))
+            writer.add_rope_scaling_attn_factors(float(factor))
         for name in ("long", "short"):
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
-
-
-def _gemma2(writer: GGUFWriter, config: Any) -> None:
-    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    writer.add_sliding_window(config.sliding_window)
-
-
-def _gemma3(writer: GGUFWriter, config: Any) -> None:
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-
-
-def _windows(writer: GGUFWriter, config: Any) -> None:
-    if getattr(config, "sliding_window", None) is not None:
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-
-
-def _cohere(writer: GGUFWriter, config: Any) -> None:
-    writer.add_logit_scale(config.logit_scale)
-    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-
-
-def _cohere2(writer: GGUFWriter, config: Any) -> None:
-    _cohere(writer, config)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_rope_dimension_count(64)

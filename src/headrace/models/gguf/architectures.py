@@ -205,6 +205,9 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
     ),
+    "minicpm3": Architecture(
+        "MiniCPM3ForCausalLM", "minicpm3", LATENT_NAMES, fields=deepseek.minicpm3, latent=True, routed=False
+    ),
     "glm4moe": Architecture(
         "Glm4MoeForCausalLM", "glm4_moe", GLM_MOE_NAMES, fields=deepseek.glm4_moe, partial=True, routed=False
     ),

@@ -1,9 +1,10 @@
-"""GGUF files of DeepSeek-V2, V3 and their kin, and of GLM-4.5: what config.json would say of latent attention, experts
-and routers. Imports no torch.
+"""GGUF files of DeepSeek-V2, V3 and their kin, of MiniCPM3, GLM-4.5 and dots.llm1: what config.json would say of latent
+attention, experts and routers. Imports no torch.
 
-Facts: llama.cpp's conversion/deepseek.py and glm.py, and src/models/deepseek2.cpp. Files from April 2025 on have what
-heads make of latents in two tensors, keys' transposed (models.checkpoint puts them together), and say sizes of heads by
-keys of their own; older ones have the checkpoint's tensor, and the sizes in the usual keys.
+Facts: llama.cpp's conversion/deepseek.py, minicpm.py, glm.py and dots1.py, src/models/deepseek2.cpp and minicpm3.cpp.
+DeepSeek's files from April 2025 on have what heads make of latents in two tensors, keys' transposed (models.checkpoint
+puts them together), and say sizes of heads by keys of their own; older ones have the checkpoint's tensor, and the sizes
+in the usual keys.
 """
 
 from __future__ import annotations
@@ -86,6 +87,17 @@ def dots1(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return fields | {"sliding_window": None}
 
 
+def minicpm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """The file says neither its multipliers, which are those of the one model, nor how wide values are."""
+    heads = facts.count("attention.head_count")
+    return _latent(facts, facts.count("attention.key_length")) | {
+        "v_head_dim": facts.count("embedding_length") // max(1, heads),
+        "scale_emb": 12.0,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+    }
+
+
 def _experts(facts: Facts) -> dict[str, Any]:
     """They are in one group where the file names none, as llama.cpp has it."""
     for key in facts.file.metadata:
@@ -105,16 +117,20 @@ def _experts(facts: Facts) -> dict[str, Any]:
 
 
 def _common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    rotated, heads = facts.count("rope.dimension_count"), facts.count("attention.head_count")
     lengths = ("attention.key_length", "attention.value_length")
     query, value = (facts.count(f"{length}_mla", facts.count(length)) for length in lengths)
-    return _experts(facts) | {
+    found = _experts(facts) | _latent(facts, query)
+    return found | {"v_head_dim": value, "rope_parameters": rope | yarn(facts, rope, LOG_UNIT)}
+
+
+def _latent(facts: Facts, query: int) -> dict[str, Any]:
+    """query: numbers of a head's queries."""
+    rotated = facts.count("rope.dimension_count")
+    return {
         "head_dim": rotated,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": facts.count("attention.head_count"),
         "kv_lora_rank": facts.count("attention.kv_lora_rank"),
         "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": query - rotated,
-        "v_head_dim": value,
-        "rope_parameters": rope | yarn(facts, rope, LOG_UNIT),
     }
