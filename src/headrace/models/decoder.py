@@ -98,7 +98,7 @@ class Decoder:
         self.turns = XTurns(None if share is None else tensor)
         table = weights[EMBED] if EMBED in weights else torch.empty(0, dtype=dtype)
         on_gpu, spec = dispatch.on_gpu(table), config.attention if share is None else share.attention
-        self.config = config = replace(config, attention=spec.pooled(on_gpu))
+        self.config = replace(config, attention=spec.pooled(on_gpu))
         self.dtype, self.device, tied = table.dtype, table.device, is_tied(weights)
         outputs = {} if share is None else share.outputs
         if config.latent is not None and not on_gpu:
