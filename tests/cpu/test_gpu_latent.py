@@ -37,13 +37,14 @@ from headrace.parallel.tensor import TensorGroup
 from headrace.parallel.transport import LoopbackHub
 from headrace.planner.machine import ModelShape
 from tests.support.adapters import with_adapter, write_adapter
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import build_model, make_checkpoint
 from tests.support.drafting import answered, drafts_from
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_nccl import HostLinks
 from tests.support.gguf_families import write_family
 from tests.support.gpu_ranks import computed, interpreted_on, ranks_of
 from tests.support.greedy_answers import greedy_behind
+from tests.support.kind_sizes import rope
 from tests.support.offloading import MIXES, flush, forced, look_at_once, watched
 from tests.support.small_gpu_engines import launched, recorded_when_needed, small_buckets, tokens
 from tests.support.tensor_ranks import on_ranks
@@ -55,6 +56,7 @@ SMALL: dict[str, Any] = dict(
     num_key_value_heads=2, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, n_routed_experts=3,
     num_experts_per_tok=2, moe_intermediate_size=32,
 )  # fmt: skip
+TEMPERED = rope("yarn", factor=4.0, original_max_position_embeddings=4, llama_4_scaling_beta=0.5)
 ALONE = SMALL | dict(num_hidden_layers=1)
 """One layer, whose MLP is dense."""
 NUMBERS = 24 + 8
@@ -87,6 +89,7 @@ def engine(folder: Path, **settings: Any) -> LLM:
         (KIND, SMALL),
         pytest.param("deepseek_v2", SMALL, marks=pytest.mark.matrix),
         pytest.param("deepseek_v3", SMALL | dict(n_routed_experts=8), marks=pytest.mark.matrix),
+        pytest.param("mistral4", TEMPERED | SMALL | dict(n_group=1, topk_group=1), marks=pytest.mark.matrix),
         pytest.param("glm_lite", SMALL | dict(mlp_layer_types=["dense", "sparse"]), marks=pytest.mark.matrix),
     ],
 )
@@ -95,7 +98,7 @@ def test_logits_are_those_of_transformers(kind: str, sizes: dict[str, Any], fake
     path, given = make_checkpoint(kind, tmp_path, **sizes), tokens(9, 1)
     llm = engine(path)
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([given])).logits[0]
+        theirs = build_model(kind, **sizes)(torch.tensor([given])).logits[0]
     assert (llm.logits(given) - theirs).abs().max() < 1e-4
 
 

@@ -75,7 +75,15 @@ def test_a_file_of_qwen2_5_vl_without_a_text_part(tied: bool, tmp_path: Path) ->
     assert whole.tied == tied and read_config(folder) == plain_config(folder) == whole
 
 
-ALWAYS_TOGETHER = (*MIXED, "gpt_oss", "qwen3_vl_moe", "granite_moe", "granite_moe_shared", "granite4_experts")
+ALWAYS_TOGETHER = (
+    *MIXED,
+    "gpt_oss",
+    "qwen3_vl_moe",
+    "granite_moe",
+    "granite_moe_shared",
+    "granite4_experts",
+    "mistral4",
+)
 """Kinds whose experts lie in one tensor in every file."""
 
 

@@ -76,6 +76,7 @@ MODELS: dict[str, Model] = {
     "experts beside": ("gemma4_experts", dict(moe_intermediate_size=128)),
     "latent attention": ("deepseek_v2_lora", dict(moe_intermediate_size=128)),
     "dense latent attention": ("minicpm3", {}),
+    "factor of latent queries": ("mistral4", dict(moe_intermediate_size=128)),
     "LayerNorm and biases": ("starcoder2", {}),
 }
 """Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""

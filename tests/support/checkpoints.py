@@ -58,7 +58,7 @@ from transformers import (
 
 from headrace.models.decoder import Decoder
 from tests.support.dense_kinds import DENSE
-from tests.support.expert_kinds import EXPERTS
+from tests.support.expert_kinds import EXPERTS, LATENT, TEMPERED
 from tests.support.kind_sizes import (
     GQA,
     LLAMA_SIZES,
@@ -243,6 +243,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
         _mistral3,
         MINISTRAL3_ROPE | dict(model_type="ministral3", tie_word_embeddings=True),
     ),
+    "mistral3_mistral4": (_mistral3, LATENT | TEMPERED | dict(model_type="mistral4", q_lora_rank=64, head_dim=48)),
     "qwen2": (_qwen2, {}),
     "qwen2_window": (_qwen2, MIXED_WINDOWS),
     "qwen2_yarn": (_qwen2, YARN_ROPE),
@@ -284,13 +285,13 @@ NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
     "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite", "qwen3_vl_moe", "mistral3",
     "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5", "exaone4_plain", "cohere", "solar_open",
-    "dots1", "minicpm3", "qwen2_moe",
+    "dots1", "minicpm3", "qwen2_moe", "mistral3_mistral4",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind, and what takes a
 second a kind leaves them out."""
 LATER = (
     "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
-    "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "starcoder2", "glm4_moe", "minimax_m2", "ernie_moe",
+    "mistral4", "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "starcoder2", "glm4_moe", "minimax_m2", "ernie_moe",
     "deepseek_v2",
 )  # fmt: skip
 """And in what takes a second a kind the matrix alone has these, whose facts are elsewhere tried one by one."""

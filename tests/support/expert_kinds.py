@@ -27,6 +27,8 @@ from transformers import (
     GraniteMoeSharedForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -138,6 +140,13 @@ _glm_lite = of(Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig, **LATENT, mlp_layer_ty
 _deepseek_v2 = of(DeepseekV2ForCausalLM, DeepseekV2Config, **LATENT)
 
 
+_mistral4 = of(Mistral4ForCausalLM, Mistral4Config, **LATENT)
+TEMPERED = rope(
+    "yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.5,
+)  # fmt: skip
+
+
 _granite4 = of(
     GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, **MULTIPLIERS, **GRANITE_EXPERTS | dict(num_local_experts=0),
     shared_intermediate_size=192, layer_types=["attention"] * 2,
@@ -164,6 +173,7 @@ EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "deepseek_v2": (_deepseek_v2, LATENT_YARN),
     "deepseek_v2_groups": (_deepseek_v2, dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)),
     "deepseek_v3": (_deepseek_v3, LATENT_YARN | dict(q_lora_rank=64, n_group=4, topk_group=2)),
+    "mistral4": (_mistral4, TEMPERED | dict(q_lora_rank=64, n_group=4, topk_group=2)),
     "glm_lite": (_glm_lite, dict(n_group=1, topk_group=1, rope_interleave=False)),
     "deepseek_v2_lora": (_deepseek_v2, dict(q_lora_rank=64, attention_bias=True)),
 }

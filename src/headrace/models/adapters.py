@@ -18,7 +18,7 @@ from headrace.kernels import dispatch, ops
 from headrace.kernels.adapted_rows import Pair, Pairs
 from headrace.logs import shown
 from headrace.models.adapter_files import AdapterFacts
-from headrace.models.families import FAMILIES
+from headrace.models.families import family_of
 from headrace.models.hybrid import as_tiled
 from headrace.models.shards import Share
 from headrace.models.slots import Slot, expected
@@ -104,7 +104,7 @@ def _read(
     modules = _modules(facts)
     sources = _sources(config, slots, set(modules))
     meant = {module for group in sources.values() for module in group}
-    family = FAMILIES[config.architecture]
+    family = family_of(config.architecture, config.text_type)
     other = sorted(module for module in set(modules) - meant if not module.startswith(family.unread))
     if other:
         told = f"{', '.join(map(shown, other[:3]))}{f' and {len(other) - 3} more' if len(other) > 3 else ''}"
@@ -143,7 +143,7 @@ def _modules(facts: AdapterFacts) -> Found:
 
 def _sources(config: ModelConfig, slots: Iterable[str], present: set[str]) -> dict[str, tuple[str, ...]]:
     """Our matrix -> the modules that make it, by the names that most modules of the adapter have."""
-    family = FAMILIES[config.architecture]
+    family = family_of(config.architecture, config.text_type)
     forms = [each(config) for each in (family.names, family.other_names) if each is not None]
     candidates = [
         {name: tuple(each.removesuffix(".weight") for each in source_of(names, name, prefix)) for name in slots}

@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.kernels.formats import Coded
 from headrace.logs import shown
 from headrace.models import quantised_layouts
-from headrace.models.families import FAMILIES
+from headrace.models.families import family_of
 from headrace.models.families.base import Family
 from headrace.models.files import is_gguf, weight_files
 from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_tensors
@@ -94,7 +94,7 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
 
 
 def _lie_by_inputs(config: ModelConfig) -> ByInputs:
-    family, spec = FAMILIES[config.architecture], config.experts
+    family, spec = family_of(config.architecture, config.text_type), config.experts
     if spec is None or not family.fused_either_way:
         return lambda module, shape: family.fused_by_inputs
     inputs = {"gate_up_proj": config.hidden_size, "down_proj": spec.inner}

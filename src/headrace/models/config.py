@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 from headrace.logs import shown
 from headrace.models import schema
-from headrace.models.families import CLASSIFIERS, FAMILIES, HEADLESS, Family
+from headrace.models.families import CLASSIFIERS, FAMILIES, HEADLESS, Family, family_of
 from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, raw_config, read_json, weight_files
 from headrace.models.quantised import FIELDS as QUANTISED_FIELDS
@@ -55,6 +55,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
         _check_size(config, facts)
         return ModelConfig(
             architecture=raw["architectures"][0],
+            text_type=family.text_type,
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             layers=facts.pop("layers", config.num_hidden_layers),
@@ -84,7 +85,7 @@ def _family(raw: dict[str, Any]) -> Family:
         # transformers picks the class by model_type: the two must agree, or ours would not be the class it runs
         raise UnsupportedModel(f"model_type {raw.get('model_type')!r} is not supported for {architectures[0]}")
     text = (raw.get("text_config") or {}).get("model_type")
-    return next((each for each in family.other_texts if each.text_type == text), family)
+    return family_of(architectures[0], text)
 
 
 def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:

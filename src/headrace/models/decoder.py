@@ -139,6 +139,8 @@ class Decoder:
         layers = [kind(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if share is not None:
             reason: str | None = f"shared by {share.size} tensor ranks"
+        elif self.config.rope is not None and self.config.rope.factor_alone:
+            reason = "queries of latents are multiplied by a factor of their position"
         else:
             reason = block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:

@@ -60,13 +60,21 @@ class LatentLayer(Layer):
         spec = self.latent
         if spec.query_rank is not None:
             x = ops.rms_norm(self._linear("query_in", x), self.weights["query_norm.weight"], spec.norm_eps)
-        heads = self._linear("queries", x).view(len(x), self.config.attention.heads, spec.query)
-        return latents.queries(heads, _turns(cos_sin), spec, self._of_heads())
+        heads, turns = self._linear("queries", x), self._turns(cos_sin)
+        if cos_sin is not None and cos_sin.shape[1] > spec.rotated:
+            heads = heads * cos_sin[:, spec.rotated :].to(heads.dtype)  # see RopeSpec.factor_alone
+        heads = heads.view(len(x), self.config.attention.heads, spec.query)
+        return latents.queries(heads, turns, spec, self._of_heads())
 
     def _keys(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x [T, H] -> [T, 1, D], which is values as well."""
         projected, weights = self._linear("latent", x), self.weights["latent_norm.weight"]
-        return latents.keys(projected, weights, _turns(cos_sin), self.latent, on_gpu=WHOLE in self.matrices)
+        return latents.keys(projected, weights, self._turns(cos_sin), self.latent, on_gpu=WHOLE in self.matrices)
+
+    def _turns(self, cos_sin: Tensor | None) -> Tensor:
+        """(cos, sin) [T, rotated]."""
+        assert cos_sin is not None, "latent attention has rotary positions"
+        return cos_sin[:, : self.latent.rotated]
 
     def _of_heads(self) -> latents.OfHeads:
         if (whole := self.matrices.get(WHOLE)) is not None:
@@ -85,8 +93,3 @@ class LatentLayer(Layer):
         """x [n, H], which enters the layer -> k, v [n, 1, D], as `attend` gets them: the same tensor."""
         k = self._keys(self._norm("attention_norm", x), cos_sin)
         return k, k
-
-
-def _turns(cos_sin: Tensor | None) -> Tensor:
-    assert cos_sin is not None, "latent attention has rotary positions"
-    return cos_sin

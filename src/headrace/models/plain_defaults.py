@@ -218,6 +218,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         routed_scaling_factor=1.8, topk_group=1, norm_topk_prob=True, num_experts_per_tok=4, moe_intermediate_size=1536,
         mlp_layer_types=None, rope_interleave=True,
     ),
+    "mistral4": LATENT
+    | dict(
+        vocab_size=131072, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=1048576, bos_token_id=1, eos_token_id=2, pretraining_tp=1,
+        kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, n_group=1, n_routed_experts=128, n_shared_experts=1,
+        routed_scaling_factor=1.0, topk_group=1, first_k_dense_replace=0, norm_topk_prob=True, num_experts_per_tok=4,
+        moe_intermediate_size=2048, rope_interleave=True,
+    ),
     "ernie4_5_moe": LLAMA
     | dict(
         vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_hidden_layers=28, num_attention_heads=20,
@@ -338,7 +346,8 @@ MINISTRAL3_ROPE = dict(
     rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
     beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
 )  # fmt: skip
-ROPES = {"gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE}
+MISTRAL4_ROPE = MINISTRAL3_ROPE | dict(rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
+ROPES = {"gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE, "mistral4": MISTRAL4_ROPE}
 """Where the class has more than a base."""
 EVERY_FOURTH = ("olmo3", "exaone4", "cohere2")
 """Of their layers has no window, unless the file says otherwise."""

@@ -25,7 +25,7 @@ CACHED_BLOCKS = 1024
 
 class Rope:
     """Table of rotations of one model: rows of (cos, sin), those of queries behind where a factor of their position is
-    in them, and those of layers that rotate otherwise (`local`) behind that.
+    in them, or that factor alone, and those of layers that rotate otherwise (`local`) behind that.
 
     With dynamic NTK the frequencies depend on the length of the sequence. As transformers computes it, a token at
     position i of a request with prompt length L is rotated for length max(L, i + 1), or the model's own length if that
@@ -83,7 +83,8 @@ class Rope:
         angles = positions[:, None] * inverse
         turns = [torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)]
         if self.spec.query_beta:
-            turns.append(turns[0] * self._query_factors(positions)[:, None])
+            factors = self._query_factors(positions)[:, None]
+            turns.append(factors if self.spec.factor_alone else turns[0] * factors)
         if self.local is not None:
             turns.append(self.local._compute_block(length, index))
         return torch.cat(turns, dim=-1)

@@ -55,13 +55,15 @@ class RopeSpec:
     max_position_embeddings, and for longrope original_max_position_embeddings.
 
     query_beta: rotated queries are multiplied by 1 + query_beta * ln(1 + floor(position / the original length of the
-    `parameters`)), as Llama 4 tempers attention over long contexts; 0: by 1.
+    `parameters`)), as Llama 4 tempers attention over long contexts; 0: by 1. factor_alone: the factor is for more than
+    what is rotated (latent attention), and a column of the table by itself.
     """
 
     kind: RopeKind
     parameters: tuple[tuple[str, Any], ...]
     original_length: int
     query_beta: float = 0.0
+    factor_alone: bool = False
 
     def width(self, head_dim: int) -> int:
         """How many elements of a head are rotated, the first ones. proportional: all, the slow ones by nothing."""
@@ -70,7 +72,10 @@ class RopeSpec:
         return int(head_dim * dict(self.parameters).get("partial_rotary_factor", 1.0))
 
     def columns(self, head_dim: int) -> int:
-        """Elements of its rows in models.rope's table: (cos, sin), and once more for queries where theirs differ."""
+        """Elements of its rows in models.rope's table: (cos, sin), and once more for queries where theirs differ, or
+        the factor of queries."""
+        if self.factor_alone:
+            return self.width(head_dim) + 1
         return self.width(head_dim) * (2 if self.query_beta else 1)
 
 
@@ -178,6 +183,8 @@ class ModelConfig:
 
     latent: attention is latent attention. `attention` is then what it becomes where nothing is multiplied out: one KV
     head of rotated + rank numbers, of which keys and values are the same (models.latent).
+
+    text_type: of models with other parts, the model_type of the text part that is computed, which names the family.
     """
 
     architecture: str
@@ -230,6 +237,7 @@ class ModelConfig:
     layer_scale: bool = False
     layer_inputs: LayerInputs | None = None
     latent: LatentSpec | None = None
+    text_type: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None
@@ -303,7 +311,8 @@ class ModelConfig:
     def query_first(self, layer: int) -> int:
         """Where the rotation of the layer's queries begins, which is as wide as `rotation`."""
         first, width = self.rotation(layer)
-        return first + width if first == 0 and self.rope is not None and self.rope.query_beta else first
+        scaled = self.rope is not None and self.rope.query_beta and not self.rope.factor_alone
+        return first + width if first == 0 and scaled else first
 
     def turned_apart(self, layer: int) -> bool:
         """Whether queries and keys of a layer are normed and rotated otherwise than kernels.records.QKRotary says."""

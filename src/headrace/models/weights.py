@@ -15,7 +15,7 @@ from headrace.kernels.formats import Coded
 from headrace.logs import shown
 from headrace.models.checkpoint import Checkpoint, open_checkpoint
 from headrace.models.config import DTYPES
-from headrace.models.families import FAMILIES
+from headrace.models.families import family_of
 from headrace.models.families.base import Family, Names
 from headrace.models.shards import Share
 from headrace.models.sizes import EMBED, HEAD, LOOKED_UP
@@ -74,7 +74,7 @@ def load_weights(
     Raises ValueError naming tensors that are missing, unexpected or of another shape or type than config.json implies.
     """
     with open_checkpoint(folder, config) as checkpoint:
-        slots, family = expected(config), checkpoint.form(FAMILIES[config.architecture])
+        slots, family = expected(config), checkpoint.form(family_of(config.architecture, config.text_type))
         sources = _sources(config, family, slots, checkpoint.names)
         _check(folder, checkpoint, slots, sources, _unread(config, family))
         weights: dict[str, Tensor] = {}

@@ -3,7 +3,7 @@
 from headrace.models.families.base import Family
 from headrace.models.families.cohere import COHERE
 from headrace.models.families.cohere2 import COHERE2
-from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE, MISTRAL4
 from headrace.models.families.dots1 import DOTS1, SOLAR_OPEN
 from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.ernie_moe import ERNIE_MOE
@@ -96,6 +96,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
+    "Mistral4ForCausalLM": MISTRAL4,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "SeedOssForCausalLM": SEED_OSS,
@@ -114,3 +115,9 @@ FAMILIES: dict[str, Family] = {
     **HEADLESS,
     **CLASSIFIERS,
 }
+
+
+def family_of(architecture: str, text_type: str | None) -> Family:
+    """The family of a supported architecture whose text part has this model_type (None: it has no parts)."""
+    family = FAMILIES[architecture]
+    return next((each for each in family.other_texts if each.text_type == text_type), family)

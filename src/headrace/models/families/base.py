@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.config import AttentionSpec
@@ -136,6 +136,18 @@ def rope(
     if kind == "longrope":
         own = _complete_longrope(values, own, width)
     return RopeSpec(kind, tuple(sorted(values.items())), own)
+
+
+BETA = "llama_4_scaling_beta"
+
+
+def tempered(config: Any, ignored: Set[str] = frozenset(), head_dim: int | None = None) -> RopeSpec:
+    """`rope` of a model whose queries are multiplied by a factor of their position (RopeSpec.query_beta)."""
+    spec = rope(config, ignored={BETA, "max_position_embeddings", *ignored}, head_dim=head_dim)
+    for needed in (BETA, "original_max_position_embeddings"):
+        if config.rope_parameters.get(needed) is None:
+            raise UnsupportedModel(f"rope_parameters.{needed} is missing; download the file again")
+    return replace(spec, query_beta=float(config.rope_parameters[BETA]))
 
 
 def ropes_by_kind(config: Any) -> tuple[RopeSpec, RopeSpec]:

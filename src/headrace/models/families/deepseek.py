@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and GLM-4.7-Flash: latent attention, experts and a shared one in all layers but the first.
+"""DeepSeek-V2, V3, GLM-4.7-Flash and Mistral 4: latent attention, experts and a shared one in all layers but the first.
 
 The norms of latents have an epsilon of their own, and scores a scale that follows from the rotation where that is
 stretched (yarn's mscale_all_dim).
@@ -12,24 +12,35 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.config.routing import RoutingSpec
-from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.base import (
+    GATED_ACTIVATIONS,
+    Family,
+    Names,
+    activation,
+    attention,
+    rope,
+    rope_reach,
+    tempered,
+)
 from headrace.models.families.experts import APART, TOGETHER, corrected, mixture
 from headrace.models.families.llama import PREFIXES, names
-from headrace.models.spec import LatentSpec, ModelConfig
+from headrace.models.spec import LatentSpec, ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 MLP_TYPES = ("dense", "sparse")
 """Names of layers without and with experts."""
 
 
-def latent_facts(config: Any, paired: bool, scores: str = "sigmoid") -> dict[str, Any]:
+def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: RopeSpec | None = None) -> dict[str, Any]:
     """What models with latent attention have in common. paired: whether neighbours are rotated; scores: what the router
-    makes of logits, in the words of the field that says so in published files."""
+    makes of logits, in the words of the field that says so in published files; turned: the rotation, where it is not
+    simply what rope_parameters say."""
     known = {"scoring_func": scores, "moe_layer_freq": 1, "num_key_value_heads": config.num_attention_heads}
     for name, only in known.items():
         if getattr(config, name, None) not in (None, only):
             raise UnsupportedModel(f"{name} {getattr(config, name)!r} is not supported; {only} is")
-    turned, dim = rope(config, head_dim=config.qk_rope_head_dim), config.qk_rope_head_dim
+    dim = config.qk_rope_head_dim
+    turned = rope(config, head_dim=dim) if turned is None else turned
     latent = LatentSpec(
         config.kv_lora_rank, dim, config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank, paired
     )
@@ -85,6 +96,20 @@ def _routed_by_sigmoids(config: Any, layers: tuple[bool, ...]) -> dict[str, Any]
         _given(config, name)
     mixed = _mixture(config, layers, bool(config.norm_topk_prob), corrected(config))
     return latent_facts(config, bool(config.rope_interleave)) | mixed
+
+
+def _mistral4(config: Any) -> dict[str, Any]:
+    """Queries are multiplied by a factor that grows with their position, as Ministral 3's."""
+    rotated, query = config.qk_rope_head_dim, config.qk_rope_head_dim + config.qk_nope_head_dim
+    if int(config.rope_parameters.get("partial_rotary_factor", rotated / query) * query) != rotated:
+        raise UnsupportedModel("rope_parameters.partial_rotary_factor does not fit qk_rope_head_dim")
+    turned = replace(tempered(config, {"partial_rotary_factor"}, rotated), factor_alone=True)
+    routing = RoutingSpec(
+        groups=_given(config, "n_group"), met_groups=_given(config, "topk_group"),
+        summed=2 if config.n_group > 1 else 1, scale=_given(config, "routed_scaling_factor"),
+    )  # fmt: skip
+    mixed = _mixture(config, _behind_dense(config), bool(config.norm_topk_prob), routing)
+    return latent_facts(config, bool(config.rope_interleave), "softmax", turned) | mixed
 
 
 def _given(config: Any, name: str) -> Any:
@@ -165,3 +190,4 @@ def _family(model_type: str, configuration: str, facts: Any) -> Family:
 DEEPSEEK_V2 = _family("deepseek_v2", "DeepseekV2Config", _v2)
 DEEPSEEK_V3 = _family("deepseek_v3", "DeepseekV3Config", _v3)
 GLM_LITE = _family("glm4_moe_lite", "Glm4MoeLiteConfig", _glm_lite)
+MISTRAL4 = _family("mistral4", "Mistral4Config", _mistral4)

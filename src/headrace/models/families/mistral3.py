@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and later, Devstral, Magistral: a text part of Mistral's, or of Ministral 3's, beside images.
+"""Mistral Small 3.1 and later, Devstral, Magistral: a text part of Mistral's, Ministral 3's or Mistral 4's, and images.
 
 Ministral 3 is a Mistral with yarn positions, whose queries are multiplied by a factor that grows with their position
 (`llama_4_scaling_beta`).
@@ -9,20 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.models.families.base import Family, rope
+from headrace.models.families.base import Family, tempered
+from headrace.models.families.deepseek import MISTRAL4
 from headrace.models.families.llama import MISTRAL, PREFIXES, common, names, uniform_windows
-from headrace.types import UnsupportedModel
-
-BETA = "llama_4_scaling_beta"
 
 
 def _facts(config: Any) -> dict[str, Any]:
-    spec = rope(config, ignored={BETA, "max_position_embeddings"})
-    for needed in (BETA, "original_max_position_embeddings"):
-        if config.rope_parameters.get(needed) is None:
-            raise UnsupportedModel(f"rope_parameters.{needed} is missing; download the file again")
-    turned = replace(spec, query_beta=float(config.rope_parameters[BETA]))
-    return common(config, uniform_windows(config, config.sliding_window), turned=turned)
+    return common(config, uniform_windows(config, config.sliding_window), turned=tempered(config))
 
 
 def _completed(raw: dict[str, Any]) -> dict[str, Any]:
@@ -44,4 +37,4 @@ def _with_vision(text: Family) -> Family:
     )
 
 
-MISTRAL3 = replace(_with_vision(MISTRAL), other_texts=(_with_vision(MINISTRAL3),))
+MISTRAL3 = replace(_with_vision(MISTRAL), other_texts=(_with_vision(MINISTRAL3), _with_vision(MISTRAL4)))
