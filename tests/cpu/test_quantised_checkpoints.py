@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,7 +25,6 @@ from headrace.models.quantised import Scheme
 from headrace.models.quantised_layouts import coded
 from headrace.models.slots import is_of_heads
 from headrace.types import UnsupportedModel
-from tests.support.checkpoints import build_model as build_dense
 from tests.support.gguf_files import theirs, tokens_of
 from tests.support.hybrid_checkpoints import Sequence, build_model
 from tests.support.naive_attention import prompt_logits
@@ -236,33 +235,6 @@ def test_logits_of_hybrids(kind: str, name: str, tmp_path: Path) -> None:
         want = model(torch.tensor([tokens])).logits[0]
     assert (Sequence(load_decoder(folder, "float32")).logits(tokens) - want).abs().max() <= TOLERANCE
     assert read_config(folder) == plain_config(folder)
-
-
-def test_logits_of_a_text_part(tmp_path: Path) -> None:
-    """As Ministral 3 is published: FP8 under one scale for each matrix, a number, and one for activations, which are
-    not rounded; vision and what joins it to the text are numbers."""
-    build_dense("mistral3_ministral3").save_pretrained(tmp_path)
-    path, given = tmp_path / "model.safetensors", {"quant_method": "fp8", "activation_scheme": "static"}
-    tensors, meant = load_file(path), {}
-    for name in [name for name in tensors if PROJECTION.search(name) and name.startswith("language_model.")]:
-        weight = tensors.pop(name)
-        scale = (weight.abs().max() / 400).bfloat16()
-        codes, module = (weight / scale.float()).to(torch.float8_e4m3fn), name.removesuffix(".weight")
-        meant[name] = codes.float() * scale.float()
-        tensors |= {name: codes, f"{module}.weight_scale_inv": scale, f"{module}.activation_scale": torch.tensor(0.5)}
-    save_file(tensors, path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    ignored = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
-    config["quantization_config"] = given | {"weight_block_size": None, "modules_to_not_convert": ignored}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model, tokens = build_dense("mistral3_ministral3"), tokens_of(150)
-    renamed = {name.replace("language_model.model.", "model.language_model."): each for name, each in meant.items()}
-    assert len(renamed) == 14 and not model.load_state_dict(renamed, strict=False).unexpected_keys
-    with torch.no_grad():
-        want = model(torch.tensor([tokens])).logits[0]
-    decoder = load_decoder(tmp_path, "float32")
-    assert (prompt_logits(decoder, tokens) - want).abs().max() <= TOLERANCE
-    assert not cpu.available() or isinstance(decoder.matrices["layers.0.qkv.weight"], Quantized)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -32,10 +32,13 @@ ReadCoded = Callable[[], Coded]
 ByInputs = Callable[[str, Sequence[int]], bool]
 """Whether the weights of all experts, a module of that name and shape [experts, ...], lie by inputs."""
 FUSED = re.compile(
-    r"\.experts\.(gate_up_proj|up_proj|down_proj)(?:_(bias|blocks|scales))?$"
+    r"\.experts\.(gate_up_proj|up_proj|down_proj)(?:_(bias|blocks|scales|scale_inv|activation_scale))?$"
     r"|(?<=\.block_sparse_moe)\.(input_linear|output_linear)\.(weight)$"
 )
-"""Tensors [E, ...] of all experts, as transformers may write them and gpt-oss is published, and as Granite is."""
+"""Tensors [E, ...] of all experts, as transformers may write them and gpt-oss and Mistral Small 4 are published, and as
+Granite is."""
+SCALE = {"scale_inv": "weight_scale_inv"}
+"""Of those in FP8, by the name that it has where each expert has a module of its own."""
 CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
 FILTERS = (".conv1d.weight", ".conv.conv.weight")
@@ -135,13 +138,14 @@ class SafetensorsCheckpoint:
         for name, found in [(name, found) for name in self._where if (found := FUSED.search(name))]:
             shape = self._where[name].get_slice(name).get_shape()
             if shape[:1] == [experts]:
-                file, (module, kind) = self._where.pop(name), (found[1] or found[3], found[2] or "weight")
-                before = name[: found.start()]
+                file, module, before = self._where.pop(name), found[1] or found[3], name[: found.start()]
+                kind = SCALE.get(found[2], found[2] or "weight")
                 apart = {f"{before}.experts.{e}.{module}.{kind}": (name, e) for e in range(experts)}
                 self._where.update(dict.fromkeys(apart, file))
                 self._fused.update(apart)
                 if kind == "weight" and self._by_inputs(module, shape):
                     self._turned.update(apart)
+        self._turned |= {scale for name in self._turned if (scale := f"{name}_scale_inv") in self._where}
 
     @property
     def names(self) -> set[str]:

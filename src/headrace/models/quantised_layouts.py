@@ -15,6 +15,7 @@ module's, and unpacks them to `Coded`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -122,7 +123,7 @@ def _grouped(form: Format, codes: Tensor, scales: Tensor) -> Format:
 def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     weight = tensors["weight"]
     scales = _spread(tensors["weight_scale" if "weight_scale" in tensors else "weight_scale_inv"], *weight.shape)
-    codes, scales = _some(weight, rows), _some(scales, rows)
+    codes, scales = _some(weight, rows).contiguous(), _some(scales, rows)
     if weight.dtype == torch.int8:
         if scales.shape[1] == 1:
             return Coded(FORMATS["w8a8" if scheme.rounds_rows else "int8"], codes, scales.float())
@@ -148,9 +149,10 @@ def _spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
     scales = scales.view(len(scales), -1)
     if len(scales) == outputs:
         return scales
-    if len(scales) != -(-outputs // BLOCK):
+    if scales.shape != (-(-outputs // BLOCK), -(-inputs // BLOCK)):
         raise ValueError(f"scales {list(scales.shape)} do not fit a matrix {[outputs, inputs]}")
-    return scales.repeat_interleave(BLOCK, 0)[:outputs]
+    each = math.gcd(inputs, BLOCK)  # inputs of a group, of which a last block that is narrower has fewer
+    return scales.repeat_interleave(BLOCK, 0)[:outputs].repeat_interleave(BLOCK // each, 1)[:, : inputs // each]
 
 
 BLOCK = 128
