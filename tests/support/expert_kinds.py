@@ -65,7 +65,7 @@ def _qwen3_vl_moe(**fields: Any) -> PreTrainedModel:
 
 _qwen2_moe = of(
     Qwen2MoeForCausalLM, Qwen2MoeConfig, **GQA, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64,
-    shared_expert_intermediate_size=96,
+    shared_expert_intermediate_size=128,
 )  # fmt: skip
 
 
