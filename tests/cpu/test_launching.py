@@ -46,7 +46,6 @@ from headrace.kernels.triton import (
     kept_rows,
     latent_kernels,
     latent_row_kernels,
-    latents,
     launch_agreement,
     launch_entries,
     launch_kernels,
@@ -73,8 +72,7 @@ from headrace.kernels.triton.launch_entries import CONTRACTED, Blocks, TensorMap
 from headrace.kernels.triton.launching import DirectKernel, direct
 from headrace.kernels.triton.recurrent import step_alone
 from headrace.kernels.triton.sampling import Chooser, Needs
-from headrace.kernels.triton.walk_options import heads_of
-from headrace.models.spec import LatentSpec
+from tests.support.launched_latents import launched_latents
 from tests.support.launched_steps import engine
 from tests.support.recurrent_cases import SLOTS, RecurrentCase
 from tests.support.stub_driver import Launched, stub_driver, uninterpreted, without_code
@@ -201,25 +199,6 @@ def recurrence() -> None:
         step(case.mixed.contiguous(), case.gates, case.weights, case.copied())
 
 
-def latent() -> None:
-    """Attention over latents by both ways, and what is around it, for few rows and for many."""
-    spec, turns = LatentSpec(rank=64, rotated=16, plain=32, value=48), torch.zeros(20, 16)
-    matrix = torch.zeros(4 * 80, 64, dtype=BF16)
-    pool = Pool.of([torch.zeros(4, 1, 64, 80, dtype=BF16)], once=True)
-    items = torch.tensor([[0, 0, 0, 20]], dtype=torch.int32)
-    for rows in (20, 3):
-        q = latents.queries(torch.zeros(rows, 4, 48, dtype=BF16), matrix, spec, turns[:rows])
-        made = latents.keys(torch.zeros(rows, 80, dtype=BF16), torch.zeros(64, dtype=BF16), spec, turns[:rows])
-        places = torch.arange(rows, dtype=torch.int32)
-        attention.append(pool, made, made, torch.zeros_like(places), places)
-        items[:, 3] = rows
-        mask = Mask(items.clone(), torch.arange(rows), scale=0.125)
-        for states in (0, 1 << 20):
-            limits = attention.bounds(heads_of((4, 1, 80), True, CPU), CPU, BF16, plain=True)._replace(states=states)
-            attention.attended(heads_of((4, 1, 80), True, CPU), limits, q, pool, mask, None)
-        latents.values(q, matrix, spec)
-
-
 def choices() -> None:
     chooser = Chooser(2, 5000, CPU)
     logits, needs = torch.zeros(2, 5000), Needs(reports=True, leaders=3, draws=True, top_k=True, watched=True)
@@ -245,7 +224,7 @@ def test_a_direct_launch_asks_the_driver_for_what_triton_does(
     stores()
     states()
     recurrence()
-    latent()
+    launched_latents()
     choices()
     folder = Path(launching.__file__).parent
     texts = [file.read_text() for file in folder.glob("*.py")]

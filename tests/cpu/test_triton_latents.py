@@ -169,7 +169,7 @@ def test_the_device_is_asked_whether_tiles_agree(
     """With a product of each kind by both tiles; what differs is told."""
     asked, odd = list[tuple[int, str]](), set[tuple[int, str]]()
 
-    def multiply(tile: gpu_latents.HeadTile, x: Tensor, m: Tensor, spec: Any, of: str, out: Tensor) -> None:
+    def multiply(tile: gpu_latents.HeadTile, x: Tensor, m: Tensor, of: str, out: Tensor) -> None:
         asked.append((tile.rows, of))
         out.fill_(2.0 if (tile.rows, of) in odd else 1.0)
 

@@ -102,11 +102,15 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
         values["word_embed_proj_dim"] = values["hidden_size"]
     if model_type == "falcon":
-        values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
-        if values["num_kv_heads"] is None:
-            values["num_kv_heads"] = heads
-        if values["ffn_hidden_size"] is None:
-            values["ffn_hidden_size"] = values["hidden_size"] * 4
+        _fill_in_falcon(values)
+
+
+def _fill_in_falcon(values: dict[str, Any]) -> None:
+    values["hidden_size"] = values.get("n_embed") or values["hidden_size"]
+    if values["num_kv_heads"] is None:
+        values["num_kv_heads"] = values["num_attention_heads"]
+    if values["ffn_hidden_size"] is None:
+        values["ffn_hidden_size"] = values["hidden_size"] * 4
 
 
 def _fill_in_layer_types(values: dict[str, Any], every: Any) -> None:

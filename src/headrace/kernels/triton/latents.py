@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +21,7 @@ log = logging.getLogger(__name__)
 
 TOGETHER = 1024
 """Numbers of the heads that one program rotates."""
-
-
 Of = Literal["keys", "values"]
-
-
-class HeadSizes(Protocol):
-    """Of the matrices of heads."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def plain(self) -> int: ...
-    @property
-    def value(self) -> int: ...
 
 
 class HeadTile(NamedTuple):
@@ -63,7 +50,7 @@ def queries(heads: Tensor, matrix: Tensor, spec: Latent, cos_sin: Tensor) -> Ten
         heads, cos_sin, out, heads.stride(0), cos_sin.stride(0), HEADS=count, QUERY=query, D=out.shape[2],
         TURNED=turned, P=padded, TOGETHER=together, num_warps=4,
     )  # fmt: skip
-    _multiply(heads[..., turned:], matrix, spec, "keys", out[..., turned:])
+    _multiply(heads[..., turned:], matrix, "keys", out[..., turned:])
     return out
 
 
@@ -86,35 +73,27 @@ def values(attended: Tensor, matrix: Tensor, spec: Latent) -> Tensor:
     rows, count, dim = attended.shape
     out = torch.empty(rows, count, spec.value, dtype=attended.dtype, device=attended.device)
     if rows:
-        _multiply(attended[..., dim - spec.rank :], matrix, spec, "values", out)
+        _multiply(attended[..., dim - spec.rank :], matrix, "values", out)
     return out
 
 
-def _multiply(x: Tensor, matrix: Tensor, spec: HeadSizes, of: Of, out: Tensor) -> None:
+def _multiply(x: Tensor, matrix: Tensor, of: Of, out: Tensor) -> None:
     few = len(x) <= FEW.rows and agrees(FEW, x.dtype, x.device)
-    multiply(FEW if few else EXACT, x, matrix, spec, of, out)
+    multiply(FEW if few else EXACT, x, matrix, of, out)
 
 
-def multiply(tile: HeadTile, x: Tensor, matrix: Tensor, spec: HeadSizes, of: Of, out: Tensor) -> None:
-    """Each head of x [T, Hq, K], whose numbers are contiguous, times U or W of its own into out [T, Hq, N], by such
-    tiles. keys: K is plain and N rank; values: K is rank, and N value."""
+def multiply(tile: HeadTile, x: Tensor, matrix: Tensor, of: Of, out: Tensor) -> None:
+    """Each head of x [T, Hq, K], whose numbers are contiguous, times its own part of `matrix` into out [T, Hq, N], by
+    such tiles. keys: U, of K = plain and N = rank; values: W, of K = rank and N = value."""
     (rows, count, inputs), outputs = x.shape, out.shape[2]
-    width, part = matrix.stride(0), matrix if of == "keys" else matrix[spec.plain :]
-    w_out, w_in = (1, width) if of == "keys" else (width, 1)
+    of_head, width = len(matrix) // count, matrix.stride(0)
+    part, w_out, w_in = (matrix, 1, width) if of == "keys" else (matrix[of_head - outputs :], width, 1)
     grid = (-(-rows // tile.rows), -(-outputs // tile.columns), count)
     direct(latent_row_kernels.multiply_heads)[grid](
-        x, part, out, rows, x.stride(0), x.stride(1), (spec.plain + spec.value) * width, w_out, w_in, out.stride(0),
-        out.stride(1), INPUTS=inputs, OUTPUTS=outputs, ROWS=tile.rows, COLUMNS=tile.columns,
+        x, part, out, rows, x.stride(0), x.stride(1), of_head * width, w_out, w_in, out.stride(0), out.stride(1),
+        INPUTS=inputs, OUTPUTS=outputs, ROWS=tile.rows, COLUMNS=tile.columns,
         STEP=tile.step if x.element_size() == 2 else tile.step // 2, PRECISION="ieee", num_warps=4, num_stages=3,
     )  # fmt: skip
-
-
-class _Compared(NamedTuple):
-    """Sizes of DeepSeek's heads."""
-
-    rank: int = 512
-    plain: int = 128
-    value: int = 128
 
 
 @cache
@@ -124,17 +103,17 @@ def agrees(tile: HeadTile, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def compared(tile: HeadTile, dtype: torch.dtype, device: torch.device) -> bool:
-    """`agrees`, asked now."""
-    spec, generator = _Compared(), torch.Generator(device).manual_seed(1)
+    """`agrees`, asked now, of two heads as DeepSeek's are."""
+    count, rank, plain, value, generator = 2, 512, 128, 128, torch.Generator(device).manual_seed(1)
     x, matrix = (
         torch.randn(*shape, generator=generator, device=device).to(dtype)
-        for shape in ((64, 2, spec.rank), (2 * (spec.plain + spec.value), spec.rank))
+        for shape in ((64, count, rank), (count * (plain + value), rank))
     )
-    shapes: tuple[tuple[Of, int, int], ...] = ("keys", spec.plain, spec.rank), ("values", spec.rank, spec.value)
+    shapes: tuple[tuple[Of, int, int], ...] = ("keys", plain, rank), ("values", rank, value)
     for of, inputs, outputs in shapes:
-        ours, exact = (torch.empty(64, 2, outputs, dtype=dtype, device=device) for _ in range(2))
-        multiply(EXACT, x[..., :inputs], matrix, spec, of, exact)
-        multiply(tile, x[..., :inputs], matrix, spec, of, ours)
+        ours, exact = (torch.empty(64, count, outputs, dtype=dtype, device=device) for _ in range(2))
+        multiply(EXACT, x[..., :inputs], matrix, of, exact)
+        multiply(tile, x[..., :inputs], matrix, of, ours)
         if not torch.equal(ours, exact):
             log.warning("%s gives other bits on this GPU for %s of latents, and is left alone", tile, of)
             return False
