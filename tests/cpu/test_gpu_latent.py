@@ -25,6 +25,8 @@ from gguf import GGMLQuantizationType as Kind
 from headrace import LLM, SamplingParams, device
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
+from headrace.config import EngineConfig
+from headrace.engine.draft_facts import draft_kv_bytes
 from headrace.engine.runner import Runner
 from headrace.kernels.backend import backend_of
 from headrace.kernels.triton import graph_step
@@ -115,6 +117,7 @@ def test_replayed_and_cut_are_the_same_as_launched_alone(folder: Path, fake: Fak
 def test_a_latent_is_held_once(folder: Path, fake: FakeDevice) -> None:
     """By the pool, where a CPU has it in the layouts of keys and of values; and the pool has twice the tokens."""
     llm, config = engine(folder), read_config(folder)
+    assert not llm.capacity.kv_alike
     assert llm.capacity.kv_bytes_per_token == 4 * NUMBERS and config.attention.kv_bytes_per_token(4) == 8 * NUMBERS
     runner = llm.engine.loaded.executor
     assert isinstance(runner, Runner)
@@ -239,3 +242,5 @@ def test_a_draft_model_with_latents(folder: Path, fake: FakeDevice) -> None:
     same(run(llm, [prompt], replace(SIX, max_tokens=4)), truth)
     told = llm.engine.stats().speculation
     assert told.accepted == told.drafted > 0
+    given: Any = dict(model=str(folder), dtype="float32", attention_backend="triton", speculative=str(folder))
+    assert draft_kv_bytes(EngineConfig(**given)) == llm.capacity.kv_bytes_per_token  # once, too

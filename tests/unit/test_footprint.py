@@ -155,6 +155,17 @@ def test_where_activations_are_kept(settings: dict[str, Any], kept: bool) -> Non
     assert keeps_activations(EngineConfig(kv_offloading_size=1.0, **settings), alike, 2, 2) is kept
 
 
+@pytest.mark.parametrize(("on_gpu", "dim", "kept"), [
+    (False, 256, False), (False, 257, True), (True, 256, False), (True, 257, True),
+])  # fmt: skip
+def test_latents_are_compared_as_tiers_have_them(on_gpu: bool, dim: int, kept: bool) -> None:
+    """Once, whether the pool has them once or twice; X is 256 numbers."""
+    assert TINY.hidden_size == 256
+    spec = replace(TINY.attention, kv_heads=1, head_dim=dim, alike=True).pooled(on_gpu)
+    config = EngineConfig(kv_offloading_size=1.0)
+    assert keeps_activations(config, replace(TINY, attention=spec), 2, 2) is kept
+
+
 def test_what_has_passed_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(kv_cache_tokens=123_456)
     preflight.check(config)
