@@ -28,7 +28,7 @@ struct RunningState {
 
 struct Attend {
   const void *q;             // [R, Hq, D], rows q_stride apart
-  const void *k;             // [slots, Hkv, D, 64], or in bf16 pairs: see vnni.h
+  const void *k;             // [slots, Hkv, D, 64], or in bf16 pairs: see vnni.h; null: values are the keys too
   const void *v;             // [slots, Hkv, 64, D], likewise
   void *out;                 // [R, Hq, D]
   const Item *items;         // [n], each row's in ascending key_start
@@ -73,7 +73,7 @@ struct MergeStates {
 
 struct Append {
   const void *k_new, *v_new;       // [T, Hkv, D], rows k_stride and v_stride apart
-  void *k, *v;                     // the pools, as in Attend
+  void *k, *v;                     // the pools, as in Attend; no k: of values alone
   const int32_t *slots, *offsets;  // [T]
   int64_t rows, k_stride, v_stride, kv_heads, dim;
   int threads;

@@ -36,8 +36,9 @@ struct Amx : Vnni {
 
   static int64_t scratch(int64_t dim) { return CHUNK * dim; }
 
-  Amx(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, Space &space)
-      : Vnni(k, v, dim), tiles(space.tiles), masked(space.scratch) {
+  Amx(const ChunkOf<bf16> &chunk, int64_t dim, int64_t, const Visit &visit, Space &space)
+      : Vnni(chunk.k, chunk.v, dim), tiles(space.tiles), masked(space.scratch) {
+    stored = chunk.stored;
     ahead = visit.ahead;
     groups = (visit.lanes + GROUP - 1) / GROUP;
     few = visit.lanes <= TILE;
@@ -55,7 +56,7 @@ struct Amx : Vnni {
       return few && ahead ? score_strip<4, 64>(q, s) : score_strip<4, 0>(q, s);
     }
     with_fetch(ahead != 0, [&](auto lines, auto each) {
-      this->score_squares<lines, each>(q, s, k + ahead + before / GROUP * steps() * each * LINE);
+      this->score_squares<lines, each>(q, s, stored + ahead + before / GROUP * steps() * each * LINE);
     });
   }
 
@@ -82,7 +83,7 @@ struct Amx : Vnni {
   void add_to(Waiting &waiting, const bf16 *p, const Seen &seen, int64_t index) const {
     waiting.p[waiting.chunks] = p;
     waiting.v[waiting.chunks] = visible_values(waiting.lanes, seen);
-    const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE : few ? k + ahead : nullptr;
+    const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE : few ? stored + ahead : nullptr;
     waiting.next[waiting.chunks] = ahead ? next : nullptr;
     waiting.next_steps[waiting.chunks] = steps_of(next_keys);
     waiting.steps[waiting.chunks++] = steps_of(keys);
@@ -96,10 +97,10 @@ struct Amx : Vnni {
   // one, or copies that lie in the cache.
   Fetch fetch(int64_t index, const bf16 *next) const {
     const int64_t lines = 2 * dim, near = ahead && next ? lines / GROUP : 0;
-    if (groups == 1) return {next, {k + ahead, v + ahead}, near, ahead && !few ? (lines / 4 + GROUP - 1) / GROUP : 0, true};
+    if (groups == 1) return {next, {stored + ahead, v + ahead}, near, ahead && !few ? (lines / 4 + GROUP - 1) / GROUP : 0, true};
     const int64_t fetched = groups * steps() * lines_each();
-    const int64_t each = (lines - fetched + groups * GROUP - 1) / (groups * GROUP), from = fetched + index * each * GROUP;
-    return {next, {k + ahead + from * LINE, v + ahead + from * LINE}, near, ahead && from < lines ? each : 0, false};
+    const int64_t each = (lines - fetched + groups * GROUP - 1) / (groups * GROUP), first = fetched + index * each * GROUP;
+    return {next, {stored + ahead + first * LINE, v + ahead + first * LINE}, near, ahead && first < lines ? each : 0, false};
   }
 
  private:

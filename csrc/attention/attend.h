@@ -21,6 +21,7 @@ void attend_amx(const Attend &);
 constexpr int MAX_HEADS = 32;  // most KV heads of a unit
 
 template <typename Math> struct Unit {
+  using Stored = typename Reader<Math>::Number;
   const Attend &a;
   int64_t first, last;
   QueryHeads head;  // of the first KV head
@@ -28,9 +29,12 @@ template <typename Math> struct Unit {
   Scratch memory;
   int64_t block;  // of keys, -1 for all
 
+  // Keys that are turned, of pools without keys.
+  static int64_t turned(const Attend &a) { return a.k ? 0 : Math::BATCH * CHUNK * a.dim; }
+
   static int64_t bytes(const Attend &a, int64_t rows, int64_t group, int64_t heads) {
-    return room<typename Math::Space::Number>(Math::scratch(a.dim)) + heads * HeadRows<Math>::bytes(a, rows, group) +
-           room<const Item *>(a.item_count);
+    const int64_t space = room<typename Math::Space::Number>(Math::scratch(a.dim)) + room<Stored>(turned(a));
+    return space + heads * HeadRows<Math>::bytes(a, rows, group) + room<const Item *>(a.item_count);
   }
 
   bool touches(const Item &item) const {
@@ -42,6 +46,7 @@ template <typename Math> struct Unit {
     HeadRows<Math> *each = places.at(0);
     typename Math::Space space;
     space.scratch = memory.take<typename Math::Space::Number>(Math::scratch(a.dim));
+    space.keys = memory.take<Stored>(turned(a));
     for (int64_t h = 0; h < heads; ++h) {
       new (each + h) HeadRows<Math>(a, {head.kv_head + h, head.first + h * head.count, head.count}, first, last, space, memory);
       each[h].start();

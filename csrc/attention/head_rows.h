@@ -126,7 +126,7 @@ template <Policy Math> struct HeadRows {
     Math *chunks = places.at(0);
     for (int i = 0; i < count; ++i)
       new (chunks + i)
-          Math(Reader<Math>::open(a, static_cast<int64_t>(items[i]->slot) * a.kv_heads + kv_head, padded, visits[i], space));
+          Math(Reader<Math>::open(a, static_cast<int64_t>(items[i]->slot) * a.kv_heads + kv_head, i, padded, visits[i], space));
     const int64_t begin = (from - first) * group, lanes = (to - from) * group;
     for (int64_t i = 0; i < lanes; i += Math::TOGETHER) {
       const int n = static_cast<int>(lanes - i < Math::TOGETHER ? lanes - i : Math::TOGETHER);

@@ -78,7 +78,7 @@ HEADRACE_APART void value_tile(const float *p, const S *values, int64_t stride, 
 
 // T: type of queries and results; S: of what is stored.
 template <typename T, typename S = T> struct Plain {
-  static constexpr bool RUNNING = false;
+  static constexpr bool RUNNING = false, PAIRS = false;
   static constexpr int BATCH = 1, TOGETHER = LANES;
   using Type = T;
   using Space = ChunkSpace<float>;
@@ -86,7 +86,7 @@ template <typename T, typename S = T> struct Plain {
   using Probability = float;
   template <bool> struct Tiny {};  // the caller's mode: exp makes no results below 1e-38, for which time would be lost
 
-  const S *k, *v;
+  const S *k, *v, *stored;  // see ChunkOf
   int64_t dim, padded;
   int64_t ahead;                  // elements from these keys to those that are read next; 0: none
   int64_t lanes;                  // that meet the chunk
@@ -96,8 +96,8 @@ template <typename T, typename S = T> struct Plain {
 
   static void query(const T *from, float *to, int64_t n) { widen(from, to, n); }
 
-  Plain(const S *k, const S *v, int64_t dim, int64_t padded, const Visit &visit, const Space &space)
-      : k(k), v(v), dim(dim), padded(padded), ahead(visit.ahead), lanes(visit.lanes) {
+  Plain(const ChunkOf<S> &chunk, int64_t dim, int64_t padded, const Visit &visit, const Space &space)
+      : k(chunk.k), v(chunk.v), stored(chunk.stored), dim(dim), padded(padded), ahead(visit.ahead), lanes(visit.lanes) {
     if (dim == padded) return;
     for (int64_t j = 0; j < CHUNK; ++j) {
       for (int64_t d = dim; d < padded; ++d) space.scratch[j * padded + d] = 0.0f;
@@ -109,8 +109,8 @@ template <typename T, typename S = T> struct Plain {
   // Lanes read K, then V, and L1 holds little more than both: what is fetched meanwhile lies half a chunk ahead. Several
   // groups of lanes read them in turn: a whole chunk ahead.
   bool one_group() const { return lanes <= LANES; }
-  const S *during_scores() const { return one_group() ? v : ahead ? k + ahead : nullptr; }
-  const S *during_values() const { return !ahead ? nullptr : one_group() ? k + ahead : v + ahead; }
+  const S *during_scores() const { return one_group() ? v : ahead ? stored + ahead : nullptr; }
+  const S *during_values() const { return !ahead ? nullptr : one_group() ? stored + ahead : v + ahead; }
 
   // The part of `next` that `rows` lanes from `lane` on fetch, taking `columns` vectors in each step, behind `done` elements.
   Coming share(const S *next, int64_t lane, int rows, int64_t done, int columns) const {

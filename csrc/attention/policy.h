@@ -15,6 +15,7 @@ concept Policy = requires(const M &m, int64_t n, vf x, float *s, const typename 
   requires sizeof(typename M::template Tiny<true>) > 0;  // how results below 1e-38 are treated in its scope: 0, or kept (false)
   typename M::Space;                                     // what the chunks of a unit of work share: scratch memory, tiles
   requires M::BATCH >= 1 && M::TOGETHER >= 1;            // most chunks that are met at once, most lanes
+  { M::PAIRS } -> std::convertible_to<bool>;             // whether keys and values lie in pairs
   { M::RUNNING } -> std::convertible_to<bool>;           // which of the two concepts below it is
   { M::scratch(n) } -> std::same_as<int64_t>;            // elements of Space::scratch for this head size
   M::query(rows, q, n);                                  // n numbers of queries as `scores` reads them

@@ -7,13 +7,13 @@
 
 #include "attention/amx.h"
 #include "attention/plain.h"
+#include "attention/turned.h"
 #include "attention/vnni.h"
 
 namespace headrace::HEADRACE_NS {
 
 // One chunk and KV head of the pools, and how it is met.
-struct Chunk8 {
-  const int8_t *k, *v;
+struct Chunk8 : ChunkOf<int8_t> {
   const float *k_scale, *v_scale;  // [64]
   Visit visit;
 
@@ -39,7 +39,7 @@ template <typename T> struct Quantised<Plain<T>> : Plain<T, int8_t> {
   Chunk8 chunk;
 
   Quantised(const Chunk8 &chunk, int64_t dim, int64_t padded, const typename Integers::Space &space)
-      : Integers(chunk.k, chunk.v, dim, padded, chunk.visit, space), chunk(chunk) {
+      : Integers(chunk, dim, padded, chunk.visit, space), chunk(chunk) {
     fetch_scales(chunk, dim);
   }
 
@@ -77,10 +77,10 @@ HEADRACE_INLINE void pair_steps(const bf16 *x, int64_t x_stride, const int8_t *w
   }
 }
 
-// The chunk's keys or values as bf16, fetching those that are read next.
-inline void widen(const Chunk8 &chunk, const int8_t *from, bf16 *to, int64_t dim) {
+// A chunk's keys or values as bf16, fetching those that are read next.
+inline void widen(const int8_t *from, const int8_t *next, bf16 *to, int64_t dim) {
   for (int64_t i = 0; i < CHUNK * dim; i += 128) {
-    fetch_near<2>(from + chunk.visit.ahead + i);
+    fetch_near<2>(next + i);
     for (int part = 0; part < 128; part += 32) _mm512_store_si512(to + i + part, (__m512i)widened(from + i + part));
   }
 }
@@ -96,8 +96,8 @@ template <> struct Quantised<Vnni> : Vnni {
         copy(space.scratch) {
     fetch_scales(chunk, dim);
     if (few) return;
-    widen(chunk, chunk.k, copy, dim);
-    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
+    widen(chunk.k, chunk.stored + chunk.visit.ahead, copy, dim);
+    widen_values(dim);
   }
 
   static int64_t scratch(int64_t dim) { return 2 * CHUNK * dim; }
@@ -126,9 +126,11 @@ template <> struct Quantised<Vnni> : Vnni {
     const int n = all->lanes;
     if (all->seen.union_of(0, n) == ~0ull)
       return with_tile_rows<TILE_ROWS>(n, [&](auto rows) { this->value_few<rows>(all->p, acc); });
-    widen(chunk, chunk.v, copy + CHUNK * dim, dim);
+    widen_values(dim);
     Vnni::values(all, count, acc);
   }
+
+  void widen_values(int64_t dim) const { widen(chunk.v, chunk.v + chunk.visit.ahead, copy + CHUNK * dim, dim); }
 
   template <int R> void value_few(const bf16 *p, float *acc) const {
     int64_t d = 0;
@@ -139,7 +141,7 @@ template <> struct Quantised<Vnni> : Vnni {
   template <int R, int C> HEADRACE_APART void value_few(const bf16 *p, int64_t d, float *acc) const {
     __m512 sum[R][C];
     clear(sum);
-    pair_steps<R, C>(p, CHUNK, chunk.v + 2 * d, 2 * dim, CHUNK / 2, chunk.k + chunk.visit.ahead + d * CHUNK, sum);
+    pair_steps<R, C>(p, CHUNK, chunk.v + 2 * d, 2 * dim, CHUNK / 2, chunk.stored + chunk.visit.ahead + d * CHUNK, sum);
     HEADRACE_EACH(r, R, add_values(sum[r], acc + r * dim + d));
   }
 };
@@ -174,7 +176,7 @@ template <> struct Quantised<Amx> : Amx {
   Quantised(const Chunk8 &chunk, int64_t dim, bf16 *copy, Tiles &tiles)
       : Amx(copy, copy + CHUNK * dim, dim, copy + 2 * CHUNK * dim, tiles), chunk(chunk) {
     widen(chunk.k, chunk.v, copy, CHUNK * dim);
-    widen(chunk.v, chunk.k + chunk.visit.ahead, copy + CHUNK * dim, CHUNK * dim);
+    widen(chunk.v, chunk.stored + chunk.visit.ahead, copy + CHUNK * dim, CHUNK * dim);
   }
 
   // n integers as bf16, fetching those that are read 2 KB later; `next` are read behind these.
@@ -198,20 +200,36 @@ static_assert(RunningPolicy<Quantised<Amx>>);
 
 #endif
 
-// The policy for a chunk and KV head, the `index`-th of the pools.
+// The chunk and KV head that are the `index`-th of the pools, and the `place`-th of those that are met at once.
+template <typename Math, typename S>
+ChunkOf<S> chunk_of(const Attend &a, int64_t index, const typename Math::Space &space, int place) {
+  const int64_t numbers = CHUNK * a.dim;
+  const S *v = static_cast<const S *>(a.v) + index * numbers;
+  if (a.k) {
+    const S *k = static_cast<const S *>(a.k) + index * numbers;
+    return {k, v, k};
+  }
+  S *keys = static_cast<S *>(space.keys) + place * numbers;
+  keys_of_values<Math::PAIRS>(v, a.dim, keys);
+  return {keys, v, v};
+}
+
+// The policy for that chunk.
 template <typename Math> struct Reader {
-  static Math open(const Attend &a, int64_t index, int64_t padded, const Visit &visit, typename Math::Space &space) {
-    const auto *k = static_cast<const typename Math::Type *>(a.k), *v = static_cast<const typename Math::Type *>(a.v);
-    const int64_t at = index * CHUNK * a.dim;
-    return Math(k + at, v + at, a.dim, padded, visit, space);
+  using Number = typename Math::Type;  // of the pools
+
+  static Math open(const Attend &a, int64_t index, int place, int64_t padded, const Visit &visit, typename Math::Space &space) {
+    return Math(chunk_of<Math, Number>(a, index, space, place), a.dim, padded, visit, space);
   }
 };
 
 template <typename Math> struct Reader<Quantised<Math>> {
-  static Quantised<Math> open(const Attend &a, int64_t index, int64_t padded, const Visit &visit, typename Math::Space &space) {
-    const auto *k = static_cast<const int8_t *>(a.k), *v = static_cast<const int8_t *>(a.v);
-    const int64_t at = index * CHUNK * a.dim, scale = index * CHUNK;
-    return {{k + at, v + at, a.k_scale + scale, a.v_scale + scale, visit}, a.dim, padded, space};
+  using Number = int8_t;
+
+  static Quantised<Math> open(const Attend &a, int64_t index, int place, int64_t padded, const Visit &visit,
+                              typename Math::Space &space) {
+    const int64_t scale = index * CHUNK;
+    return {{chunk_of<Math, Number>(a, index, space, place), a.k_scale + scale, a.v_scale + scale, visit}, a.dim, padded, space};
   }
 };
 

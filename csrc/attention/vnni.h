@@ -23,6 +23,7 @@ constexpr bool is_vnni(int64_t dim) {
 
 struct Vnni {
   static constexpr bool RUNNING = true;  // sums run on from chunk to chunk
+  static constexpr bool PAIRS = true;
   static constexpr int BATCH = 1, TOGETHER = LANES, GROUP = LANES;
   static constexpr int64_t SOON = 2048;  // elements that a stream fetches ahead
   static constexpr int HALF = CHUNK / 2;
@@ -31,7 +32,7 @@ struct Vnni {
   using Query = bf16;
   using Probability = bf16;
   template <bool FLUSH> using Tiny = headrace::HEADRACE_NS::Tiny<FLUSH>;
-  const bf16 *k, *v;
+  const bf16 *k, *v, *stored;  // see ChunkOf
   int64_t dim;
   int64_t ahead;                        // elements from these keys to those that are read next; 0: none
   int64_t lanes;                        // that meet the chunk; 0: nothing is to be fetched meanwhile
@@ -40,17 +41,17 @@ struct Vnni {
   static int64_t scratch(int64_t) { return 0; }
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
-  Vnni(const bf16 *k, const bf16 *v, int64_t dim, int64_t, const Visit &visit, const Space &)
-      : k(k), v(v), dim(dim), ahead(visit.ahead), lanes(visit.lanes), keys(visit.keys), next_keys(visit.next_keys) {}
+  Vnni(const ChunkOf<bf16> &chunk, int64_t dim, int64_t, const Visit &visit, const Space &)
+      : k(chunk.k), v(chunk.v), stored(chunk.stored), dim(dim), ahead(visit.ahead), lanes(visit.lanes), keys(visit.keys), next_keys(visit.next_keys) {}
 
   // Keys and values that lie in a cache already.
-  Vnni(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), dim(dim), ahead(0), lanes(0) {}
+  Vnni(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), stored(k), dim(dim), ahead(0), lanes(0) {}
 
   // One group of lanes reads K, then V, and L1 holds little more than both: fetch half a chunk ahead. Several groups read
   // them in turn: fetch a whole chunk ahead.
   bool one_group() const { return lanes <= LANES; }
-  const bf16 *during_scores() const { return one_group() ? v : ahead ? k + ahead : nullptr; }
-  const bf16 *during_values() const { return !ahead ? nullptr : one_group() ? k + ahead : v + ahead; }
+  const bf16 *during_scores() const { return one_group() ? v : ahead ? stored + ahead : nullptr; }
+  const bf16 *during_values() const { return !ahead ? nullptr : one_group() ? stored + ahead : v + ahead; }
 
   // Few lanes wait for memory, which answers soonest when it is asked in the order in which things lie: two rows go together
   // through whole rows of values, as fast as four through half of them. More lanes would read the values too often.
@@ -60,7 +61,7 @@ struct Vnni {
 
   // Where L1 is small, one or two lanes fetch what they read a little later themselves: so close behind, the processor's own
   // fetching helps. Only if what is read then lies behind these keys and values, as it does but for the last head of a unit.
-  bool streams() const { return small_l1 && lanes > 0 && lanes <= 2 && ahead == CHUNK * dim; }
+  bool streams() const { return small_l1 && lanes > 0 && lanes <= 2 && ahead == CHUNK * dim && stored == k; }
 
   // That, for C columns from `here` on of rows that are `stride` elements apart.
   static Ahead later(const bf16 *here, int64_t stride, int columns) {

@@ -1,5 +1,6 @@
 // New keys and values into the pools. T: rows, K pool [slots, Hkv, D, 64] (keys contiguous), V pool [slots, Hkv, 64, D];
-// in bf16 pairs [slots, Hkv, D/2, 64, 2] and [slots, Hkv, 32, D, 2]. int8 pools lie as those of the type computed in.
+// in bf16 pairs [slots, Hkv, D/2, 64, 2] and [slots, Hkv, 32, D, 2]. int8 pools lie as those of the type computed in. Where there
+// is no K pool, values are the keys too.
 #include "attention/vnni.h"
 #include "common/arena.h"
 #include "common/shares.h"
@@ -29,13 +30,16 @@ void every_other(const bf16 *from, bf16 *to, int64_t dim, int odd) {
 
 #endif
 
-template <typename S> void place(const S *k_new, const S *v_new, S *k, S *v, int64_t dim, int64_t offset, bool pairs) {
-  if (pairs) {
+template <typename S> void place_key(const S *k_new, S *k, int64_t dim, int64_t offset, bool pairs) {
+  if (pairs)
     for (int64_t d = 0; d < dim; d += 2) memcpy(k + d * CHUNK + 2 * offset, k_new + d, 2 * sizeof(S));
-    return every_other(v_new, v + offset / 2 * 2 * dim, dim, static_cast<int>(offset % 2));
-  }
-  for (int64_t d = 0; d < dim; ++d) k[d * CHUNK + offset] = k_new[d];
-  memcpy(v + offset * dim, v_new, dim * sizeof(S));
+  else
+    for (int64_t d = 0; d < dim; ++d) k[d * CHUNK + offset] = k_new[d];
+}
+
+template <typename S> void place_value(const S *v_new, S *v, int64_t dim, int64_t offset, bool pairs) {
+  if (pairs) every_other(v_new, v + offset / 2 * 2 * dim, dim, static_cast<int>(offset % 2));
+  else memcpy(v + offset * dim, v_new, dim * sizeof(S));
 }
 
 #ifdef __AVX512BF16__
@@ -65,9 +69,8 @@ HEADRACE_INLINE void turn(__m512i (&x)[RUN]) {
   });
 }
 
-// Keys and values of 16 rows at keys offset .. offset + 15 of a chunk in pairs: vectors where `place` writes single words.
-void place_run(const bf16 *k_new, int64_t k_stride, const bf16 *v_new, int64_t v_stride, bf16 *k, bf16 *v, int64_t dim,
-               int64_t offset) {
+// Keys of 16 rows at keys offset .. offset + 15 of a chunk in pairs: vectors where `place_key` writes single words.
+void place_keys(const bf16 *k_new, int64_t k_stride, bf16 *k, int64_t dim, int64_t offset) {
   for (int64_t d = 0; d + 32 <= dim; d += 32) {
     __m512i words[RUN];
     each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { words[i] = _mm512_loadu_si512(k_new + i * k_stride + d); });
@@ -76,6 +79,10 @@ void place_run(const bf16 *k_new, int64_t k_stride, const bf16 *v_new, int64_t v
   }
   for (int64_t d = dim / 32 * 32; d < dim; d += 2)
     for (int64_t i = 0; i < RUN; ++i) memcpy(k + d * CHUNK + 2 * (offset + i), k_new + i * k_stride + d, 4);
+}
+
+// Their values.
+void place_values(const bf16 *v_new, int64_t v_stride, bf16 *v, int64_t dim, int64_t offset) {
   for (int64_t i = 0; i < RUN; i += 2) {
     const bf16 *first = v_new + i * v_stride, *second = first + v_stride;
     bf16 *to = v + (offset + i) * dim;
@@ -120,17 +127,20 @@ template <typename T> float quantise(const T *x, int64_t dim, int8_t *to) {
 }
 
 template <typename T> void store_row(const Append &a, const T *k_new, const T *v_new, int64_t index, int64_t offset) {
-  const int64_t chunk = index * CHUNK * a.dim;
+  const int64_t chunk = index * CHUNK * a.dim, token = index * CHUNK + offset;
   const bool pairs = sizeof(T) == 2 && is_vnni(a.dim);
-  if (!a.k_scale) {
-    place(k_new, v_new, static_cast<T *>(a.k) + chunk, static_cast<T *>(a.v) + chunk, a.dim, offset, pairs);
+  if (!a.v_scale) {
+    if (a.k) place_key(k_new, static_cast<T *>(a.k) + chunk, a.dim, offset, pairs);
+    place_value(v_new, static_cast<T *>(a.v) + chunk, a.dim, offset, pairs);
     return;
   }
-  Scratch memory = arena(2 * room<int8_t>(a.dim));
-  int8_t *k8 = memory.take<int8_t>(a.dim), *v8 = memory.take<int8_t>(a.dim);
-  a.k_scale[index * CHUNK + offset] = quantise(k_new, a.dim, k8);
-  a.v_scale[index * CHUNK + offset] = quantise(v_new, a.dim, v8);
-  place(k8, v8, static_cast<int8_t *>(a.k) + chunk, static_cast<int8_t *>(a.v) + chunk, a.dim, offset, pairs);
+  int8_t *codes = arena(room<int8_t>(a.dim)).take<int8_t>(a.dim);
+  if (a.k) {
+    a.k_scale[token] = quantise(k_new, a.dim, codes);
+    place_key(codes, static_cast<int8_t *>(a.k) + chunk, a.dim, offset, pairs);
+  }
+  a.v_scale[token] = quantise(v_new, a.dim, codes);
+  place_value(codes, static_cast<int8_t *>(a.v) + chunk, a.dim, offset, pairs);
 }
 
 }  // namespace
@@ -145,9 +155,10 @@ template <typename T> void append(const Append &a) {
       const int64_t index = a.slots[row] * a.kv_heads + head;
 #ifdef __AVX512BF16__
       if constexpr (sizeof(T) == 2)
-        if (!a.k_scale && is_vnni(a.dim) && is_run(a, row)) {
-          T *k = static_cast<T *>(a.k) + index * CHUNK * a.dim, *v = static_cast<T *>(a.v) + index * CHUNK * a.dim;
-          place_run(k_new, a.k_stride, v_new, a.v_stride, k, v, a.dim, a.offsets[row]);
+        if (!a.v_scale && is_vnni(a.dim) && is_run(a, row)) {
+          const int64_t chunk = index * CHUNK * a.dim;
+          if (a.k) place_keys(k_new, a.k_stride, static_cast<T *>(a.k) + chunk, a.dim, a.offsets[row]);
+          place_values(v_new, a.v_stride, static_cast<T *>(a.v) + chunk, a.dim, a.offsets[row]);
           row += RUN;
           continue;
         }

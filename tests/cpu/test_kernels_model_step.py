@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "latents": dict(
         positions="rope",
         rope=ROPE,
-        attention=AttentionSpec(2, 4, 1, 64, 0.2, (None, None), alike=True),
+        attention=AttentionSpec(2, 4, 1, 64, 0.2, (None, None), once=True),
         latent=LatentSpec(rank=48, rotated=16, plain=24, value=40),
     ),
     "granite": dict(embed_scale=12.0, residual_scale=0.22, logit_scale=0.125),

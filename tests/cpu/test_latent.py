@@ -33,13 +33,16 @@ KIND = "deepseek_v2_lora"
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", KIND])
-def test_a_token_takes_its_latent_twice(kind: str, folder_of: FolderOf) -> None:
-    """In the layouts of keys and of values: nothing by head."""
+def test_a_token_takes_its_latent_once(kind: str, folder_of: FolderOf) -> None:
+    """Which is key and value: nothing by head. As int8 it has one scale."""
     config = read_config(folder_of(kind))
     assert config.latent is not None
-    wide = config.latent.rotated + config.latent.rank
-    assert config.attention.kv_bytes_per_token(2) == 2 * 2 * wide * config.layers
-    assert config.attention.every_shape == ((1, wide),)
+    wide, spec = config.latent.rotated + config.latent.rank, config.attention
+    assert spec.every_shape == ((1, wide),)
+    for dtype, size in ((torch.bfloat16, 2 * wide), (torch.int8, wide + 4)):
+        held = sum(each.nbytes for pool in KVStorage(spec, 2, dtype).pools for each in pool.tensors)
+        assert held == 2 * CHUNK * size * config.layers
+        assert KVStorage.bytes_per_token(spec, dtype) == size * config.layers
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm_lite"])
@@ -255,7 +258,7 @@ MINICPM3 = dict(
 def test_the_published_file_of_minicpm3_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MINICPM3))
     config = read_config(tmp_path)
-    assert config.attention.kv_bytes_per_token(1) == 2 * 288 * 62 and config.experts is None
+    assert config.attention.kv_bytes_per_token(1) == 288 * 62 and config.experts is None
     assert (config.embed_scale, config.logit_scale) == (12.0, 0.1)
     assert config.residual_scale == pytest.approx(1.4 / 62**0.5) and config.max_model_len == 32768
 
@@ -263,16 +266,16 @@ def test_the_published_file_of_minicpm3_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "experts", "numbers", "scale"),
     [
-        ("DeepSeek-V2-Lite", 26, 31_104, 0.1147),
-        ("DeepSeek-V3", 58, 70_272, 0.1352),
-        ("GLM-4.7-Flash", 46, 54_144, 0.0625),
+        ("DeepSeek-V2-Lite", 26, 15_552, 0.1147),
+        ("DeepSeek-V3", 58, 35_136, 0.1352),
+        ("GLM-4.7-Flash", 46, 27_072, 0.0625),
     ],
 )
 def test_published_files_are_read(model: str, experts: int, numbers: int, scale: float, tmp_path: Path) -> None:
     """`numbers`: what a token takes of the pool; scale: of scores, sqrt(192) or 16 and the stretch of positions."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[model]))
     config = read_config(tmp_path)
-    assert config.attention.kv_bytes_per_token(1) == numbers == 2 * 576 * config.layers
+    assert config.attention.kv_bytes_per_token(1) == numbers == 576 * config.layers
     assert config.experts is not None and sum(config.experts.layers) == experts
     assert config.attention.scale == pytest.approx(scale, abs=1e-4)
     assert config.rope is not None and not config.rope_depends_on_length

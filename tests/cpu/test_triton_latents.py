@@ -4,6 +4,7 @@ latent once, in pieces too, and what lies between projections and attention. tes
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from headrace.kernels.triton import latents as gpu_latents
 from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.launching import DirectKernel
 from headrace.kernels.triton.walk_options import heads_of, latent_chosen, latent_parts
+from headrace.memory import zeros
 from headrace.models.spec import LatentSpec
 from headrace.types import CHUNK
 from tests.support.attention_testbed import PoolTestbed, ends
@@ -184,14 +186,20 @@ def test_the_device_is_asked_whether_tiles_agree(
 
 
 def test_a_pool_holds_a_latent_once() -> None:
-    pool = Pool.make(2, 1, 24, torch.float32, lambda shape, dtype: torch.zeros(shape, dtype=dtype), once=True)
+    pool = Pool.make(2, 1, 24, torch.float32, zeros, once=True)
     v, places = torch.randn(3, 1, 24), torch.tensor([0, -1, 1], dtype=torch.int32)
     attention.append(pool, v, v, places, torch.tensor([3, 4, 63], dtype=torch.int32))
     assert pool.tensors == (pool.v,) and pool.k.shape == (2, 1, 24, CHUNK)
     assert torch.equal(pool.v[0, 0, 3], v[0, 0]) and torch.equal(pool.k[1, 0, :, 63], v[2, 0])
     assert pool.v.count_nonzero() == 48
-    with pytest.raises(ValueError, match="not kept as int8 where they are stored once"):
-        Pool.parts(2, 1, 24, torch.int8, once=True)
+
+
+def test_int8_is_refused() -> None:
+    pool, v, one = Pool.make(2, 1, 24, torch.int8, zeros, once=True), torch.randn(1, 1, 24), torch.tensor([0]).int()
+    with pytest.raises(ValueError, match="take no latents as int8"):
+        attention.append(pool, v, v, one, one)
+    with pytest.raises(ValueError, match="take no latents as int8"):
+        attention.attend(v, pool, Mask(torch.tensor([[0, 0, 0, 1]]).int(), torch.tensor([0]), scale=1.0))
 
 
 def test_what_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,12 +208,13 @@ def test_what_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_check, "check", lambda variant, place: asked.append(variant))
     monkeypatch.setattr(layer_check, "current", lambda: type("", (), {"place": torch.device("cuda")}))
     monkeypatch.setattr(walk_options, "_major", lambda device: 8)
-    spec = AttentionSpec(2, 128, 1, 576, 0.1, (None, None), alike=True)
-    for on_gpu in (False, True):
-        layer_check.verify(spec.pooled(on_gpu), torch.bfloat16, torch.bfloat16)
+    apart = AttentionSpec(2, 128, 1, 576, 0.1, (None, None))
+    once = replace(apart, once=True)
+    for spec in (apart, once):
+        layer_check.verify(spec, torch.bfloat16, torch.bfloat16)
     assert asked[0].features == ["heads of 576"]  # by kernels that a backend would refuse
     assert asked[1].heads == Heads(128, 1, 576, once=True, lanes=32) and asked[1].heads.part == 32
-    assert spec.pooled(True).widest == 512 and spec.widest == 576
+    assert once.widest == 512 and apart.widest == 576
 
 
 def test_sizes() -> None:

@@ -100,7 +100,6 @@ class FakeCapacity:
     architecture: str = "FakeForCausalLM"
     layers: int = 1
     quantization: str = "none"
-    kv_alike: bool = False
     alike_tokens: int = 0
     embedding_size: int = 4
     pooling: Pooling = Pooling()

@@ -27,7 +27,7 @@ YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_theta"
 MINISTRAL3 = RopeSpec("yarn", YARN, 64, 0.5)
 LATENT = LatentSpec(rank=48, rotated=16, plain=24, value=32)
 LATENTS: dict[str, Any] = dict(
-    attention=AttentionSpec(2, 4, 1, 64, 0.2, (None, None), alike=True), latent=LATENT, rope=rotary_of(16, 16)
+    attention=AttentionSpec(2, 4, 1, 64, 0.2, (None, None), once=True), latent=LATENT, rope=rotary_of(16, 16)
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -64,7 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "latents": LATENTS,
     "latents, queries of a low rank": LATENTS
     | dict(
-        attention=AttentionSpec(2, 4, 1, 60, 0.2, (None, None), alike=True),  # queries fill no blocks of 64 outputs
+        attention=AttentionSpec(2, 4, 1, 60, 0.2, (None, None), once=True),  # queries fill no blocks of 64 outputs
         latent=replace(LATENT, rank=44, query_rank=56, value=72),
         qkv_bias=True,
         out_bias=True,

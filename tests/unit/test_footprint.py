@@ -151,17 +151,15 @@ def test_lengths() -> None:
 ], ids=str)  # fmt: skip
 def test_where_activations_are_kept(settings: dict[str, Any], kept: bool) -> None:
     """Of a model whose X is smaller than its K and V: heads of their own. On ranks where it is asked for."""
-    alike = replace(TINY, attention=replace(TINY.attention, kv_heads=TINY.attention.heads))
-    assert keeps_activations(EngineConfig(kv_offloading_size=1.0, **settings), alike, 2, 2) is kept
+    apart = replace(TINY, attention=replace(TINY.attention, kv_heads=TINY.attention.heads))
+    assert keeps_activations(EngineConfig(kv_offloading_size=1.0, **settings), apart, 2, 2) is kept
 
 
-@pytest.mark.parametrize(("on_gpu", "dim", "kept"), [
-    (False, 256, False), (False, 257, True), (True, 256, False), (True, 257, True),
-])  # fmt: skip
-def test_latents_are_compared_as_tiers_have_them(on_gpu: bool, dim: int, kept: bool) -> None:
-    """Once, whether the pool has them once or twice; X is 256 numbers."""
+@pytest.mark.parametrize(("dim", "kept"), [(256, False), (257, True)])
+def test_latents_are_compared_as_tiers_have_them(dim: int, kept: bool) -> None:
+    """Once; X is 256 numbers."""
     assert TINY.hidden_size == 256
-    spec = replace(TINY.attention, kv_heads=1, head_dim=dim, alike=True).pooled(on_gpu)
+    spec = replace(TINY.attention, kv_heads=1, head_dim=dim, once=True)
     config = EngineConfig(kv_offloading_size=1.0)
     assert keeps_activations(config, replace(TINY, attention=spec), 2, 2) is kept
 

@@ -174,13 +174,6 @@ def test_tokens_of_rounding_tiers() -> None:
     assert told == ["host memory: 2 GiB, about 7,456,540 tokens, stored as int4"]
 
 
-def test_tokens_of_keys_that_are_the_values() -> None:
-    """Tiers keep them once."""
-    config = EngineConfig(kv_offloading_size=2)
-    told = tier_lines(FakeCapacity(kv_cache_dtype="bfloat16", kv_bytes_per_token=1024, kv_alike=True), config)
-    assert told == ["host memory: 2 GiB, about 4,194,304 tokens, stored as raw"]
-
-
 def test_urls_without_passwords() -> None:
     assert without_password("redis://:p@h:1/0") == "redis://h:1/0"
     assert without_password("unix://u:p@/run/kv.sock?password=x") == "unix:///run/kv.sock"

@@ -20,8 +20,8 @@ class AttentionSpec:
 
     With `shapes` layer l has its own number of KV heads and head size, shapes[l]; kv_heads and head_dim are then those
     of most layers, for estimates. The last len(`shared`) layers have no keys and values of their own: each attends to
-    those of the layer that stands in `shared`. alike: keys and values are the same numbers (latent attention), which
-    lie once in tiers, and in the pool as both, or, if `once`, as values alone (a GPU's).
+    those of the layer that stands in `shared`. once: keys and values are the same numbers (latent attention), which lie
+    once in pools and tiers, as values.
     """
 
     layers: int
@@ -35,7 +35,6 @@ class AttentionSpec:
     sinks: bool = False
     shapes: tuple[tuple[int, int], ...] = ()
     shared: tuple[int, ...] = ()
-    alike: bool = False
     once: bool = False
 
     @property
@@ -45,16 +44,16 @@ class AttentionSpec:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V of one token over all layers."""
-        return sum(heads * dim for heads, dim in self._stored_shapes()) * (1 if self.once else 2) * element_bytes
+        return sum(heads * dim for heads, dim in self._stored_shapes()) * self.planes * element_bytes
 
     @property
-    def copies(self) -> int:
-        """How many times the pool has what lies in tiers."""
-        return 2 if self.alike and not self.once else 1
+    def planes(self) -> int:
+        """Vectors that are stored of a token and KV head: a key and a value, or what is both."""
+        return 1 if self.once else 2
 
     def vectors_per_token(self) -> int:
-        """Keys and values of one token over all layers, by head: as int8 each has a scale."""
-        return sum(2 * heads for heads, _ in self._stored_shapes())
+        """Those of one token over all layers and heads: as int8 each has a scale."""
+        return sum(self.planes * heads for heads, _ in self._stored_shapes())
 
     def shape(self, layer: int) -> tuple[int, int]:
         """(KV heads, head size) of a layer."""
@@ -75,10 +74,6 @@ class AttentionSpec:
         first is the greatest power of two below its size."""
         largest = max(dim for _, dim in self.every_shape)
         return 1 << (largest - 1).bit_length() - 1 if self.once else largest
-
-    def pooled(self, on_gpu: bool) -> AttentionSpec:
-        """As it lies in the pools of a GPU, or of a CPU."""
-        return replace(self, once=self.alike and on_gpu)
 
     @property
     def stored(self) -> int:

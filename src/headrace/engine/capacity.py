@@ -23,7 +23,6 @@ class Capacity:
     the model does; `model_len`: what the model itself takes.
     `embedding_size`: numbers of a hidden state; `pooling`: how embeddings are made of them.
     `writes`: whether the model has logits, and so answers and scores.
-    `kv_alike`: keys and values are the same numbers, which the pool has as both, and tiers once.
     `alike_tokens`: prompts up to this length have the same keys whatever their length; 0: all prompts.
     `fingerprint`: engines of which it is the same give the same bits (offload.identity.fingerprint).
     `adapters`: those that requests may ask for, by their numbers.
@@ -51,7 +50,6 @@ class Capacity:
     layers: int = 0
     model_len: int = 0
     length_limit: str = ""
-    kv_alike: bool = False
     alike_tokens: int = 0
     embedding_size: int = 0
     pooling: Pooling = Pooling()

@@ -35,7 +35,7 @@ class DraftFacts:
             return None
         try:
             folder = model_folder(name)
-            model = plain_config(folder).pooled(config.model.on_gpu)
+            model = plain_config(folder)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"speculative: {error}") from None
         except ValueError as error:

@@ -57,7 +57,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
     if config.ranks.count > 1:
         return config.tiers.activations == "on"
     spec = model.attention
-    stored = spec.kv_bytes_per_token(kv_element_bytes) // spec.copies
+    stored = spec.kv_bytes_per_token(kv_element_bytes)
     smaller = model.hidden_size * element_bytes * spec.stored < stored
     return smaller or config.tiers.activations == "on"
 

@@ -254,7 +254,7 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     tell(LoadPhase("reading the configuration"))
     folder = model_folder(config.model.folder)
-    model = read_config(folder).pooled(config.model.on_gpu)
+    model = read_config(folder)
     dtype = compute_dtype(model, config.model.dtype)
     spec = model.attention
     capped = spec.score_cap is not None or spec.sinks
@@ -316,7 +316,6 @@ def _capacity(
         embedding_size=model.embed_size,
         writes=model.head,
         pooling=_pooling(config, model),
-        kv_alike=model.attention.copies > 1,
         alike_tokens=model.rope.original_length if model.rope and model.rope_depends_on_length else 0,
     )
 

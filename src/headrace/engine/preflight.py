@@ -53,7 +53,7 @@ def check(config: EngineConfig) -> None:
         return
     warn_of_unknown()
     folder = model_folder(config.model.folder)
-    model = plain_config(folder).pooled(config.model.on_gpu)
+    model = plain_config(folder)
     draft = DraftFacts.of(config)
     for path in (*weight_files(folder), *(() if draft is None else weight_files(draft.folder))):
         check_whole(path)

@@ -153,7 +153,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 def _facts(config: EngineConfig) -> ModelConfig:
     """Of the model, without transformers, which rank 0 has asked already: a rank starts a second earlier."""
-    return plain_config(model_folder(config.model.folder)).pooled(config.model.on_gpu)
+    return plain_config(model_folder(config.model.folder))
 
 
 def expert_file(config: EngineConfig, model: ModelConfig) -> ExpertFile | None:

@@ -1,8 +1,8 @@
 """Chunks of the pools <-> the bytes that tiers keep of them, in a layout that no kernel decides.
 
 n: chunks; Hkv: KV heads; D: head size; H: hidden size; 64: tokens of a chunk. A section is what is stored of one layer
-of one chunk: K [Hkv, D, 64], V [Hkv, 64, D], then scales; or activations X [64, H], then scales. Keys and values that
-are alike (latent attention) are stored once, as V. csrc/store/stored.cpp describes it to the byte. Three formats:
+of one chunk: K [Hkv, D, 64], V [Hkv, 64, D], then scales; or activations X [64, H], then scales. Of values that are the
+keys too (latent attention) there is V alone. csrc/store/stored.cpp describes it to the byte. Three formats:
 
 raw: as the pool has it (int8 pools: codes and scales). The same bits come back.
 
@@ -45,9 +45,9 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8"}
 """C++ names of the types that pools may have."""
 
 
-def kv_bytes(kv_heads: int, dim: int, dtype: torch.dtype, format: OffloadFormat, alike: bool = False) -> int:
-    """Bytes of a section of keys and values of a pool of this type. alike: they are the same."""
-    planes = 1 if alike else 2
+def kv_bytes(kv_heads: int, dim: int, dtype: torch.dtype, format: OffloadFormat, once: bool = False) -> int:
+    """Bytes of a section of keys and values of a pool of this type. once: values are the keys too."""
+    planes = 1 if once else 2
     return _section(planes * kv_heads * CHUNK * dim, planes * kv_heads * CHUNK, dtype, format)
 
 
@@ -83,15 +83,13 @@ def store_kv_many(
     format: OffloadFormat,
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
-    alike: bool = False,
 ) -> list[bool]:
     """Fills buffer, uint8 [n, kv_bytes(...)], from chunks `slots`, int32 [n], of one layer's pool.
 
     Returns which could be. Rows of the buffer may lie apart. dtype: the type computed in (default: the pool's). layout:
-    how the pool lies (default: as the C++ kernels have it). alike: keys are the values, and are not stored.
+    how the pool lies (default: as the C++ kernels have it).
     """
-    planes = _kv_planes(pool, dtype, layout)[alike:]
-    return _store(buffer, planes, slots, format, kv_bytes(*pool.shape[1:], pool.k.dtype, format, alike))
+    return _store(buffer, _kv_planes(pool, dtype, layout), slots, format, _kv_bytes(pool, format))
 
 
 def load_kv_many(
@@ -101,15 +99,13 @@ def load_kv_many(
     format: OffloadFormat,
     dtype: torch.dtype | None = None,
     layout: Layout | None = None,
-    alike: bool = False,
 ) -> None:
     """The way back, into chunks `slots`, no two the same; parameters as in store_kv_many."""
-    keys, values = _kv_planes(pool, dtype, layout)
-    size = kv_bytes(*pool.shape[1:], pool.k.dtype, format, alike)
-    _load(buffer, [values] if alike else [keys, values], slots, format, size)
-    if alike and not pool.once and len(slots):
-        numbers, scale = values.get(_indices(slots, pool.v))
-        keys.set(_indices(slots, pool.k), numbers.transpose(2, 3), scale)
+    _load(buffer, _kv_planes(pool, dtype, layout), slots, format, _kv_bytes(pool, format))
+
+
+def _kv_bytes(pool: Pool, format: OffloadFormat) -> int:
+    return kv_bytes(*pool.shape[1:], pool.v.dtype, format, pool.once)
 
 
 def store_x_many(buffer: Tensor, x_pool: Tensor, slots: Tensor, format: OffloadFormat) -> list[bool]:
@@ -168,7 +164,8 @@ def _kv_planes(pool: Pool, dtype: torch.dtype | None, layout: Layout | None) -> 
     vnni = layout == "vnni"
     if vnni and dim % 2:
         raise ValueError(f"heads of {dim} elements do not lie in pairs")
-    return [Plane(pool.k, pool.k_scale, True, vnni), Plane(pool.v, pool.v_scale, False, vnni)]
+    keys = [] if pool.once else [Plane(pool.k, pool.k_scale, True, vnni)]
+    return [*keys, Plane(pool.v, pool.v_scale, False, vnni)]
 
 
 def _x_planes(x_pool: Tensor) -> list[Plane]:

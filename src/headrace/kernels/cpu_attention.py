@@ -115,14 +115,26 @@ def pool_at(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int]) -> nati
     """A pool as the extension takes it. shape: slots, Hkv, D. dtype: of the rows, and of the pool unless it is int8."""
     slots, kv_heads, dim = shape
     plain = pool.k_scale is None and pool.v_scale is None
-    check("k_pool", pool.k, dtype if plain else torch.int8, (slots, kv_heads, dim, CHUNK))
-    check("v_pool", pool.v, dtype if plain else torch.int8, (slots, kv_heads, CHUNK, dim))
+    check_pool(pool, dtype if plain else torch.int8, shape)
     if not plain:
         _check_scales(pool, (slots, kv_heads, CHUNK))
     return require().Pool(
-        pool.k.data_ptr(), pool.v.data_ptr(), address(pool.k_scale), address(pool.v_scale),
+        keys_at(pool), pool.v.data_ptr(), address(pool.k_scale), address(pool.v_scale),
         slots=slots, kv_heads=kv_heads, dim=dim,
     )  # fmt: skip
+
+
+def check_pool(pool: Pool, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """Raises ValueError unless keys and values have this type and shape, (slots, Hkv, D), as the extension has them."""
+    slots, kv_heads, dim = shape
+    if not pool.once:
+        check("k_pool", pool.k, dtype, (slots, kv_heads, dim, CHUNK))
+    check("v_pool", pool.v, dtype, (slots, kv_heads, CHUNK, dim))
+
+
+def keys_at(pool: Pool) -> int:
+    """Where a pool's keys lie; 0 where they are its values, as the extension takes that."""
+    return 0 if pool.once else pool.k.data_ptr()
 
 
 def _check_scales(pool: Pool, shape: tuple[int, int, int]) -> None:
@@ -143,11 +155,13 @@ def arrange(pool: Pool, dtype: torch.dtype | None = None) -> Pool:
     dtype: the type of the rows, where the pool is int8.
     """
     slots, kv_heads, dim = pool.shape
-    if layout(dtype or pool.k.dtype, dim) == "plain":
-        return replace(pool, k=pool.k.clone(), v=pool.v.clone())
-    k = pool.k.view(slots, kv_heads, dim // 2, 2, CHUNK).transpose(3, 4).contiguous()
-    v = pool.v.view(slots, kv_heads, CHUNK // 2, 2, dim).transpose(3, 4).contiguous()
-    return replace(pool, k=k.view(pool.k.shape), v=v.view(pool.v.shape))
+    pairs = layout(dtype or pool.k.dtype, dim) == "vnni"
+    v = pool.v.view(slots, kv_heads, CHUNK // 2, 2, dim).transpose(3, 4).contiguous() if pairs else pool.v.clone()
+    v = v.view(pool.v.shape)
+    if pool.once:
+        return replace(pool, k=v.transpose(2, 3), v=v)
+    k = pool.k.view(slots, kv_heads, dim // 2, 2, CHUNK).transpose(3, 4).contiguous() if pairs else pool.k.clone()
+    return replace(pool, k=k.view(pool.k.shape), v=v)
 
 
 def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Tensor) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headrace.kernels.cpu_attention import check_pool, keys_at
 from headrace.kernels.extension import TYPES, address, check, require, supports
 from headrace.kernels.records import Pool, QKRotary, StepInputs
 from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
-from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
@@ -27,11 +27,9 @@ class Pools:
     def __init__(self, pools: Sequence[Pool]) -> None:
         self.layers = pools
         self.shape, self.dtype = pools[0].shape, pools[0].k.dtype
-        slots, kv_heads, dim = self.shape
         for each in pools:
-            check("k_pool", each.k, self.dtype, (slots, kv_heads, dim, CHUNK))
-            check("v_pool", each.v, self.dtype, (slots, kv_heads, CHUNK, dim))
-        self.addresses = [(each.k.data_ptr(), each.v.data_ptr()) for each in pools]
+            check_pool(each, self.dtype, self.shape)
+        self.addresses = [(keys_at(each), each.v.data_ptr()) for each in pools]
 
 
 class Step:
@@ -44,7 +42,6 @@ class Step:
         rows, (slot_count, kv_heads, dim) = len(positions), step.shape
         self.dtype, self.shape = step.dtype, step.shape
         self.q_shape, self.kv_shape = (rows, heads, dim), (rows, kv_heads, dim)
-        self.k_pool_shape, self.v_pool_shape = (slot_count, kv_heads, dim, CHUNK), (slot_count, kv_heads, CHUNK, dim)
         self._keep = (step.items, slots, bias)  # the C++ step holds their addresses
         check("positions", positions, torch.int64, (rows,))
         check("slots", slots, torch.int32, (rows,))
@@ -77,12 +74,11 @@ class Step:
 
         Rows of q, k and v must be contiguous each, but may lie apart. sinks: see Mask.
         """
-        check("k_pool", pool.k, self.dtype, self.k_pool_shape)
-        check("v_pool", pool.v, self.dtype, self.v_pool_shape)
+        check_pool(pool, self.dtype, self.shape)
         q_stride = self._row_stride("q", q, self.q_shape)
         k_stride, v_stride = self._row_stride("k", k, self.kv_shape), self._row_stride("v", v, self.kv_shape)
         out = torch.empty(self.q_shape, dtype=self.dtype)
-        layer = require().StepLayer(self._kinds[window], pool.k.data_ptr(), pool.v.data_ptr(), self._sinks(sinks))
+        layer = require().StepLayer(self._kinds[window], keys_at(pool), pool.v.data_ptr(), self._sinks(sinks))
         self.handle.run(
             layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q_stride=q_stride, k_stride=k_stride,
             v_stride=v_stride,

@@ -24,7 +24,8 @@ Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
     """Keys and values of one layer: k [slots, Hkv, D, 64], v [slots, Hkv, 64, D]; int8 has a scale for each key and
-    value, k_scale and v_scale fp32 [slots, Hkv, 64]. once: values are the keys as well, and k is a view of v."""
+    value, k_scale and v_scale fp32 [slots, Hkv, 64]. once: values are the keys too; k is then a view of v, right in the
+    plain layout alone, and k_scale is v_scale."""
 
     k: Tensor
     v: Tensor
@@ -43,27 +44,25 @@ class Pool:
     def of(cls, tensors: Sequence[Tensor], once: bool = False) -> Pool:
         """A pool with these tensors, in the order of `parts`."""
         if once:
-            return cls(tensors[0].transpose(2, 3), tensors[0], once=True)
+            scale = tensors[1] if len(tensors) > 1 else None
+            return cls(tensors[0].transpose(2, 3), tensors[0], scale, scale, once=True)
         return cls(tensors[0], tensors[1], *tensors[2:])  # type: ignore[arg-type]
 
     @staticmethod
     def parts(
         slots: int, kv_heads: int, dim: int, dtype: torch.dtype, once: bool = False
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each of a pool's tensors. Raises ValueError for int8 pools that have values alone."""
-        values = ((slots, kv_heads, CHUNK, dim), dtype)
-        if once and dtype == torch.int8:
-            raise ValueError("keys that are the values are not kept as int8 where they are stored once")
-        if once:
-            return [values]
-        scales = [((slots, kv_heads, CHUNK), torch.float32)] * (2 if dtype == torch.int8 else 0)
-        return [((slots, kv_heads, dim, CHUNK), dtype), values, *scales]
+        """Shape and type of each of a pool's tensors."""
+        keys, values = ((slots, kv_heads, dim, CHUNK), dtype), ((slots, kv_heads, CHUNK, dim), dtype)
+        planes = [values] if once else [keys, values]
+        scales = [((slots, kv_heads, CHUNK), torch.float32)] * (len(planes) if dtype == torch.int8 else 0)
+        return [*planes, *scales]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that the pool has, in the order of the fields; `k` is none if it is a view."""
-        keys = None if self.once else self.k
-        return tuple(each for each in (keys, self.v, self.k_scale, self.v_scale) if each is not None)
+        """Those that the pool has, in the order of the fields: none of keys, if these are the values."""
+        every = (self.v, self.v_scale) if self.once else (self.k, self.v, self.k_scale, self.v_scale)
+        return tuple(each for each in every if each is not None)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -97,11 +97,10 @@ class Decoder:
         self.share = share = _share(config, tensor)
         self.turns = XTurns(None if share is None else tensor)
         table = weights[EMBED] if EMBED in weights else torch.empty(0, dtype=dtype)
-        on_gpu, spec = dispatch.on_gpu(table), config.attention if share is None else share.attention
-        self.config = replace(config, attention=spec.pooled(on_gpu))
+        self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device, tied = table.dtype, table.device, is_tied(weights)
         outputs = {} if share is None else share.outputs
-        if config.latent is not None and not on_gpu:
+        if config.latent is not None and not dispatch.on_gpu(table):
             weights = of_each_head(config.latent, weights)
         self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave, outputs)
         packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave)

@@ -328,10 +328,6 @@ class ModelConfig:
         windowed = {spec.windows[layer] is not None: dim for layer, (_, dim) in enumerate(spec.shapes)}
         return windowed.get(False, spec.head_dim), windowed.get(True, spec.head_dim)
 
-    def pooled(self, on_gpu: bool) -> ModelConfig:
-        """As a GPU's pools have its keys and values, or a CPU's."""
-        return replace(self, attention=self.attention.pooled(on_gpu))
-
     def first(self, layers: int) -> ModelConfig:
         """The model of the first layers alone."""
         recurrent = tuple(layer for layer in self.recurrent_layers if layer < layers)

@@ -1,6 +1,6 @@
 """Chunks of the pool as blobs of a tier, and back, a layer at a time.
 
-kind "k": keys and values, which are stored once where they are alike. kind "x": activations, the residual stream as it
+kind "k": keys and values, or what is both. kind "x": activations, the residual stream as it
 enters each layer.
 A layer is one section, or where layers differ in size as many as its keys and values are times the smallest layer's;
 sections have one size, and the last ones of a layer are filled up with zeros.
@@ -70,7 +70,7 @@ class ChunkCodec:
 
     def _kv_bytes(self, layer: int, form: BlobFormat) -> int:
         """Bytes of a layer's keys and values before they are filled up."""
-        return chunk_formats.kv_bytes(*self.spec.shape(layer), self.storage.dtype, form, self.spec.alike)
+        return chunk_formats.kv_bytes(*self.spec.shape(layer), self.storage.dtype, form, self.spec.once)
 
     @property
     def layers(self) -> int:
@@ -124,8 +124,7 @@ class ChunkCodec:
             return chunk_formats.store_x_many(section[None], self.activations(layer), where, form)[0]
         pool, own = self.storage.pool(layer), self._kv_bytes(layer, form)
         section[own:] = 0
-        how = (form, self.dtype, self.layout, self.spec.alike)
-        return chunk_formats.store_kv_many(section[None, :own], pool, where, *how)[0]
+        return chunk_formats.store_kv_many(section[None, :own], pool, where, form, self.dtype, self.layout)[0]
 
     def activations(self, layer: int) -> Tensor:
         """The pool [slots, 64, H] of a layer."""
@@ -169,7 +168,7 @@ class ChunkCodec:
             else:
                 sections = sections[:, : self._kv_bytes(layer, form)]
             pool = self.storage.pool(layer)
-            chunk_formats.load_kv_many(sections, pool, where, form, self.dtype, self.layout, self.spec.alike)
+            chunk_formats.load_kv_many(sections, pool, where, form, self.dtype, self.layout)
 
 
 class _Outward:

@@ -128,7 +128,7 @@ def tier_lines(capacity: Any, config: EngineConfig) -> list[str]:
     if config.tiers is None:
         return []
     element = {"bfloat16": 2.0, "float32": 4.0}.get(capacity.kv_cache_dtype, 1.0625)
-    stored = capacity.kv_bytes_per_token / (2 if capacity.kv_alike else 1)
+    stored = capacity.kv_bytes_per_token
     lines = []
     for tier in config.tiers.each:
         each = BYTES_PER_ELEMENT.get(tier.format, element)

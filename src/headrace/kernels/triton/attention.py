@@ -313,6 +313,7 @@ def attend(q: Tensor, pool: Pool, mask: Mask) -> Tensor:
     _check_scales(pool)
     (_, heads, dim), kv_heads = q.shape, pool.k.shape[1]
     check(q.dtype, dim, pool.once)
+    check_stored(pool.v.dtype, dim, pool.once)
     each = heads_of((heads, kv_heads, dim), pool.once, q.device)
     limits = bounds(each, q.device, pool.k.dtype, plain=mask.bias is None and mask.cap is None)
     return attended(each, limits, q, pool, mask, ways=None)
@@ -322,6 +323,7 @@ def append(pool: Pool, k_new: Tensor, v_new: Tensor, slots: Tensor, offsets: Ten
     """Writes k_new, v_new [T, Hkv, D] into the pool as key offsets[t] of chunk slots[t], int32 [T] each."""
     _check_scales(pool)
     check(k_new.dtype, k_new.shape[-1], pool.once)
+    check_stored(pool.v.dtype, k_new.shape[-1], pool.once)
     _store(pool, k_new, v_new, slots.to(k_new.device), offsets.to(k_new.device))
 
 

@@ -28,5 +28,7 @@ def check(dtype: torch.dtype, dim: int, once: bool = False) -> None:
 def check_stored(dtype: torch.dtype, dim: int, once: bool = False) -> None:
     """The same of the type of pools, which may be int8."""
     check(torch.float32 if dtype == torch.int8 else dtype, dim, once)
+    if dtype == torch.int8 and once:
+        raise ValueError("the Triton kernels take no latents as int8")
     if dtype == torch.int8 and dim > LARGEST_INT8_HEAD:
         raise ValueError(f"the Triton kernels take int8 heads of up to {LARGEST_INT8_HEAD}, got {dim}")

@@ -49,7 +49,7 @@ def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: Rop
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
         max_model_len=rope_reach(config, turned),
-        attention=replace(spec, scale=_scale(latent, dict(turned.parameters)), alike=True),
+        attention=replace(spec, scale=_scale(latent, dict(turned.parameters)), once=True),
         latent=latent,
         positions="rope",
         rope=turned,
