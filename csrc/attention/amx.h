@@ -83,7 +83,9 @@ struct Amx : Vnni {
   void add_to(Waiting &waiting, const bf16 *p, const Seen &seen, int64_t index) const {
     waiting.p[waiting.chunks] = p;
     waiting.v[waiting.chunks] = visible_values(waiting.lanes, seen);
-    const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE : few ? stored + ahead : nullptr;
+    const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE
+                       : few                ? stored + ahead
+                                            : nullptr;
     waiting.next[waiting.chunks] = ahead ? next : nullptr;
     waiting.next_steps[waiting.chunks] = steps_of(next_keys);
     waiting.steps[waiting.chunks++] = steps_of(keys);
@@ -97,7 +99,8 @@ struct Amx : Vnni {
   // one, or copies that lie in the cache.
   Fetch fetch(int64_t index, const bf16 *next) const {
     const int64_t lines = 2 * dim, near = ahead && next ? lines / GROUP : 0;
-    if (groups == 1) return {next, {stored + ahead, v + ahead}, near, ahead && !few ? (lines / 4 + GROUP - 1) / GROUP : 0, true};
+    if (groups == 1)
+      return {next, {stored + ahead, v + ahead}, near, ahead && !few ? (lines / 4 + GROUP - 1) / GROUP : 0, true};
     const int64_t fetched = groups * steps() * lines_each();
     const int64_t each = (lines - fetched + groups * GROUP - 1) / (groups * GROUP), first = fetched + index * each * GROUP;
     return {next, {stored + ahead + first * LINE, v + ahead + first * LINE}, near, ahead && first < lines ? each : 0, false};

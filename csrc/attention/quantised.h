@@ -229,7 +229,8 @@ template <typename Math> struct Reader<Quantised<Math>> {
   static Quantised<Math> open(const Attend &a, int64_t index, int place, int64_t padded, const Visit &visit,
                               typename Math::Space &space) {
     const int64_t scale = index * CHUNK;
-    return {{chunk_of<Math, Number>(a, index, space, place), a.k_scale + scale, a.v_scale + scale, visit}, a.dim, padded, space};
+    return {
+        {chunk_of<Math, Number>(a, index, space, place), a.k_scale + scale, a.v_scale + scale, visit}, a.dim, padded, space};
   }
 };
 

@@ -8,9 +8,15 @@
 namespace headrace::HEADRACE_NS {
 
 template <int BYTES> struct UnsignedOf;
-template <> struct UnsignedOf<1> { typedef uint8_t Type; };
-template <> struct UnsignedOf<2> { typedef uint16_t Type; };
-template <> struct UnsignedOf<4> { typedef uint32_t Type; };
+template <> struct UnsignedOf<1> {
+  typedef uint8_t Type;
+};
+template <> struct UnsignedOf<2> {
+  typedef uint16_t Type;
+};
+template <> struct UnsignedOf<4> {
+  typedef uint32_t Type;
+};
 
 // A vector of COUNT words of so many bytes.
 template <int BYTES, int COUNT> struct Words {
@@ -22,7 +28,9 @@ template <int BYTES, int COUNT> struct Words {
   template <int FIRST> static HEADRACE_ALWAYS_INLINE inline Row in_turn(Row a, Row b) { return merged<FIRST>(a, b, All()); }
 
   // Every second word of a and of b behind it, from the FIRST one on.
-  template <int FIRST> static HEADRACE_ALWAYS_INLINE inline Row every_second(Row a, Row b) { return thinned<FIRST>(a, b, All()); }
+  template <int FIRST> static HEADRACE_ALWAYS_INLINE inline Row every_second(Row a, Row b) {
+    return thinned<FIRST>(a, b, All());
+  }
 
  private:
   template <int FIRST, int... I>
@@ -79,8 +87,8 @@ template <int SIDE, typename S> HEADRACE_INLINE void turn_pairs(const S *values,
       typename Halves::Row first, second;
       memcpy(&first, values + (j + 2 * i) * dim, sizeof first);
       memcpy(&second, values + (j + 2 * i) * dim + 2 * SIDE, sizeof second);
-      x[2 * i] = (typename Words<2 * sizeof(S), SIDE>::Row)Halves::template every_second<0>(first, second);
-      x[2 * i + 1] = (typename Words<2 * sizeof(S), SIDE>::Row)Halves::template every_second<1>(first, second);
+      x[2 * i] = (typename Words<2 * sizeof(S), SIDE>::Row) Halves::template every_second<0>(first, second);
+      x[2 * i + 1] = (typename Words<2 * sizeof(S), SIDE>::Row) Halves::template every_second<1>(first, second);
     });
     turn<2 * sizeof(S), SIDE>(x);
     each<SIDE>([&](auto i) HEADRACE_ALWAYS_INLINE { memcpy(keys + 2 * (i * CHUNK + j), &x[i], sizeof x[i]); });

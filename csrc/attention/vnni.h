@@ -42,7 +42,8 @@ struct Vnni {
   static void query(const bf16 *from, bf16 *to, int64_t n) { memcpy(to, from, n * sizeof(bf16)); }
 
   Vnni(const ChunkOf<bf16> &chunk, int64_t dim, int64_t, const Visit &visit, const Space &)
-      : k(chunk.k), v(chunk.v), stored(chunk.stored), dim(dim), ahead(visit.ahead), lanes(visit.lanes), keys(visit.keys), next_keys(visit.next_keys) {}
+      : k(chunk.k), v(chunk.v), stored(chunk.stored), dim(dim), ahead(visit.ahead), lanes(visit.lanes), keys(visit.keys),
+        next_keys(visit.next_keys) {}
 
   // Keys and values that lie in a cache already.
   Vnni(const bf16 *k, const bf16 *v, int64_t dim) : k(k), v(v), stored(k), dim(dim), ahead(0), lanes(0) {}
