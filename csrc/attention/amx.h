@@ -83,9 +83,8 @@ struct Amx : Vnni {
   void add_to(Waiting &waiting, const bf16 *p, const Seen &seen, int64_t index) const {
     waiting.p[waiting.chunks] = p;
     waiting.v[waiting.chunks] = visible_values(waiting.lanes, seen);
-    const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE
-                       : few                ? stored + ahead
-                                            : nullptr;
+    const bf16 *of_few = few ? stored + ahead : nullptr;
+    const bf16 *next = waiting.lanes > TILE ? v + ahead + index * steps() * lines_each() * LINE : of_few;
     waiting.next[waiting.chunks] = ahead ? next : nullptr;
     waiting.next_steps[waiting.chunks] = steps_of(next_keys);
     waiting.steps[waiting.chunks++] = steps_of(keys);

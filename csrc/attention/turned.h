@@ -7,21 +7,12 @@
 
 namespace headrace::HEADRACE_NS {
 
-template <int BYTES> struct UnsignedOf;
-template <> struct UnsignedOf<1> {
-  typedef uint8_t Type;
-};
-template <> struct UnsignedOf<2> {
-  typedef uint16_t Type;
-};
-template <> struct UnsignedOf<4> {
-  typedef uint32_t Type;
-};
+template <int BYTES>
+using WordOf = std::conditional_t<BYTES == 1, uint8_t, std::conditional_t<BYTES == 2, uint16_t, uint32_t>>;
 
 // A vector of COUNT words of so many bytes.
 template <int BYTES, int COUNT> struct Words {
-  typedef typename UnsignedOf<BYTES>::Type Word;
-  typedef Word Row __attribute__((vector_size(COUNT * BYTES)));
+  typedef WordOf<BYTES> Row __attribute__((vector_size(COUNT * BYTES)));
   using All = std::make_integer_sequence<int, COUNT>;
 
   // From the words at FIRST on, one of a and one of b in turn.

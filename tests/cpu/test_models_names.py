@@ -82,6 +82,7 @@ ALWAYS_TOGETHER = (
     "granite_moe",
     "granite_moe_shared",
     "granite4_experts",
+    "granite_moe_swa",
     "mistral4",
 )
 """Kinds whose experts lie in one tensor in every file."""
@@ -109,7 +110,7 @@ def test_granites_experts_by_either_name(kind: str, folder_of: FolderOf, ours_of
 
 
 def test_layers_behind_the_last_are_left_unread(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
-    """The one that guesses further tokens, as published checkpoints of GLM carry it, not two; and ERNIE's."""
+    """The one that guesses further tokens, as published checkpoints of GLM carry it, not two; ERNIE's and EXAONE's."""
     folder = copy_of(folder_of("glm4_moe"), tmp_path / "model")
     last = {name: t for name, t in load_file(folder / SINGLE).items() if ".layers.2." in name}
     further = {name.replace(".2.", ".3.", 1): t for name, t in last.items()}
@@ -122,6 +123,9 @@ def test_layers_behind_the_last_are_left_unread(folder_of: FolderOf, ours_of: Ou
     folder = copy_of(folder_of("ernie_moe"), tmp_path / "ernie")
     rename(folder, lambda tensors: tensors | {"model.mtp_linear_proj.0.weight": torch.ones(8)})
     assert same(load_decoder(folder), ours_of("ernie_moe"))
+    folder = copy_of(folder_of("exaone_moe"), tmp_path / "exaone")
+    rename(folder, lambda tensors: tensors | {"mtp.layers.0.self_attn.q_proj.weight": torch.ones(8)})
+    assert same(load_decoder(folder), ours_of("exaone_moe"))
 
 
 @pytest.mark.parametrize(("kind", "quantization"), [("glm4_moe", "none"), ("glm4_moe", "int4"), ("ernie_moe", "none")])

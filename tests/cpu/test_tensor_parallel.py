@@ -78,6 +78,8 @@ MODELS: dict[str, Model] = {
     "dense latent attention": ("minicpm3", {}),
     "factor of latent queries": ("mistral4", dict(moe_intermediate_size=128)),
     "LayerNorm and biases": ("starcoder2", {}),
+    "sinks and two bases": ("granite_swa", {}),
+    "norms behind the rotation": ("hunyuan_moe", dict(intermediate_size=128)),
 }
 """Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
 UNEVEN: dict[str, Model] = {

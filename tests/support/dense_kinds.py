@@ -11,14 +11,22 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    CwmConfig,
+    CwmForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     MiniCPM3Config,
     MiniCPM3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -27,9 +35,11 @@ from transformers import (
     SeedOssForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
+    YoutuConfig,
+    YoutuForCausalLM,
 )
 
-from tests.support.kind_sizes import MIXED_WINDOWS, SHORT_LENGTH, WINDOW, YARN_ROPE, Build, of, rope
+from tests.support.kind_sizes import MIXED_WINDOWS, MULTIPLIERS, SHORT_LENGTH, WINDOW, YARN_ROPE, Build, of, rope
 
 _seed_oss = of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
 _arcee = of(ArceeForCausalLM, ArceeConfig)
@@ -57,6 +67,16 @@ MINICPM_ROPE = rope(
     short_factor=[1 + 0.05 * i for i in range(8)], long_factor=[1 + 0.5 * i for i in range(8)],
 )  # fmt: skip
 
+_gemma = of(GemmaForCausalLM, GemmaConfig, head_dim=64)
+_cwm = of(CwmForCausalLM, CwmConfig, head_dim=64, bos_token_id=1, rope_parameters=None)
+_ministral = of(MinistralForCausalLM, MinistralConfig, head_dim=32)
+_youtu = of(
+    YoutuForCausalLM, YoutuConfig, num_key_value_heads=4, kv_lora_rank=48, q_lora_rank=64, qk_nope_head_dim=32,
+    qk_rope_head_dim=16, v_head_dim=48,
+)  # fmt: skip
+GRANITE_WINDOWS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+_granite_swa = of(GraniteSWAForCausalLM, GraniteSWAConfig, **MULTIPLIERS, sliding_window=WINDOW, num_hidden_layers=4)
+
 DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "seed_oss": (_seed_oss, dict(mlp_bias=True)),
     "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
@@ -69,5 +89,10 @@ DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "cohere": (_cohere, dict(attention_bias=True)),
     "cohere2": (_cohere2, EXAONE | dict(attention_bias=True)),
     "starcoder2": (_starcoder2, dict(sliding_window=WINDOW)),
+    "gemma": (_gemma, dict(hidden_act="gelu", tie_word_embeddings=False)),
+    "cwm": (_cwm, EXAONE),
+    "ministral": (_ministral, EXAONE),
+    "youtu": (_youtu, YARN_ROPE),
+    "granite_swa": (_granite_swa, dict(layer_rope_theta=[0.0, 1e4, 5e5, 1e4], layer_types=GRANITE_WINDOWS)),
     "minicpm3": (_minicpm3, MINICPM_ROPE),
 }

@@ -13,6 +13,8 @@ from transformers import (
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
+    ExaoneMoeConfig,
+    ExaoneMoeForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -25,6 +27,14 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    GraniteMoeSWAConfig,
+    GraniteMoeSWAForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    HYV3Config,
+    HYV3ForCausalLM,
+    MellumConfig,
+    MellumForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     Mistral4Config,
@@ -44,6 +54,7 @@ from transformers import (
     SolarOpenForCausalLM,
 )
 
+from tests.support.dense_kinds import HUNYUAN_ROPE
 from tests.support.kind_sizes import GQA, LLAMA_SIZES, MULTIPLIERS, NO_TOKEN, SHORT_LENGTH, WINDOW, Build, of, rope
 
 
@@ -109,6 +120,20 @@ _dots1 = of(Dots1ForCausalLM, Dots1Config, **GQA, **ROUTED, n_shared_experts=2, 
 _solar_open = of(SolarOpenForCausalLM, SolarOpenConfig, **GQA, **ROUTED, head_dim=32)
 
 
+MIXED = dict(sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention", "full_attention"])
+CHOSEN = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, num_hidden_layers=3)
+_exaone_moe = of(ExaoneMoeForCausalLM, ExaoneMoeConfig, head_dim=64, **CHOSEN, **MIXED)
+_hunyuan_moe = of(
+    HunYuanMoEV1ForCausalLM, HunYuanMoEV1Config, head_dim=64, num_experts=8, moe_topk=3, intermediate_size=64,
+    **HUNYUAN_ROPE,
+)  # fmt: skip
+_hy3 = of(HYV3ForCausalLM, HYV3Config, head_dim=64, **CHOSEN)
+_mellum = of(MellumForCausalLM, MellumConfig, head_dim=64, **CHOSEN, **MIXED, rope_parameters=None)
+_granite_moe_swa = of(
+    GraniteMoeSWAForCausalLM, GraniteMoeSWAConfig, **MULTIPLIERS, **GRANITE_EXPERTS, num_hidden_layers=3, **MIXED
+)
+
+
 _ernie_moe = of(
     Ernie4_5_MoeForCausalLM, Ernie4_5_MoeConfig, num_hidden_layers=3, moe_num_experts=8, moe_k=3,
     moe_intermediate_size=64, moe_layer_end_index=1, eos_token_id=NO_TOKEN,
@@ -159,6 +184,11 @@ EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen2_moe": (_qwen2_moe, dict(mlp_only_layers=[0], use_sliding_window=True, sliding_window=WINDOW)),
     "dots1": (_dots1, dict(first_k_dense_replace=1, n_group=4, topk_group=2, attention_bias=True)),
     "solar_open": (_solar_open, dict(attention_bias=True)),
+    "exaone_moe": (_exaone_moe, dict(n_group=4, topk_group=2)),
+    "hunyuan_moe": (_hunyuan_moe, dict(attention_bias=True)),
+    "hy3": (_hy3, dict(num_shared_experts=2)),
+    "mellum": (_mellum, dict(mlp_layer_types=["sparse", "dense", "sparse"], attention_bias=True)),
+    "granite_moe_swa": (_granite_moe_swa, dict(layer_rope_theta=[0.0, 1e4, 0.0])),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
     "olmoe": (_olmoe, GQA),
     "gpt_oss": (_gpt_oss, GPT_OSS_ROPE),

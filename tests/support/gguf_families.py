@@ -72,6 +72,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", "starcoder2", dict(sliding_window=None)),
     "ernie4_5": ("ernie4_5", "ernie4_5", {}),
     "arcee": ("arcee", "arcee", {}),
+    "gemma": ("gemma", "gemma", {}),
     "hunyuan": ("hunyuan-dense", "hunyuan", {}),
     "smollm3": ("smollm3", "smollm3", dict(num_hidden_layers=4, no_rope_layer_interval=4)),
     "granite": ("granite", "granite", {}),
@@ -160,8 +161,12 @@ def write_family(
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
     latent = architecture in ("deepseek2", "glm4moe", "dots1", "minicpm3")
     old = kind.endswith("_old") or architecture == "minicpm3"
-    corrected = architecture in ("ernie4_5-moe", "minimax-m2", *gguf_nemotron.ARCHITECTURES)
-    apart = latent or corrected or architecture in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", *HYBRIDS)
+    corrected = architecture in ("ernie4_5-moe", "minimax-m2", "exaone-moe", *gguf_nemotron.ARCHITECTURES)
+    apart = (
+        latent
+        or corrected
+        or architecture in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", *HYBRIDS)
+    )
     _describe_whole(writer, model, architecture, old)
     if latent or corrected:
         gguf_deepseek.add_corrections(writer, model)
@@ -250,7 +255,7 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
         place.rows = _in_pairs(config.num_attention_heads if "q_proj" in module else config.num_key_value_heads, config)
     if architecture == "falcon" and "query_key_value" in module:
         place.rows = _by_part(config)
-    adds_one = architecture in ("gemma2", "gemma3", *HYBRIDS)
+    adds_one = architecture in ("gemma", "gemma2", "gemma3", *HYBRIDS)
     if adds_one and name.endswith("norm.weight") and "linear_attn" not in name:
         place.forth, place.back = lambda value: value + 1, lambda value: value - 1
     if "linear_attn" in module or end in ("A_log", "dt_bias"):
@@ -338,7 +343,8 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
             "olmo2": windows.of_layers, "exaone4": windows.of_layers, "cohere2": windows.cohere2,
             "command-r": windows.cohere, "minimax-m2": gguf_routed.minimax_m2,
             "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe,
-            "qwen2moe": gguf_routed.qwen2_moe, "minicpm3": gguf_deepseek.minicpm3}  # fmt: skip
+            "qwen2moe": gguf_routed.qwen2_moe, "hunyuan-moe": gguf_routed.hunyuan_moe,
+            "exaone-moe": gguf_routed.exaone_moe, "minicpm3": gguf_deepseek.minicpm3}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
 

@@ -1,11 +1,12 @@
-"""GGUF files of Granite 3, MiniMax-M2, ERNIE 4.5 and Qwen 2 with experts, as llama.cpp's converter writes them
-(conversion/granite.py, minimax.py, ernie.py and qwen.py). Nothing here is taken from headrace's reader."""
+"""GGUF files of Granite 3, MiniMax-M2, ERNIE 4.5, Qwen 2, HunYuan and EXAONE with experts, as llama.cpp's converter
+writes them (conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py and exaone.py). Nothing here is taken from
+headrace's reader."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gguf import ExpertGatingFuncType, GGUFWriter
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
 QWEN2 = dict(
     mlp_only_layers=[], use_sliding_window=False, moe_intermediate_size=96, shared_expert_intermediate_size=160
@@ -17,10 +18,16 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite_moe_shared": ("granitemoe", "granite_moe_shared", dict(intermediate_size=96)),
     "ernie_moe": ("ernie4_5-moe", "ernie_moe", ERNIE),
     "qwen2_moe": ("qwen2moe", "qwen2_moe", QWEN2),
+    "hunyuan_moe": ("hunyuan-moe", "hunyuan_moe", dict(intermediate_size=96, attention_bias=False)),
+    "exaone_moe": ("exaone-moe", "exaone_moe", dict(moe_intermediate_size=96, num_hidden_layers=3)),
 }  # fmt: skip
 
 
-NAMES = {"block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.output_linear": "ffn_down_shexp"}
+NAMES = {
+    "block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.output_linear": "ffn_down_shexp",
+    "mlp.gate.wg": "ffn_gate_inp", "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp", "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+}  # fmt: skip
 
 
 def granite(writer: GGUFWriter, config: Any) -> None:
@@ -43,6 +50,33 @@ def qwen2_moe(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def hunyuan_moe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.moe_topk)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    writer.add_expert_shared_count(1)
+
+
+def exaone_moe(writer: GGUFWriter, config: Any) -> None:
+    inner, shared = config.moe_intermediate_size, config.num_shared_experts
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_nextn_predict_layers(0)
+    writer.add_rope_scaling_type(RopeScalingType.NONE)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_expert_shared_count(shared)
+    writer.add_expert_shared_feed_forward_length(inner * shared)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
 
 
 def minimax_m2(writer: GGUFWriter, config: Any) -> None:

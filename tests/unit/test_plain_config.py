@@ -37,6 +37,8 @@ MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
+MELLUM, EXAONE_MOE, HUNYUAN_MOE = "MellumForCausalLM", "ExaoneMoeForCausalLM", "HunYuanMoEV1ForCausalLM"
+GRANITE_SWA = "GraniteSWAForCausalLM"
 NEMOTRON = "NemotronHForCausalLM"
 MAMBA = dict(layer_types=["mamba", "attention", "mamba"], num_hidden_layers=3)
 LFM2, CONVOLUTIONS = "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3)
@@ -276,6 +278,30 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=[QWEN2_MOE], mlp_only_layers=[0], norm_topk_prob=True, qkv_bias=False),
     dict(architectures=[QWEN2_MOE], **WINDOWS, max_window_layers=2),
     dict(architectures=[QWEN2_MOE], layer_types=FULL, num_hidden_layers=3, decoder_sparse_step=2),
+    dict(architectures=["GemmaForCausalLM"], hidden_act="gelu", num_key_value_heads=1, head_dim=256, rope_theta=5e4),
+    dict(architectures=["GemmaForCausalLM"], use_bidirectional_attention=True),
+    dict(architectures=["CwmForCausalLM"], num_hidden_layers=5, rope_scaling=dict(rope_type="llama3", **LLAMA3)),
+    dict(architectures=["CwmForCausalLM"], layer_types=FULL, num_hidden_layers=3, eos_token_id=7),
+    dict(architectures=["MinistralForCausalLM"], sliding_window=None, num_key_value_heads=4, num_hidden_layers=2),
+    dict(architectures=["MinistralForCausalLM"], layer_types=[*FULL[1:], "sliding_attention"], num_hidden_layers=3),
+    dict(architectures=["YoutuForCausalLM"], q_lora_rank=None, v_head_dim=64, rope_interleave=False),
+    dict(architectures=["YoutuForCausalLM"], rope_theta=1.6e6, attention_bias=True, tie_word_embeddings=False),
+    dict(architectures=[MELLUM], layer_types=[*FULL[1:], "sliding_attention"], num_hidden_layers=3, num_experts=16),
+    dict(architectures=[MELLUM], mlp_layer_types=["dense", "sparse"], num_hidden_layers=2, norm_topk_prob=False),
+    dict(architectures=[EXAONE_MOE], num_hidden_layers=6, first_k_dense_replace=2, num_experts=16, n_group=4),
+    dict(architectures=[EXAONE_MOE], sliding_window_pattern=3, num_hidden_layers=5, num_experts_per_tok=2),
+    dict(architectures=[HUNYUAN_MOE], num_experts=64, moe_topk=[8] * 32, rope_scaling=HUNYUAN_ROPE),
+    dict(architectures=[HUNYUAN_MOE], num_experts=64, moe_topk=8, moe_intermediate_size=[3072] * 32, head_dim=128),
+    dict(architectures=[HUNYUAN_MOE], num_experts=64, moe_topk=[8, 4], num_hidden_layers=2),
+    dict(architectures=[HUNYUAN_MOE], num_local_experts=16, num_experts_per_tok=2, attention_bias=True),
+    dict(architectures=["HYV3ForCausalLM"], router_scaling_factor=1.5, num_shared_experts=2, num_hidden_layers=3),
+    dict(architectures=["HYV3ForCausalLM"], num_experts=16, attention_bias=True, rope_theta=1e6, mlp_bias=True),
+    dict(architectures=[GRANITE_SWA], layer_rope_theta=[0, 1e4, 1e4, 1e4], num_hidden_layers=4, rope_theta=5e5),
+    dict(architectures=[GRANITE_SWA], layer_rope_theta=[5e5, 0, 0, 0], num_hidden_layers=4, sliding_window=64),
+    dict(architectures=[GRANITE_SWA], layer_rope_theta=[5e5, 1e4, 1e5, 0], num_hidden_layers=4),
+    dict(architectures=[GRANITE_SWA], layer_rope_theta=[0, 0, 0], num_hidden_layers=3, logits_scaling=8),
+    dict(architectures=["GraniteMoeSWAForCausalLM"], shared_intermediate_size=64, num_local_experts=40),
+    dict(architectures=["GraniteMoeSWAForCausalLM"], layer_types=FULL, num_hidden_layers=3, rope_theta=1e6),
     dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=2, rope_theta=5e4, num_key_value_heads=8),
     dict(architectures=["Cohere2ForCausalLM"], layer_types=FULL, num_hidden_layers=3, logit_scale=0.5, head_dim=256),
     dict(num_attention_heads=4, num_key_value_heads=3),
@@ -340,6 +366,7 @@ def test_steps_of_mamba_layers_have_no_limits(steps: Any, told: str | None, tmp_
     "given",
     [
         dict(architectures=["Exaone4ForCausalLM"], sliding_window=None),
+        dict(architectures=["ExaoneMoeForCausalLM"], sliding_window=None),
         dict(architectures=["Exaone4ForCausalLM"], sliding_window_pattern="LLLG"),
         dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=0),
         dict(architectures=["Gemma3ForCausalLM"], sliding_window_pattern=0),
@@ -357,10 +384,12 @@ def test_layers_that_nothing_tells_apart(given: dict[str, Any], tmp_path: Path) 
     [
         (dict(layers_block_type=["mamba", "sliding_attention"]), "layers_block_type with 'sliding_attention'"),
         (dict(hybrid_override_pattern="M?*"), "hybrid_override_pattern is no pattern of M, E, \\* and -"),
+        (dict(architectures=[MELLUM], mlp_layer_types=["dense"]), "names 1 layers, num_hidden_layers is 28"),
+        (dict(architectures=[EXAONE_MOE], mlp_layer_types=["dense", "routed"]), "mlp_layer_types with 'routed'"),
     ],
 )
-def test_kinds_of_layers_that_no_nemotron_has(given: dict[str, Any], told: str, tmp_path: Path) -> None:
-    folder = written(tmp_path, dict(architectures=[NEMOTRON], **given))
+def test_kinds_of_layers_that_no_such_model_has(given: dict[str, Any], told: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, dict(architectures=[NEMOTRON]) | given)
     for read, expected in ((read_config, "transformers does not accept"), (plain_config, told)):
         with pytest.raises(UnsupportedModel, match=expected):
             read(folder)

@@ -14,22 +14,20 @@ from headrace.models import schema
 from headrace.models.config import ModelConfig, read_with
 from headrace.models.families import Family
 from headrace.models.families.base import LAYER_TYPES as KINDS
+from headrace.models.families.experts import MLP_TYPES
 from headrace.models.plain_defaults import (
+    CWM_ENDS,
     DEFAULTS,
     EVERY_FOURTH,
-    GEMMA4_ROPES,
+    FULL_FIRST,
     GLM_ENDS,
     GRANITE_KINDS,
-    LOCAL_THETAS,
     NEMOTRON_KINDS,
     NEVER_NULL,
     ONE_NAME,
     OTHER_NAMES,
-    PARTS,
-    ROPES,
-    THETA,
-    THETAS,
 )
+from headrace.models.plain_rotations import GEMMA4_ROPES, LOCAL_THETAS, MELLUM_ROPES, PARTS, ROPES, THETA, THETAS
 from headrace.types import UnsupportedModel
 
 
@@ -74,7 +72,7 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         _fill_in_smollm3(values)
     if model_type in ("glm", "glm4") and values["eos_token_id"] is None:
         values["eos_token_id"] = GLM_ENDS
-    if model_type.startswith("gemma") and values["layer_types"] is None:
+    if model_type.startswith("gemma") and values.get("layer_types", ()) is None:
         _fill_in_layer_types(values, 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6))
     if model_type == "granitemoehybrid":
         given = values["layer_types"]
@@ -83,7 +81,7 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         if values["mamba_d_head"] == "auto":
             values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
     if model_type in EVERY_FOURTH and values["layer_types"] is None:
-        untold = model_type == "exaone4" and values["sliding_window"] is None
+        untold = model_type.startswith("exaone") and values["sliding_window"] is None
         every = 0 if untold else 4 if model_type == "olmo3" else values.get("sliding_window_pattern", 4)
         _fill_in_layer_types(values, every)
     if model_type == "gpt_oss" and values["layer_types"] is None:
@@ -91,8 +89,19 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if "full_attention_interval" in values and values["layer_types"] is None:
         interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
         values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
+    if model_type in FULL_FIRST and values["layer_types"] is None:
+        values["layer_types"] = [KINDS[layer % 4 != 0] for layer in range(values["num_hidden_layers"])]
+    if model_type in ("ministral", "mellum") and values["layer_types"] is None:
+        windows = model_type == "ministral" and values["sliding_window"] is not None
+        values["layer_types"] = [KINDS[windows]] * values["num_hidden_layers"]
+    if model_type == "cwm":
+        values["sliding_window"] = values["sliding_window"] or None
+        values["eos_token_id"] = CWM_ENDS if values["eos_token_id"] is None else values["eos_token_id"]
+    if model_type == "gemma" and values["hidden_act"] == "gelu":  # as the first files call it
+        values["hidden_act"] = "gelu_pytorch_tanh"
     if values.get("mlp_layer_types", ()) is None:
-        values["mlp_layer_types"] = ["dense"] + ["sparse"] * (values["num_hidden_layers"] - 1)
+        dense = 0 if model_type == "mellum" else values.get("first_k_dense_replace", 1)
+        values["mlp_layer_types"] = [MLP_TYPES[layer >= dense] for layer in range(values["num_hidden_layers"])]
     if model_type == "gemma4_text":
         _fill_in_gemma4(values)
     if model_type.startswith("lfm2"):
@@ -204,6 +213,9 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     if model_type == "gemma4_text":
         values["rope_parameters"] = given.get("rope_parameters") or GEMMA4_ROPES
         return None
+    if model_type == "mellum":
+        values["rope_parameters"] = given.get("rope_parameters") or MELLUM_ROPES
+        return None
     if model_type in LOCAL_THETAS:
         return _fill_in_two_ropes(values, given, model_type)
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
@@ -219,6 +231,8 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     if model_type == "phi3" and rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
     values["rope_parameters"] = rope
+    if values.get("layer_rope_theta", ()) is None:
+        values["layer_rope_theta"] = [rope["rope_theta"]] * values["num_hidden_layers"]
 
 
 def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:

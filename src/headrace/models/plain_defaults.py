@@ -47,10 +47,6 @@ GEMMA4: dict[str, Any] = COMMON | dict(
     enable_moe_block=False, use_double_wide_mlp=False, num_experts=None, top_k_experts=None,
     moe_intermediate_size=None, global_head_dim=512, num_global_key_value_heads=None,
 )  # fmt: skip
-GEMMA4_ROPES = {
-    "full_attention": dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0),
-    "sliding_attention": dict(rope_type="default", rope_theta=10_000.0),
-}
 QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
     num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
@@ -82,6 +78,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         vocab_size=131072, intermediate_size=14336, num_hidden_layers=34, num_key_value_heads=8, head_dim=128,
         max_position_embeddings=262144, rms_norm_eps=1e-5, sliding_window=None,
     ),
+    "ministral": LLAMA
+    | dict(
+        intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096,
+        layer_types=None,
+    ),
+    "cwm": LLAMA
+    | dict(
+        vocab_size=128256, hidden_size=6144, intermediate_size=21504, num_hidden_layers=64, num_attention_heads=48,
+        num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=128000,
+        eos_token_id=None, head_dim=128, sliding_window=8192, layer_types=None,
+    ),
     "qwen2": QWEN,
     "qwen3": QWEN | dict(head_dim=128, attention_bias=False),
     "qwen2_5_vl_text": QWEN
@@ -112,6 +119,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         use_bias=False, head_dim=128,
     ),
     "hunyuan_v1_dense": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5),
+    "hunyuan_v1_moe": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5, num_experts=1, moe_topk=1),
+    "hy_v3": LLAMA
+    | dict(
+        vocab_size=120832, intermediate_size=13312, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
+        num_experts=192, num_experts_per_tok=8, num_shared_experts=1, moe_intermediate_size=1536,
+        router_scaling_factor=2.826, mlp_layer_types=None,
+    ),
+    "exaone_moe": LLAMA
+    | dict(
+        vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5, eos_token_id=53,
+        sliding_window=4096, sliding_window_pattern=4, layer_types=None, mlp_layer_types=None, first_k_dense_replace=1,
+        moe_intermediate_size=1024, num_experts=64, num_experts_per_tok=8, num_shared_experts=1, norm_topk_prob=True,
+        routed_scaling_factor=2.5, n_group=1, topk_group=1,
+    ),
     "olmo2": OLMO2,
     "olmo3": OLMO2 | dict(sliding_window=4096, layer_types=None),
     "exaone4": LLAMA
@@ -133,6 +155,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_key_value_heads=40, max_position_embeddings=32768, rms_norm_eps=1e-5, tie_word_embeddings=True,
         kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=None, scale_emb=12,
         scale_depth=1.4, dim_model_base=256,
+    ),
+    "youtu": LATENT
+    | dict(
+        vocab_size=128256, hidden_size=2048, intermediate_size=6144, num_hidden_layers=32, num_attention_heads=16,
+        num_key_value_heads=16, max_position_embeddings=131072, bos_token_id=128000, eos_token_id=128001,
+        tie_word_embeddings=True, rope_interleave=True,
+    ),
+    "mellum": LLAMA
+    | dict(
+        vocab_size=98304, hidden_size=2304, intermediate_size=7168, num_hidden_layers=28, num_key_value_heads=4,
+        head_dim=128, max_position_embeddings=131072, bos_token_id=None, eos_token_id=None, sliding_window=1024,
+        layer_types=None, mlp_layer_types=None, moe_intermediate_size=896, num_experts_per_tok=8, num_experts=64,
+        norm_topk_prob=True,
     ),
     "dots1": COMMON
     | dict(
@@ -277,6 +312,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         no_rope_layer_interval=4, layer_types=None, attention_bias=False, mlp_bias=False, tie_word_embeddings=True,
     ),
     "granite": GRANITE,
+    "granite_swa": GRANITE
+    | dict(
+        vocab_size=100352, hidden_size=2560, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=20,
+        num_key_value_heads=4, max_position_embeddings=8192, rms_norm_eps=1e-5, bos_token_id=100257,
+        eos_token_id=100257, tie_word_embeddings=True, sliding_window=128, layer_types=None, layer_rope_theta=None,
+    ),
+    "granitemoe_swa": GRANITE
+    | dict(
+        num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=0, sliding_window=128, layer_types=None,
+        layer_rope_theta=None,
+    ),
     "granitemoe": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2),
     "granitemoeshared": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=0),
     "granitemoehybrid": GRANITE
@@ -304,6 +350,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1,
         norm_topk_prob=True, use_qk_norm=False,
     ),
+    "gemma": COMMON
+    | dict(
+        vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=16, head_dim=256, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192,
+        rms_norm_eps=1e-6, eos_token_id=1, bos_token_id=2, tie_word_embeddings=True, attention_bias=False,
+        use_bidirectional_attention=None,
+    ),
     "gemma2": GEMMA,
     "gemma3_text": GEMMA
     | dict(
@@ -319,38 +372,25 @@ NEVER_NULL = (
     "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace",
-    "moe_num_experts", "moe_num_shared_experts", "moe_k", "moe_layer_start_index", "moe_layer_end_index",
-    "moe_layer_interval", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier", "num_dense_layers",
+    "num_shared_experts", "router_scaling_factor", "moe_topk", "moe_num_experts", "moe_num_shared_experts", "moe_k",
+    "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "conv_L_cache", "block_multiple_of",
+    "block_ffn_dim_multiplier", "num_dense_layers",
 )  # fmt: skip
-ONE_NAME = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid")
+ONE_NAME = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid",
+    "granitemoe_swa", "exaone_moe",
+)  # fmt: skip
 """Classes that know the number of experts by one name alone."""
 OTHER_NAMES = {
     "n_routed_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok",
+    "moe_topk": "num_experts_per_tok",
 }  # fmt: skip
 """Fields of some classes, by the names that override them."""
-THETA = 10_000.0
-THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
-THETAS |= {"minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_moe": 500_000.0}
-THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0, "olmo3": 500_000.0}
-THETAS |= {"cohere": 500_000.0, "solar_open": 1_000_000.0}
-THETAS |= {"lfm2": 1_000_000.0, "lfm2_moe": 1_000_000.0}
-"""Where the class has another one."""
-LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}
-"""Of layers with a window, where they have a base of their own."""
-PARTS = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
-"""Of each head that is rotated, where the class does not rotate all of it."""
-GPT_OSS_ROPE = dict(
-    rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
-)
-MINISTRAL3_ROPE = dict(
-    rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0,
-    beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.1,
-)  # fmt: skip
-MISTRAL4_ROPE = MINISTRAL3_ROPE | dict(rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
-ROPES = {"gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE, "mistral4": MISTRAL4_ROPE}
-"""Where the class has more than a base."""
-EVERY_FOURTH = ("olmo3", "exaone4", "cohere2")
+EVERY_FOURTH = ("olmo3", "exaone4", "exaone_moe", "cohere2")
 """Of their layers has no window, unless the file says otherwise."""
+FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")
+"""Of which every fourth layer, from the first on, has none."""
+CWM_ENDS = [128001, 128008, 128009]
 GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
 """What transformers calls the kinds of layers that Granite 4's files name."""
 NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": KINDS[0], "-": "mlp"}

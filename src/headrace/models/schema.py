@@ -22,10 +22,12 @@ MAX_LENGTH = 1 << 30
 Count = Annotated[int, Meta(ge=1, le=1 << 16)] | None | UnsetType
 Layers = Annotated[int, Meta(ge=1, le=4096)] | None | UnsetType
 WideCount = Annotated[int, Meta(ge=1, le=1 << 24)] | None | UnsetType
+Counts = Annotated[list[Annotated[int, Meta(ge=1, le=1 << 24)]], Meta(max_length=4096)]
 Length = Annotated[int, Meta(ge=1, le=MAX_LENGTH)] | None | UnsetType
 Small = Annotated[int, Meta(ge=-1, le=1 << 30)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)] | None | UnsetType
 Theta = Annotated[float, Meta(gt=0, le=1e15)] | None | UnsetType
+Thetas = Annotated[list[Annotated[float, Meta(ge=0, le=1e15)]], Meta(max_length=4096)] | UnsetType | None
 Factor = Annotated[float, Meta(gt=0, le=1e6)] | None | UnsetType
 Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
 Factors = Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(max_length=4096)] | None | UnsetType
@@ -129,9 +131,12 @@ class ConfigFields(msgspec.Struct):
     num_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
     num_local_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
     num_experts_per_tok: Count = UNSET
-    moe_intermediate_size: WideCount = UNSET
+    moe_intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | Counts | UnsetType | None = UNSET
     n_routed_experts: Count = UNSET
     n_shared_experts: Count = UNSET
+    num_shared_experts: Count = UNSET
+    router_scaling_factor: Factor = UNSET
+    moe_topk: Annotated[int, Meta(ge=1, le=1 << 16)] | Counts | UnsetType | None = UNSET
     n_group: Count = UNSET
     topk_group: Count = UNSET
     routed_scaling_factor: Factor = UNSET
@@ -232,6 +237,9 @@ class ConfigFields(msgspec.Struct):
     linear_num_value_heads: Count = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET
+    layer_rope_theta: (
+        Annotated[list[Annotated[float, Meta(ge=0, le=1e15)]], Meta(max_length=4096)] | UnsetType | None
+    ) = UNSET
     partial_rotary_factor: Factor = UNSET
     original_max_position_embeddings: Length = UNSET
     rope_parameters: RopeFields | UnsetType | None = UNSET

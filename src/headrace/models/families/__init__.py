@@ -7,18 +7,20 @@ from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
 from headrace.models.families.dots1 import DOTS1, SOLAR_OPEN
 from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.ernie_moe import ERNIE_MOE
-from headrace.models.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from headrace.models.families.exaone_moe import EXAONE_MOE
+from headrace.models.families.experts import MELLUM, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
-from headrace.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WITH_VISION
+from headrace.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.glm4_moe import GLM4_MOE
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
-from headrace.models.families.hunyuan import HUNYUAN_DENSE
+from headrace.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
+from headrace.models.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
 from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION
-from headrace.models.families.llama import ARCEE, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
-from headrace.models.families.minicpm3 import MINICPM3
+from headrace.models.families.llama import ARCEE, CWM, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from headrace.models.families.minicpm3 import MINICPM3, YOUTU
 from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
 from headrace.models.families.nemotron_h import NEMOTRON_H
@@ -112,6 +114,17 @@ FAMILIES: dict[str, Family] = {
     "MiniCPM3ForCausalLM": MINICPM3,
     "Dots1ForCausalLM": DOTS1,
     "SolarOpenForCausalLM": SOLAR_OPEN,
+    "GemmaForCausalLM": GEMMA,
+    "CwmForCausalLM": CWM,
+    "MinistralForCausalLM": MINISTRAL,
+    "YoutuForCausalLM": YOUTU,
+    "MellumForCausalLM": MELLUM,
+    "ExaoneMoeForCausalLM": EXAONE_MOE,
+    "ExaoneMoEForCausalLM": EXAONE_MOE,  # as the first files call it
+    "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "HYV3ForCausalLM": HY3,
+    "GraniteSWAForCausalLM": GRANITE_SWA,
+    "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
     **HEADLESS,
     **CLASSIFIERS,
 }

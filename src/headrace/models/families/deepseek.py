@@ -22,13 +22,10 @@ from headrace.models.families.base import (
     rope_reach,
     tempered,
 )
-from headrace.models.families.experts import APART, TOGETHER, corrected, mixture
+from headrace.models.families.experts import APART, TOGETHER, corrected, given, kinds_of_mlp, mixture
 from headrace.models.families.llama import PREFIXES, names
 from headrace.models.spec import LatentSpec, ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
-
-MLP_TYPES = ("dense", "sparse")
-"""Names of layers without and with experts."""
 
 
 def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: RopeSpec | None = None) -> dict[str, Any]:
@@ -75,8 +72,8 @@ def _v2(config: Any) -> dict[str, Any]:
     if config.topk_method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModel(f"topk_method {config.topk_method!r} is not supported; greedy, group_limited_greedy are")
     grouped = config.topk_method != "greedy"
-    groups = (_given(config, "n_group"), _given(config, "topk_group")) if grouped else (1, 1)
-    routing = RoutingSpec(groups=groups[0], met_groups=groups[1], scale=_given(config, "routed_scaling_factor"))
+    groups = (given(config, "n_group"), given(config, "topk_group")) if grouped else (1, 1)
+    routing = RoutingSpec(groups=groups[0], met_groups=groups[1], scale=given(config, "routed_scaling_factor"))
     return latent_facts(config, True, "softmax") | _mixture(config, _behind_dense(config), False, routing)
 
 
@@ -85,15 +82,12 @@ def _v3(config: Any) -> dict[str, Any]:
 
 
 def _glm_lite(config: Any) -> dict[str, Any]:
-    for kind in config.mlp_layer_types:
-        if kind not in MLP_TYPES:
-            raise UnsupportedModel(f"mlp_layer_types with {kind!r} is not supported; {' and '.join(MLP_TYPES)} are")
-    return _routed_by_sigmoids(config, tuple(kind == MLP_TYPES[1] for kind in config.mlp_layer_types))
+    return _routed_by_sigmoids(config, kinds_of_mlp(config))
 
 
 def _routed_by_sigmoids(config: Any, layers: tuple[bool, ...]) -> dict[str, Any]:
     for name in ("n_group", "topk_group", "routed_scaling_factor"):
-        _given(config, name)
+        given(config, name)
     mixed = _mixture(config, layers, bool(config.norm_topk_prob), corrected(config))
     return latent_facts(config, bool(config.rope_interleave)) | mixed
 
@@ -105,18 +99,11 @@ def _mistral4(config: Any) -> dict[str, Any]:
         raise UnsupportedModel("rope_parameters.partial_rotary_factor does not fit qk_rope_head_dim")
     turned = replace(tempered(config, {"partial_rotary_factor"}, rotated), factor_alone=True)
     routing = RoutingSpec(
-        groups=_given(config, "n_group"), met_groups=_given(config, "topk_group"),
-        summed=2 if config.n_group > 1 else 1, scale=_given(config, "routed_scaling_factor"),
+        groups=given(config, "n_group"), met_groups=given(config, "topk_group"),
+        summed=2 if config.n_group > 1 else 1, scale=given(config, "routed_scaling_factor"),
     )  # fmt: skip
     mixed = _mixture(config, _behind_dense(config), bool(config.norm_topk_prob), routing)
     return latent_facts(config, bool(config.rope_interleave), "softmax", turned) | mixed
-
-
-def _given(config: Any, name: str) -> Any:
-    value = getattr(config, name)
-    if value is None:
-        raise UnsupportedModel(f"{name} is null; download the file again")
-    return value
 
 
 def _behind_dense(config: Any) -> tuple[bool, ...]:
@@ -126,9 +113,9 @@ def _behind_dense(config: Any) -> tuple[bool, ...]:
 
 def _mixture(config: Any, layers: tuple[bool, ...], normalised: bool, routing: RoutingSpec) -> dict[str, Any]:
     count, inner, chosen = (
-        _given(config, name) for name in ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
+        given(config, name) for name in ("n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
     )
-    shared = _given(config, "n_shared_experts") * inner
+    shared = given(config, "n_shared_experts") * inner
     return mixture(config, count, inner, normalised, layers, shared, chosen=chosen, shared_gate=False, routing=routing)
 
 

@@ -1,5 +1,6 @@
 """Llama's kin with experts in place of MLPs. Qwen2-MoE: one beside them, behind a gate. Qwen3-MoE: QK-norm, dense
-layers between. Mixtral: eight wide experts, two of which are met. OLMoE: queries and keys normed over all heads.
+layers between; Mellum 2: so, with windows in some layers, which have a base of rotation of their own. Mixtral: eight
+wide experts, two of which are met. OLMoE: queries and keys normed over all heads.
 
 transformers writes experts one by one (as they are published) or fused: one tensor [E, 2 I, H] of all gates and ups.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 from headrace.config import RoutingSpec
 from headrace.config.routing import SOFTMAX
-from headrace.models.families.base import Family, Names
+from headrace.models.families.base import Family, Names, ropes_by_kind
 from headrace.models.families.llama import PREFIXES, common, mixed_windows, names, uniform_windows
 from headrace.models.spec import ExpertsSpec
 from headrace.types import UnsupportedModel
@@ -59,6 +60,38 @@ def sparse_layers(config: Any) -> tuple[bool, ...]:
     """Which layers of Qwen's models have experts."""
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers)
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(config.num_hidden_layers))
+
+
+def given(config: Any, name: str) -> Any:
+    """A field that must not be null."""
+    value = getattr(config, name)
+    if value is None:
+        raise UnsupportedModel(f"{name} is null; download the file again")
+    return value
+
+
+MLP_TYPES = ("dense", "sparse")
+"""Names of layers without and with experts."""
+
+
+def kinds_of_mlp(config: Any) -> tuple[bool, ...]:
+    """Which layers mlp_layer_types gives experts."""
+    for kind in config.mlp_layer_types:
+        if kind not in MLP_TYPES:
+            raise UnsupportedModel(f"mlp_layer_types with {kind!r} is not supported; {' and '.join(MLP_TYPES)} are")
+    if len(config.mlp_layer_types) != config.num_hidden_layers:
+        told = f"{len(config.mlp_layer_types)} layers, num_hidden_layers is {config.num_hidden_layers}"
+        raise UnsupportedModel(f"mlp_layer_types names {told}")
+    return tuple(kind == MLP_TYPES[1] for kind in config.mlp_layer_types)
+
+
+def _mellum(config: Any) -> dict[str, Any]:
+    turned, local = ropes_by_kind(config)
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+    inner, normalised = config.moe_intermediate_size, config.norm_topk_prob
+    experts = mixture(config, config.num_experts, inner, normalised, kinds_of_mlp(config))
+    facts = common(config, mixed_windows(config), turned=turned) | bias | experts
+    return facts | dict(qk_norm=True, local_rope=local)
 
 
 def _qwen3_moe(config: Any) -> dict[str, Any]:
@@ -125,5 +158,6 @@ def _family(model_type: str, configuration: str, facts: Any, own: Names) -> Fami
 
 QWEN2_MOE = _family("qwen2_moe", "Qwen2MoeConfig", _qwen2_moe, {**APART, **SHARED})
 QWEN3_MOE = _family("qwen3_moe", "Qwen3MoeConfig", _qwen3_moe, APART)
+MELLUM = _family("mellum", "MellumConfig", _mellum, APART)
 MIXTRAL = _family("mixtral", "MixtralConfig", _mixtral, MIXTRALS)
 OLMOE = _family("olmoe", "OlmoeConfig", _olmoe, APART)

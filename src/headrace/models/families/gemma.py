@@ -1,4 +1,5 @@
-"""Gemma 2 and 3, text: sandwich norms that multiply by 1 + weight, scaled embeddings, windows in most layers.
+"""Gemma 1 to 3, text: norms that multiply by 1 + weight, scaled embeddings; from 2 on sandwich norms, and windows in
+most layers.
 
 Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and rotates layers with a window by a base of their own.
 """
@@ -19,14 +20,25 @@ from headrace.models.families.base import (
     rope_reach,
     ropes_by_kind,
 )
-from headrace.models.families.llama import PREFIXES, mixed_windows, names
+from headrace.models.families.llama import PREFIXES, common, mixed_windows, names, uniform_windows
 from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 
-def _common(config: Any, turned: RopeSpec) -> dict[str, Any]:
+def _refuse_both_ways(config: Any) -> None:
     if config.use_bidirectional_attention:
         raise UnsupportedModel("use_bidirectional_attention is not supported; only causal attention is")
+
+
+def _gemma(config: Any) -> dict[str, Any]:
+    _refuse_both_ways(config)
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+    facts = common(config, uniform_windows(config, None)) | bias
+    return facts | dict(norm_offset=1.0, embed_scale=config.hidden_size**0.5)
+
+
+def _common(config: Any, turned: RopeSpec) -> dict[str, Any]:
+    _refuse_both_ways(config)
     windows, kv_heads = mixed_windows(config), config.num_key_value_heads
     spec = attention(config, kv_heads=kv_heads, head_dim=head_dim_of(config), windows=windows)
     return dict(
@@ -69,6 +81,7 @@ def _names(config: ModelConfig) -> Names:
     return {**names(config), **{layer + ours: (layer + name,) for ours, name in theirs.items()}}
 
 
+GEMMA = Family("gemma", "transformers.models.gemma.configuration_gemma:GemmaConfig", _gemma, names, PREFIXES)
 GEMMA2 = Family("gemma2", "transformers.models.gemma2.configuration_gemma2:Gemma2Config", _gemma2, _names, PREFIXES)
 GEMMA3_CONFIGURATION = "transformers.models.gemma3.configuration_gemma3:Gemma3TextConfig"
 GEMMA3 = Family("gemma3_text", GEMMA3_CONFIGURATION, _gemma3, _names, PREFIXES)

@@ -15,19 +15,19 @@ from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models.families.base import Family, Names
-from headrace.models.families.experts import expert_names, mixture
+from headrace.models.families.experts import everywhere, expert_names, mixture
 from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
-from headrace.models.spec import ModelConfig
+from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 
 def _facts(config: Any) -> dict[str, Any]:
-    return _multiplied(config) | dict(mlp_bias=config.mlp_bias)
+    return multiplied(config, uniform_windows(config, None)) | dict(mlp_bias=config.mlp_bias)
 
 
-def _multiplied(config: Any) -> dict[str, Any]:
-    hybrid = config.model_type == GRANITE_HYBRID.model_type
-    facts = common(config, (None,) * config.num_hidden_layers if hybrid else uniform_windows(config, None))
+def multiplied(config: Any, windows: tuple[int | None, ...], turned: RopeSpec | None = None) -> dict[str, Any]:
+    """What all Granites have. turned: see llama.common."""
+    facts = common(config, windows, turned=turned)
     return facts | dict(
         attention=replace(facts["attention"], scale=_number(config, "attention_multiplier")),
         embed_scale=_number(config, "embedding_multiplier"),
@@ -45,14 +45,18 @@ def _number(config: Any, name: str) -> float:
     return float(value)
 
 
-def _moe(config: Any, shared: int = 0) -> dict[str, Any]:
-    count, everywhere = config.num_local_experts, (True,) * config.num_hidden_layers
-    experts = mixture(config, count, config.intermediate_size, True, everywhere, shared, shared_gate=False)
-    return _multiplied(config) | experts
+def routed(config: Any, shared: int = 0) -> dict[str, Any]:
+    """The experts of every layer, and one of this width beside them."""
+    count, inner = config.num_local_experts, config.intermediate_size
+    return mixture(config, count, inner, True, everywhere(config), shared, shared_gate=False)
+
+
+def _moe(config: Any) -> dict[str, Any]:
+    return multiplied(config, uniform_windows(config, None)) | routed(config)
 
 
 def _moe_shared(config: Any) -> dict[str, Any]:
-    return _moe(config, config.shared_intermediate_size)
+    return multiplied(config, uniform_windows(config, None)) | routed(config, config.shared_intermediate_size)
 
 
 KINDS = ("linear_attention", "full_attention")
@@ -65,7 +69,8 @@ def _hybrid(config: Any) -> dict[str, Any]:
         raise UnsupportedModel(f"position_embedding_type {positions!r} is not supported; 'rope', 'nope' and null are")
     if not inner:
         raise UnsupportedModel("shared_intermediate_size 0 is not supported; 1 or more is")
-    facts = _moe(config, inner) if config.num_local_experts else _multiplied(config) | dict(intermediate_size=inner)
+    facts = multiplied(config, (None,) * config.num_hidden_layers)
+    facts |= routed(config, inner) if config.num_local_experts else dict(intermediate_size=inner)
     facts |= dict(no_rope_layers=() if positions == "rope" else tuple(range(config.num_hidden_layers)))
     return facts | _mamba(config, facts["attention"])
 
@@ -133,21 +138,23 @@ DENSE: Names = {
 """The same as the only MLP of a layer."""
 
 
-def _moe_names(config: ModelConfig) -> Names:
+def moe_names(config: ModelConfig) -> Names:
+    """As the files have them."""
     return {**names(config), **PUBLISHED, **SHARED}
 
 
-def _moe_names_renamed(config: ModelConfig) -> Names:
+def moe_names_renamed(config: ModelConfig) -> Names:
+    """As transformers has them in memory."""
     return {**names(config), **RENAMED, **SHARED}
 
 
 def _hybrid_names(config: ModelConfig) -> Names:
-    found = {**names(config), **DENSE} if config.experts is None else _moe_names(config)
+    found = {**names(config), **DENSE} if config.experts is None else moe_names(config)
     return {**found, **_mamba_names(config)}
 
 
 def _hybrid_names_renamed(config: ModelConfig) -> Names:
-    return {**_moe_names_renamed(config), **_mamba_names(config)}
+    return {**moe_names_renamed(config), **_mamba_names(config)}
 
 
 def _mamba_names(config: ModelConfig) -> Names:
@@ -164,12 +171,12 @@ def _mamba_names(config: ModelConfig) -> Names:
 
 GRANITE = Family("granite", "transformers.models.granite.configuration_granite:GraniteConfig", _facts, names, PREFIXES)
 GRANITE_MOE = Family(
-    "granitemoe", "transformers.models.granitemoe.configuration_granitemoe:GraniteMoeConfig", _moe, _moe_names,
-    PREFIXES, other_names=_moe_names_renamed,
+    "granitemoe", "transformers.models.granitemoe.configuration_granitemoe:GraniteMoeConfig", _moe, moe_names,
+    PREFIXES, other_names=moe_names_renamed,
 )  # fmt: skip
 GRANITE_MOE_SHARED = Family(
     "granitemoeshared", "transformers.models.granitemoeshared.configuration_granitemoeshared:GraniteMoeSharedConfig",
-    _moe_shared, _moe_names, PREFIXES, other_names=_moe_names_renamed,
+    _moe_shared, moe_names, PREFIXES, other_names=moe_names_renamed,
 )  # fmt: skip
 GRANITE_HYBRID = Family(
     "granitemoehybrid", "transformers.models.granitemoehybrid.configuration_granitemoehybrid:GraniteMoeHybridConfig",

@@ -1,5 +1,6 @@
 """Llama and its kin: RMS norm, rotary positions, gated SiLU MLP. Mistral adds windows, Qwen2 biases, Qwen3 QK-norm;
-Seed-OSS has biases each told by itself, Arcee an MLP of squared relus without gates."""
+Seed-OSS has biases each told by itself, Arcee an MLP of squared relus without gates; CWM and Ministral 8B
+have windows in the layers that layer_types names."""
 
 from __future__ import annotations
 
@@ -84,6 +85,10 @@ def mistral(config: Any) -> dict[str, Any]:
     return common(config, uniform_windows(config, config.sliding_window))
 
 
+def _some_windows(config: Any) -> dict[str, Any]:
+    return common(config, mixed_windows(config)) | dict(mlp_bias=getattr(config, "mlp_bias", False))
+
+
 def _qwen2(config: Any) -> dict[str, Any]:
     return common(config, mixed_windows(config)) | dict(qkv_bias=True)
 
@@ -127,6 +132,10 @@ def _ungated_names(config: ModelConfig) -> Names:
 PREFIXES = ("model.", "")
 LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, names, PREFIXES)
 MISTRAL = Family("mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", mistral, names, PREFIXES)
+MINISTRAL = Family(
+    "ministral", "transformers.models.ministral.configuration_ministral:MinistralConfig", _some_windows, names, PREFIXES
+)
+CWM = Family("cwm", "transformers.models.cwm.configuration_cwm:CwmConfig", _some_windows, names, PREFIXES)
 QWEN2 = Family("qwen2", "transformers.models.qwen2.configuration_qwen2:Qwen2Config", _qwen2, names, PREFIXES)
 QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Config", _qwen3, names, PREFIXES)
 SEED_OSS = Family(

@@ -1,4 +1,5 @@
-"""MiniCPM3: latent attention with dense MLPs; embeddings, residual stream and logits have multipliers."""
+"""MiniCPM3 and Youtu-LLM: latent attention with dense MLPs. MiniCPM3's embeddings, residual stream and logits have
+multipliers."""
 
 from __future__ import annotations
 
@@ -19,6 +20,14 @@ def _facts(config: Any) -> dict[str, Any]:
     )
 
 
+def _youtu(config: Any) -> dict[str, Any]:
+    return latent_facts(config, bool(config.rope_interleave))
+
+
+YOUTU = Family(
+    "youtu", "transformers.models.youtu.configuration_youtu:YoutuConfig", _youtu, latent_names, PREFIXES,
+    rows=latent_rows,
+)  # fmt: skip
 MINICPM3 = Family(
     "minicpm3", "transformers.models.minicpm3.configuration_minicpm3:MiniCPM3Config", _facts, latent_names, PREFIXES,
     rows=latent_rows, published_as="minicpm",

@@ -32,10 +32,16 @@ def _facts(config: Any, windows: tuple[int | None, ...], turned: RopeSpec) -> di
     )
 
 
-def _exaone4(config: Any) -> dict[str, Any]:
+def turned_in_windows(config: Any) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """The windows of EXAONE's layers, and those that rotate nothing: where some have windows, the others."""
     windows = mixed_windows(config)
     unturned = () if config.sliding_window is None else (at for at, window in enumerate(windows) if window is None)
-    return common(config, windows) | dict(block="after", qk_norm=True, no_rope_layers=tuple(unturned))
+    return windows, tuple(unturned)
+
+
+def _exaone4(config: Any) -> dict[str, Any]:
+    windows, unturned = turned_in_windows(config)
+    return common(config, windows) | dict(block="after", qk_norm=True, no_rope_layers=unturned)
 
 
 def names_behind(config: ModelConfig) -> Names:

@@ -145,6 +145,14 @@ ARCHITECTURES = {
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", LLAMA_NAMES | families.HUNYUAN_NAMES,
         fields=families.with_biases,
     ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", EXPERT_NAMES | routed.HUNYUAN_NAMES, fields=routed.hunyuan_moe,
+        routed=False,
+    ),
+    "exaone-moe": Architecture(
+        "ExaoneMoeForCausalLM", "exaone_moe", EXPERT_NAMES | routed.EXAONE_NAMES, fields=routed.exaone_moe, routed=False
+    ),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", LLAMA_NAMES, added_one=True),
     "olmoe": Architecture("OlmoeForCausalLM", "olmoe", EXPERT_NAMES),
     "gemma2": Architecture(
         "Gemma2ForCausalLM", "gemma2", LLAMA_NAMES | families.GEMMA_NAMES, fields=families.gemma2, added_one=True

@@ -1,8 +1,8 @@
-"""GGUF files of Granite 3 and Qwen 2 with experts, and of MiniMax-M2 and ERNIE 4.5 with experts, whose routers have
-corrections: what config.json would say, and what Granite's tensors are. Imports no torch.
+"""GGUF files of Granite 3, Qwen 2 and HunYuan with experts, and of MiniMax-M2, ERNIE 4.5 with experts and K-EXAONE,
+whose routers have corrections: what config.json would say, and what Granite's tensors are. Imports no torch.
 
-Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py and qwen.py, src/models/minimax-m2.cpp, ernie4-5-moe.cpp
-and qwen2moe.cpp.
+Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py and exaone.py, and
+src/models/minimax-m2.cpp, ernie4-5-moe.cpp, qwen2moe.cpp, hunyuan-moe.cpp and exaone-moe.cpp.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Set
 from typing import Any
 
 from headrace.models.families.base import Family, Names
+from headrace.models.gguf import families
 from headrace.models.gguf.deepseek import SHARED, SIGMOID, SOFTMAX
 from headrace.models.gguf.families import LAYER, Facts, granite, refuse_experts, renamed, turned
 from headrace.types import UnsupportedModel
@@ -20,9 +21,17 @@ READ = {
 }  # fmt: skip
 OF_SHARED = {"expert_shared_count", "expert_shared_feed_forward_length"}
 """The second says something of no model's experts; tensors say their width."""
+GROUPS = {"expert_group_count", "expert_group_used_count", "expert_weights_scale"}
 CORRECTIONS = "blk.{}.exp_probs_b.bias"
 MINIMAX_NAMES = {CORRECTIONS: LAYER + "block_sparse_moe.e_score_correction_bias"}
 ERNIE_NAMES = SHARED | {CORRECTIONS: LAYER + "mlp.moe_statics.e_score_correction_bias"}
+EXAONE_NAMES = SHARED | {CORRECTIONS: LAYER + "mlp.e_score_correction_bias"}
+HUNYUAN_NAMES = families.HUNYUAN_NAMES | {
+    "blk.{}.ffn_gate_inp": LAYER + "mlp.gate.wg",
+    "blk.{}.ffn_gate_shexp": LAYER + "mlp.shared_mlp.gate_proj",
+    "blk.{}.ffn_up_shexp": LAYER + "mlp.shared_mlp.up_proj",
+    "blk.{}.ffn_down_shexp": LAYER + "mlp.shared_mlp.down_proj",
+}
 GRANITE_NAMES = {
     "blk.{}.ffn_gate_inp": LAYER + "block_sparse_moe.router",
     "blk.{}.ffn_gate_shexp": LAYER + "shared_mlp.gate_proj",
@@ -93,6 +102,34 @@ def qwen2_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length", inner),
         "norm_topk_prob": False,
         "qkv_bias": "blk.0.attn_q.bias" in facts.tensors,
+    }
+
+
+def hunyuan_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Experts and the shared one are as wide."""
+    _check(facts, READ | OF_SHARED, SOFTMAX)
+    return families.with_biases(facts, rope) | {
+        "num_experts": facts.count("expert_count"),
+        "moe_topk": facts.count("expert_used_count"),
+        "intermediate_size": facts.count("expert_feed_forward_length"),
+    }
+
+
+def exaone_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    scores = facts.count("expert_gating_func", SIGMOID)
+    if scores != SIGMOID:
+        raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}expert_gating_func {scores} is not supported")
+    refuse_experts(facts, READ | OF_SHARED | GROUPS)
+    return families.exaone4(facts, rope) | {
+        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
+        "num_experts": facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
+        "num_shared_experts": facts.count("expert_shared_count"),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
     }
 
 
