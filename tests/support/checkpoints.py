@@ -25,6 +25,10 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedForConditionalGeneration,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GlmConfig,
@@ -226,6 +230,18 @@ def _gemma4_multimodal(**fields: Any) -> PreTrainedModel:
     return Gemma4ForConditionalGeneration(config)
 
 
+UNIFIED = {name: value for name, value in GEMMA4.items() if name != "vocab_size_per_layer_input"}
+_gemma4_unified = of(Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig, **UNIFIED)
+
+
+def _gemma4_unified_multimodal(**fields: Any) -> PreTrainedModel:
+    text = {**LLAMA_SIZES, **GQA, **UNIFIED, "pad_token_id": 0, **fields}
+    vision = dict(mm_embed_dim=32, output_proj_dims=32, mm_posemb_size=8, patch_size=4)
+    sound = dict(audio_embed_dim=16, output_proj_dims=16)
+    config = Gemma4UnifiedConfig(text_config=text, vision_config=vision, audio_config=sound, eos_token_id=NO_TOKEN)
+    return Gemma4UnifiedForConditionalGeneration(config)
+
+
 KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "llama": (_llama, {}),
     "llama_gqa": (_llama, GQA),
@@ -278,15 +294,17 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "gemma4_small": (_gemma4, GEMMA4_SMALL),
     "gemma4_experts": (_gemma4, GEMMA4_LARGE | GEMMA4_EXPERTS),
     "gemma4_multimodal": (_gemma4_multimodal, GEMMA4_SMALL),
+    "gemma4_unified": (_gemma4_unified, dict(attention_k_eq_v=True, num_global_key_value_heads=1)),
+    "gemma4_unified_multimodal": (_gemma4_unified_multimodal, dict(num_kv_shared_layers=2)),
     **EXPERTS,
 }
 """Every family and variant, as (constructor, its fields)."""
 NEAR = (
     "phi3", "smollm3_window", "granite_moe", "granite4_experts", "glm", "gemma3_linear", "gemma3_with_vision",
-    "gemma4_multimodal", "deepseek_v2_lora", "deepseek_v2_groups", "glm_lite", "qwen3_vl_moe", "mistral3",
-    "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5", "exaone4_plain", "cohere", "solar_open",
-    "dots1", "minicpm3", "qwen2_moe", "mistral3_mistral4", "gemma", "cwm", "ministral", "youtu", "exaone_moe",
-    "hunyuan_moe", "hy3", "mellum", "granite_moe_swa",
+    "gemma4_multimodal", "gemma4_unified", "gemma4_unified_multimodal", "deepseek_v2_lora", "deepseek_v2_groups",
+    "glm_lite", "qwen3_vl_moe", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5",
+    "exaone4_plain", "cohere", "solar_open", "dots1", "minicpm3", "qwen2_moe", "mistral3_mistral4", "gemma", "cwm",
+    "ministral", "youtu", "exaone_moe", "hunyuan_moe", "hy3", "mellum", "granite_moe_swa",
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind, and what takes a
 second a kind leaves them out."""

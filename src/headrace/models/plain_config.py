@@ -20,6 +20,7 @@ from headrace.models.plain_defaults import (
     DEFAULTS,
     EVERY_FOURTH,
     FULL_FIRST,
+    GEMMA4_TEXTS,
     GLM_ENDS,
     GRANITE_KINDS,
     NEMOTRON_KINDS,
@@ -102,7 +103,7 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if values.get("mlp_layer_types", ()) is None:
         dense = 0 if model_type == "mellum" else values.get("first_k_dense_replace", 1)
         values["mlp_layer_types"] = [MLP_TYPES[layer >= dense] for layer in range(values["num_hidden_layers"])]
-    if model_type == "gemma4_text":
+    if model_type in GEMMA4_TEXTS:
         _fill_in_gemma4(values)
     if model_type.startswith("lfm2"):
         _fill_in_lfm2(values)
@@ -210,7 +211,7 @@ def _fill_in_gemma4(values: dict[str, Any]) -> None:
 
 def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """All that is said of the rotation, in one place."""
-    if model_type == "gemma4_text":
+    if model_type in GEMMA4_TEXTS:
         values["rope_parameters"] = given.get("rope_parameters") or GEMMA4_ROPES
         return None
     if model_type == "mellum":

@@ -47,6 +47,11 @@ GEMMA4: dict[str, Any] = COMMON | dict(
     enable_moe_block=False, use_double_wide_mlp=False, num_experts=None, top_k_experts=None,
     moe_intermediate_size=None, global_head_dim=512, num_global_key_value_heads=None,
 )  # fmt: skip
+ALONE = (
+    "vocab_size_per_layer_input", "hidden_size_per_layer_input", "enable_moe_block", "num_experts", "top_k_experts",
+    "moe_intermediate_size",
+)  # fmt: skip
+"""Fields of Gemma 4 that its unified models have not."""
 QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
     num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
@@ -364,6 +369,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         use_bidirectional_attention=False,
     ),
     "gemma4_text": GEMMA4,
+    "gemma4_unified_text": {name: value for name, value in GEMMA4.items() if name not in ALONE}
+    | dict(max_position_embeddings=262144, sliding_window=1024, use_bidirectional_attention="vision"),
 }  # fmt: skip
 """By model_type: the fields that transformers' class has, with what it puts where config.json says nothing."""
 
@@ -386,6 +393,7 @@ OTHER_NAMES = {
     "moe_topk": "num_experts_per_tok",
 }  # fmt: skip
 """Fields of some classes, by the names that override them."""
+GEMMA4_TEXTS = ("gemma4_text", "gemma4_unified_text")
 EVERY_FOURTH = ("olmo3", "exaone4", "exaone_moe", "cohere2")
 """Of their layers has no window, unless the file says otherwise."""
 FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")

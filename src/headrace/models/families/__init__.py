@@ -11,7 +11,7 @@ from headrace.models.families.exaone_moe import EXAONE_MOE
 from headrace.models.families.experts import MELLUM, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
 from headrace.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_VISION
-from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL
+from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, GEMMA4_UNIFIED_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.glm4_moe import GLM4_MOE
 from headrace.models.families.gpt_oss import GPT_OSS
@@ -96,6 +96,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": GEMMA3_WITH_VISION,
     "Gemma4ForCausalLM": GEMMA4,
     "Gemma4ForConditionalGeneration": GEMMA4_MULTIMODAL,
+    "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED_MULTIMODAL,
     "Ministral3ForCausalLM": MINISTRAL3,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "Mistral4ForCausalLM": MISTRAL4,

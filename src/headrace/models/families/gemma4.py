@@ -1,5 +1,6 @@
 """Gemma 4, text: local and global layers whose heads differ, keys that are values, layers without keys of their own,
-inputs of each layer, experts beside a dense MLP, and a scale of what leaves a layer.
+inputs of each layer, experts beside a dense MLP, and a scale of what leaves a layer. Its unified models (12B: images
+and sound without towers) have neither inputs of each layer nor experts.
 
 Norms multiply by their weights as they are, values are normed too, and scores are not scaled. Global layers rotate the
 first part of each half of a head.
@@ -28,7 +29,7 @@ def _facts(config: Any) -> dict[str, Any]:
     spec = _attention(config)
     turned = _rotation(config, LAYER_TYPES[0])  # the last layer has no window in any model
     local = _rotation(config, LAYER_TYPES[1]) if LAYER_TYPES[1] in config.layer_types else None
-    width = config.hidden_size_per_layer_input
+    width = getattr(config, "hidden_size_per_layer_input", 0)
     return dict(
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
@@ -100,7 +101,7 @@ def _rotation(config: Any, kind: str) -> RopeSpec:
 
 
 def _experts(config: Any) -> dict[str, Any]:
-    if not config.enable_moe_block:
+    if not getattr(config, "enable_moe_block", False):
         return {}
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if not getattr(config, name):
@@ -158,4 +159,11 @@ GEMMA4_MULTIMODAL = Family(
     text_type="gemma4_text",
     unread=("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
 )  # fmt: skip
-"""Of which the text part is computed; images and sound are refused."""
+UNIFIED_CONFIGURATION = "transformers.models.gemma4_unified.configuration_gemma4_unified:Gemma4UnifiedTextConfig"
+GEMMA4_UNIFIED = replace(GEMMA4, model_type="gemma4_unified_text", configuration=UNIFIED_CONFIGURATION)
+GEMMA4_UNIFIED_MULTIMODAL = replace(
+    GEMMA4_MULTIMODAL, model_type="gemma4_unified", configuration=UNIFIED_CONFIGURATION,
+    text_type="gemma4_unified_text",
+    unread=("model.vision_embedder.", "model.embed_vision.", "model.embed_audio."),
+)  # fmt: skip
+"""Of those with other parts the text is computed; images and sound are refused."""
