@@ -41,6 +41,7 @@ HYBRIDS = [
     ("nemotron", r".*(q_proj|o_proj|up_proj|down_proj|in_proj|out_proj)"),
     ("granite", r".*(in_proj|out_proj|input_linear)"),
     ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)"),
+    ("lfm3", r".*(q_proj|o_proj|in_proj|w1|w2)"),
 ]
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 

@@ -51,6 +51,7 @@ EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 WITHOUT_GATES = EXPERTS | dict(n_routed_experts=4, moe_shared_expert_intermediate_size=32)
 OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": LFM2,
+    "lfm3": PLAIN | dict(layer_types=["conv", "sliding_attention", "full_attention"], num_hidden_layers=3),
     "granite": GRANITE,
     "nemotron": NEMOTRON | dict(hybrid_override_pattern="M-*"),
     "lfm2_experts": LFM2 | EXPERTS | dict(num_experts=4),
@@ -86,7 +87,7 @@ def engine(folder: Path, **settings: Any) -> LLM:
     "kind",
     [
         *("3_5", "lfm2", "nemotron"),
-        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("next_experts", "granite")),
+        *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("next_experts", "granite", "lfm3")),
         *(pytest.param(kind, marks=pytest.mark.matrix) for kind in OTHERS if "experts" in kind),
     ],
 )

@@ -83,12 +83,12 @@ def test_a_row_has_the_same_bits_in_every_cut(kind: str, dtype: str, folder: Cal
 
 
 @pytest.mark.skipif(not cpu.available(), reason="there are no kernels")
-@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "lfm2", "granite_uneven"])
+@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "lfm2", "lfm3", "granite_uneven"])
 def test_on_every_instruction_set(kind: str, isa: str, folder: Callable[[str], Path]) -> None:
     check_cuts(load_decoder(folder(kind), "bfloat16"))
 
 
-@pytest.mark.parametrize("kind", ["next", "lfm2", "granite_uneven"])
+@pytest.mark.parametrize("kind", ["next", "lfm2", pytest.param("lfm3", marks=pytest.mark.matrix), "granite_uneven"])
 def test_in_torch(kind: str, folder: Callable[[str], Path]) -> None:
     with dispatch.force("torch"):
         decoder = load_decoder(folder(kind), "float32")
@@ -107,6 +107,14 @@ def test_experts_in_one_tensor(kind: str, tmp_path: Path, folder: Callable[[str]
     assert {*load_file(forms[0] / "model.safetensors")} != {*load_file(forms[1] / "model.safetensors")}
     logits = [ours(load_decoder(each, "bfloat16"), prompt(70)) for each in forms]
     assert torch.equal(*logits)
+
+
+def test_lfm3s_gates_by_either_name(tmp_path: Path, folder: Callable[[str], Path]) -> None:
+    build_model("lfm3").save_pretrained(tmp_path, save_original_format=False)
+    renamed, published = (set(load_file(each / "model.safetensors")) for each in (tmp_path, folder("lfm3")))
+    layer = "model.layers.1.self_attn."
+    assert layer + "g_proj.weight" in renamed and layer + "gate_proj.weight" in published
+    assert torch.equal(*(ours(load_decoder(each, "bfloat16"), prompt(70)) for each in (tmp_path, folder("lfm3"))))
 
 
 def check_cuts(decoder: Decoder) -> None:

@@ -17,6 +17,8 @@ from transformers import (
     Lfm2MoeForCausalLM,
     Lfm2VlConfig,
     Lfm2VlForConditionalGeneration,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
@@ -67,6 +69,9 @@ LFM2: dict[str, Any] = dict(layer_types=CONV, hidden_size=120, num_attention_hea
 LFM2_MOE = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, num_dense_layers=1, routed_scaling_factor=1.5
 )
+LFM3: dict[str, Any] = dict(
+    layer_types=["conv", "sliding_attention", "full_attention", "conv"], sliding_window=100, rope_parameters=None
+)
 MAMBA = ["mamba", "mamba", "attention", "mamba"]
 GRANITE: dict[str, Any] = dict(
     layer_types=MAMBA, num_local_experts=0, shared_intermediate_size=192, mamba_n_heads=8, mamba_d_state=16,
@@ -103,6 +108,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_four_inputs": ("lfm2", LFM2 | dict(conv_L_cache=4, layer_types=["full_attention", *CONV[:3]])),
     "lfm2_experts": ("lfm2_experts", LFM2 | LFM2_MOE),
     "lfm2_vision": ("lfm2_vision", LFM2),
+    "lfm3": ("lfm3", LFM3),
+    "lfm3_plain": ("lfm3", LFM3 | dict(use_sandwich_norm=False, use_attention_gate=False, attention_bias=True)),
     "granite": ("granite", GRANITE),
     "granite_uneven": ("granite", GRANITE_UNEVEN),
     "granite_experts": ("granite", GRANITE_EXPERTS),
@@ -111,7 +118,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-PLAIN_NORMS = ("lfm2", "granite", "nemotron")
+PLAIN_NORMS = ("lfm", "granite", "nemotron")
 """What families begin with whose norms do not add one to their weights."""
 
 
@@ -140,6 +147,10 @@ def _lfm2(**fields: Any) -> PreTrainedModel:
     return Lfm2ForCausalLM(Lfm2Config(**_without_nets(fields)))
 
 
+def _lfm3(**fields: Any) -> PreTrainedModel:
+    return Lfm3ForCausalLM(Lfm3Config(**_without_nets(fields), head_dim=32))
+
+
 def _lfm2_experts(**fields: Any) -> PreTrainedModel:
     return Lfm2MoeForCausalLM(Lfm2MoeConfig(**_without_nets(fields)))
 
@@ -164,6 +175,7 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "3_5_experts_vision": _experts_vision,
     "granite": _granite,
     "lfm2": _lfm2,
+    "lfm3": _lfm3,
     "nemotron": _nemotron,
     "lfm2_experts": _lfm2_experts,
     "lfm2_vision": _lfm2_vision,

@@ -158,7 +158,7 @@ def _pair(
 ) -> tuple[Tensor, Tensor]:
     """(down [R, K], up [N, R]) of one of our matrices: each module has columns of its own in `up`, which are zero in
     the others' rows, so that one product adds what each adds."""
-    parts = slot.parts if len(group) > 1 else (slot.of or sum(slot.parts),)
+    parts = slot.rows_of(len(group))
     ranks = [len(modules[module][0]) if module in modules else 0 for module in group]
     downs, ups, begin = [], [], 0
     for module, outputs, rank in zip(group, parts, ranks, strict=True):

@@ -28,7 +28,7 @@ from headrace.models.plain_defaults import (
     ONE_NAME,
     OTHER_NAMES,
 )
-from headrace.models.plain_rotations import GEMMA4_ROPES, LOCAL_THETAS, MELLUM_ROPES, PARTS, ROPES, THETA, THETAS
+from headrace.models.plain_rotations import LOCAL_THETAS, OWN_ROPES, PARTS, ROPES, THETA, THETAS
 from headrace.types import UnsupportedModel
 
 
@@ -105,8 +105,10 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["mlp_layer_types"] = [MLP_TYPES[layer >= dense] for layer in range(values["num_hidden_layers"])]
     if model_type in GEMMA4_TEXTS:
         _fill_in_gemma4(values)
-    if model_type.startswith("lfm2"):
+    if model_type.startswith("lfm"):
         _fill_in_lfm2(values)
+    if model_type == "lfm3" and values["layer_types"] is None:
+        values["layer_types"] = [_lfm3_kind(layer) for layer in range(values["num_hidden_layers"])]
     if model_type == "nemotron_h":
         _fill_in_nemotron_h(values)
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
@@ -184,6 +186,10 @@ def _fill_in_lfm2(values: dict[str, Any]) -> None:
         values["layer_types"] = [KINDS[0] if own is None or layer in own else "conv" for layer in layers]
 
 
+def _lfm3_kind(layer: int) -> str:
+    return KINDS[0] if layer % 4 == 2 else KINDS[1] if layer % 4 == 0 and layer else "conv"
+
+
 def _fill_in_nemotron_h(values: dict[str, Any]) -> None:
     """Kinds of layers by name, or as letters, or neither."""
     kinds, letters = values["layers_block_type"], values.get("hybrid_override_pattern")
@@ -211,11 +217,8 @@ def _fill_in_gemma4(values: dict[str, Any]) -> None:
 
 def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """All that is said of the rotation, in one place."""
-    if model_type in GEMMA4_TEXTS:
-        values["rope_parameters"] = given.get("rope_parameters") or GEMMA4_ROPES
-        return None
-    if model_type == "mellum":
-        values["rope_parameters"] = given.get("rope_parameters") or MELLUM_ROPES
+    if model_type in OWN_ROPES:
+        values["rope_parameters"] = given.get("rope_parameters") or OWN_ROPES[model_type]
         return None
     if model_type in LOCAL_THETAS:
         return _fill_in_two_ropes(values, given, model_type)

@@ -284,6 +284,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         hidden_size=2560, intermediate_size=12288, block_multiple_of=256, block_ffn_dim_multiplier=1.0,
         block_auto_adjust_ff_dim=True, full_attn_idxs=None,
     ),
+    "lfm3": COMMON
+    | dict(
+        vocab_size=128_000, hidden_size=2048, intermediate_size=7680, num_hidden_layers=24, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=128_000, norm_eps=1e-5, bos_token_id=124_894,
+        eos_token_id=124_900, tie_word_embeddings=True, conv_bias=False, conv_L_cache=7, sliding_window=256,
+        layer_types=None, use_sandwich_norm=True, use_attention_gate=True, attention_bias=False,
+    ),
     "lfm2_moe": LFM2
     | dict(
         hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792, num_dense_layers=2, num_experts_per_tok=4,

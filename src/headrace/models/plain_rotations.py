@@ -33,7 +33,15 @@ MELLUM_ROPES = {
 }  # fmt: skip
 ROPES = {"cwm": CWM_ROPE, "gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE, "mistral4": MISTRAL4_ROPE}
 """Where the class has more than a base."""
+LFM3_ROPES = {
+    KINDS[0]: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1_000_000.0),
+    KINDS[1]: dict(rope_type="default", rope_theta=THETA),
+}
 GEMMA4_ROPES = {
     "full_attention": dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0),
     "sliding_attention": dict(rope_type="default", rope_theta=10_000.0),
 }
+OWN_ROPES = {
+    "gemma4_text": GEMMA4_ROPES, "gemma4_unified_text": GEMMA4_ROPES, "lfm3": LFM3_ROPES, "mellum": MELLUM_ROPES,
+}  # fmt: skip
+"""Of classes with a rotation for each kind of layer, which a file gives as a whole."""

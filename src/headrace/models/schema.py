@@ -222,6 +222,8 @@ class ConfigFields(msgspec.Struct):
     full_attention_interval: Count = UNSET
     conv_L_cache: Count = UNSET
     conv_bias: Flag = UNSET
+    use_sandwich_norm: Flag = UNSET
+    use_attention_gate: Flag = UNSET
     full_attn_idxs: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     tie_embedding: Flag = UNSET
     block_ff_dim: WideCount = UNSET

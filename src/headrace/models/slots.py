@@ -19,7 +19,8 @@ class Slot:
     """Shape that one of our tensors must have: the row counts of its parts, and the columns (None for a vector).
 
     filter: a convolution's, [rows, 1, columns]. wide: kept in fp32, whatever is computed in. of: rows of the
-    checkpoint's tensor, where this is some of them alone and others are another tensor of ours; 0: all.
+    checkpoint's tensor, where this is some of them alone and others are another tensor of ours; 0: all. told: rows of
+    each of the checkpoint's tensors, where ours has some of them several times; else `parts`.
     """
 
     parts: tuple[int, ...]
@@ -27,6 +28,11 @@ class Slot:
     filter: bool = False
     wide: bool = False
     of: int = 0
+    told: tuple[int, ...] = ()
+
+    def rows_of(self, sources: int) -> tuple[int, ...]:
+        """Rows of the checkpoint's tensors, of which there are so many."""
+        return (self.told or self.parts) if sources > 1 else (self.of or sum(self.parts),)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         if self.columns is None:
@@ -36,7 +42,7 @@ class Slot:
     @property
     def count(self) -> int:
         """Numbers in the tensor."""
-        return sum(self.parts) * (self.columns or 1)
+        return sum(self.told or self.parts) * (self.columns or 1)
 
 
 def expected(config: ModelConfig) -> dict[str, Slot]:
@@ -105,6 +111,8 @@ def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     dim = spec.shape(layer)[1] if config.recurrent is None else spec.head_dim
     q, *kv = (heads * dim for heads in config.projected_heads(layer))
     slots = _linear(prefix + "qkv", (q * (1 + config.attention_gate), *kv), hidden, config.qkv_bias)
+    if config.gate_of_heads:
+        slots[prefix + "qkv.weight"] = Slot((q, *kv, q), hidden, told=(q, *kv, spec.heads))
     if config.qk_norm:
         names = ("q_norm", "k_norm") if kv else ("q_norm",)
         widths = (q, *kv[:1]) if config.qk_norm_whole else (dim,) * len(names)

@@ -168,7 +168,8 @@ class ModelConfig:
     logit_cap * tanh(logit / logit_cap). head: whether there are logits; a checkpoint made for embeddings may have none.
     labels: names of a classifier's outputs, of a checkpoint that has one in place of the head.
 
-    attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v.
+    attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v;
+    gate_of_heads: of one gate a head, whose row stands in the matrix once for each number of the head.
     recurrent: of the layers that have a gated delta net, a Mamba-2 layer or a short convolution in place of attention,
     which `recurrent_layers` numbers; `attention.layers` counts the others alone. tiled_values: the columns of a net's
     `out` go through all key heads for their first value heads, then for their second ones, where rows of other matrices
@@ -225,6 +226,7 @@ class ModelConfig:
     head: bool = True
     labels: tuple[str, ...] = ()
     attention_gate: bool = False
+    gate_of_heads: bool = False
     recurrent: RecurrentSpec | None = None
     recurrent_layers: tuple[int, ...] = ()
     tiled_values: bool = False
@@ -304,7 +306,7 @@ class ModelConfig:
             return 0, 0
         dim, local_dim = self.rotated_heads
         width = self.rope.width(dim)
-        if self.local_rope is None or self.attention.windows[layer] is None:
+        if self.local_rope is None or self.attention.windows[self.place(layer)] is None:
             return 0, width
         return self.rope.columns(dim), self.local_rope.width(local_dim)
 

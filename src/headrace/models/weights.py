@@ -191,7 +191,7 @@ def _check(
 
 def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> list[str]:
     found = []
-    parts = slot.parts if len(sources) > 1 else (slot.of or sum(slot.parts),)
+    parts = slot.rows_of(len(sources))
     for source, rows in zip(sources, parts, strict=True):
         shape, kind = checkpoint.shape(source), checkpoint.stored_as(source)
         if shape != slot.shape(rows):

@@ -18,7 +18,7 @@ from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from headrace.models.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
-from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION
+from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION, LFM3
 from headrace.models.families.llama import ARCEE, CWM, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.minicpm3 import MINICPM3, YOUTU
 from headrace.models.families.minimax_m2 import MINIMAX_M2
@@ -76,6 +76,7 @@ FAMILIES: dict[str, Family] = {
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm2VlForConditionalGeneration": LFM2_WITH_VISION,
+    "Lfm3ForCausalLM": LFM3,
     "NemotronHForCausalLM": NEMOTRON_H,
     "OPTForCausalLM": OPT,
     "FalconForCausalLM": FALCON,
