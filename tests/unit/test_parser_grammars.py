@@ -255,6 +255,14 @@ LEARNT = {
         '<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n</invoke>\n</minimax:tool_call>',
         '<minimax:tool_call>\n<invoke name="get">\n</invoke>\n</minimax:tool_call>',
     ],
+    "hunyuan_a13b": [
+        '<tool_calls>[{"name": "get", "arguments": {"a": "x"}}, '
+        '{"name": "get_weather", "arguments": {"city": "Rome"}}]</tool_calls>'
+    ],
+    "olmo3": [
+        '<function_calls>get(a="x")\nget_weather(city="Rome")</function_calls>',
+        "<function_calls>get()</function_calls>",
+    ],
     "cohere": [
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get", "parameters": {"a": "x"}},\n'
         '    {"tool_call_id": "1", "tool_name": "get_weather", "parameters": {"city": "Rome"}}\n]<|END_ACTION|>'

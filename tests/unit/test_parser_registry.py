@@ -42,6 +42,8 @@ TEMPLATES = {
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
     "lfm2": ("{% if tools %}" + SHOWN + "'<|tool_call_start|>' + calls + '<|tool_call_end|>'", "lfm2", NONE),
     "nemotron-nano-2": (SHOWN + "'<TOOLCALL>[' + calls + ']</TOOLCALL>' <think></think>", "nemotron_json", "think"),
+    "hunyuan-a13b": (SHOWN + "'<tool_calls>[' + calls + ']</tool_calls>' <think></think>", "hunyuan_a13b", "think"),
+    "olmo-3": (SHOWN + "within <function_calls></function_calls> XML tags", "olmo3", NONE),
     "command-a": (SHOWN + "'<|START_THINKING|>' + plan + '<|END_THINKING|><|START_ACTION|>['", "cohere", "cohere"),
     "mistral": ("[AVAILABLE_TOOLS]" + SHOWN + "[TOOL_CALLS] [", "mistral", NONE),
     "magistral": (SHOWN + "'[TOOL_CALLS]' + name + '[ARGS]' [THINK][/THINK]", "mistral", "mistral"),

@@ -18,9 +18,12 @@ HOSTILE = ["{", "[", '"', "\\", " ", "\n{", "<tool_call", "<tool_call>{", '{"nam
            '{"name": "x"}\n', "<think>", "[search(a=[", "[search()]\n", "a=1, ", "<|channel|>x", "to=functions.a ",
            "<function=a>", "<parameter=a>", "<tool_call>a", '<invoke name="a">', "<｜tool▁call▁begin｜>a<｜tool▁sep｜>",
            "`", "<arg_key>a</arg_key><arg_value>", "</arg_value>", "</parameter>", "[TOOL_CALLS]a", "[TOOL_CALLS][",
-           "<|python_tag|>", "<|tool_call_start|>[", "<TOOLCALL>[", "<|START_ACTION|>["]
+           "<|python_tag|>", "<|tool_call_start|>[", "<TOOLCALL>[", "<|START_ACTION|>[", "<tool_calls>[",
+           "<function_calls>search("]
 BEGINNINGS = {"hermes": '<tool_call>{"name": "search", "arguments": {"a": ',
               "nemotron_json": '<TOOLCALL>[{"name": "search", "arguments": {"a": ',
+              "hunyuan_a13b": '<tool_calls>[{"name": "search", "arguments": {"a": ',
+              "olmo3": "<function_calls>search(a=",
               "cohere": '<|START_ACTION|>[{"tool_name": "search", "parameters": {"a": ',
               "mistral": '[TOOL_CALLS]search[ARGS]{"a": ',
               "pythonic": "[search(a=", "lfm2": "<|tool_call_start|>[search(a=",

@@ -260,8 +260,8 @@ class SettingKeywords(TypedDict, total=False):
 
     tool_call_parser: str
     """How the model writes calls of tools: hermes, qwen3_coder, seed_oss, glm45, minimax_m2, deepseek_v3, deepseek_v31,
-    llama3_json, mistral, nemotron_json, cohere, lfm2, pythonic, openai, json, or none (calls stay text). auto: as its
-    chat template says."""
+    llama3_json, mistral, nemotron_json, hunyuan_a13b, cohere, lfm2, olmo3, pythonic, openai, json, or none (calls stay
+    text). auto: as its chat template says."""
 
     reasoning_parser: str
     """How the model writes its reasoning: think, mistral, seed_oss, cohere, harmony, or none (it stays text). auto: as

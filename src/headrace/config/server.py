@@ -13,8 +13,8 @@ LogLevel = Literal["auto", "debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["off", "ends", "params", "text"]
 TOOL_PARSERS = ("hermes", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31",
-                "llama3_json", "mistral", "nemotron_json", "cohere", "lfm2", "pythonic", "openai", "json",
-                "none")  # fmt: skip
+                "llama3_json", "mistral", "nemotron_json", "hunyuan_a13b", "cohere", "lfm2", "olmo3", "pythonic",
+                "openai", "json", "none")  # fmt: skip
 REASONING_PARSERS = ("think", "mistral", "seed_oss", "cohere", "harmony", "none")
 TOOL_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                 "glm47": "glm45"}  # fmt: skip
@@ -145,8 +145,8 @@ class ServerSettings(SettingsRecord):
     tool_call_parser: str = setting(
         "auto",
         "How the model writes calls of tools: hermes, qwen3_coder, seed_oss, glm45, minimax_m2, deepseek_v3, "
-        "deepseek_v31, llama3_json, mistral, nemotron_json, cohere, lfm2, pythonic, openai, json, or none (calls stay "
-        "text). auto: as its chat template says.",
+        "deepseek_v31, llama3_json, mistral, nemotron_json, hunyuan_a13b, cohere, lfm2, olmo3, pythonic, openai, json, "
+        "or none (calls stay text). auto: as its chat template says.",
         check=_a_parser(TOOL_PARSERS, TOOL_ALIASES),
     )
     reasoning_parser: str = setting(

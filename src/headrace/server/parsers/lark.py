@@ -169,6 +169,12 @@ def json_call(
     return " | ".join(calls)
 
 
+def json_list(grammar: Grammar, tools: Sequence[Tool], most: int, marks: tuple[str, str]) -> str:
+    """An expression for calls as a JSON list between two marks."""
+    begin, end = grammar.text(f"{marks[0]}[", marks), grammar.text(f"]{marks[1]}", marks)
+    return f"{begin} {grammar.several(json_call(grammar, tools), ', ', most)} {end}"
+
+
 _SIMPLE = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
 
 

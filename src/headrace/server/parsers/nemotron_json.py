@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.server.parsers.hermes import HermesParser
-from headrace.server.parsers.lark import Grammar, json_call
+from headrace.server.parsers.lark import Grammar, json_list
 from headrace.server.turn import Tool
 
 BEGIN, END = "<TOOLCALL>", "</TOOLCALL>"
@@ -18,5 +18,4 @@ class NemotronJsonParser(HermesParser):
 
 
 def calls_grammar(grammar: Grammar, tools: Sequence[Tool], most: int) -> str:
-    begin, end = grammar.text(f"{BEGIN}[", (BEGIN, END)), grammar.text(f"]{END}", (BEGIN, END))
-    return f"{begin} {grammar.several(json_call(grammar, tools), ', ', most)} {end}"
+    return json_list(grammar, tools, most, (BEGIN, END))

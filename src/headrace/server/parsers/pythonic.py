@@ -118,10 +118,12 @@ class PythonicParser(LineParser):
 
 
 def calls_grammar(grammar: Grammar, tools: Sequence[Tool], most: int) -> str:
-    calls = grammar.several(
-        " | ".join(f"{quoted(tool.name + '(')} {_inside(grammar, tool)}" for tool in tools), ", ", most
-    )
-    return f'"[" {calls} "]"'
+    return f'"[" {grammar.several(any_call(grammar, tools), ", ", most)} "]"'
+
+
+def any_call(grammar: Grammar, tools: Sequence[Tool]) -> str:
+    """A call of one of the tools."""
+    return " | ".join(f"{quoted(tool.name + '(')} {_inside(grammar, tool)}" for tool in tools)
 
 
 def _inside(grammar: Grammar, tool: Tool) -> str:

@@ -1,0 +1,45 @@
+"""OLMo 3: (what the model writes, text, calls). The tools are get_weather and search."""
+
+BEGIN, END = "<function_calls>", "</function_calls>"
+
+CASES = [
+    ("Hello (world).", "Hello (world).", []),
+    (f'{BEGIN}get_weather(city="Paris"){END}', "", [("get_weather", '{"city": "Paris"}')]),
+    (
+        f"{BEGIN}get_weather(city='Zürich', days=[3, null])\nsearch(q=\"x\"){END}",
+        "",
+        [("get_weather", '{"city": "Zürich", "days": [3, null]}'), ("search", '{"q": "x"}')],
+    ),
+    (
+        f"{BEGIN}\nsearch()\n\n  search(a=true, b=None)\n{END}\n",
+        "",
+        [("search", "{}"), ("search", '{"a": true, "b": null}')],
+    ),
+    (f"{BEGIN}search(){END}{BEGIN}search(){END}", "", [("search", "{}")] * 2),
+    (f'I look it up.\n{BEGIN}search(q="a"){END}', "I look it up.", [("search", '{"q": "a"}')]),
+    (f'Let me see.\n{BEGIN}search(q="a"){END}\nSo.', "Let me see.\nSo.", [("search", '{"q": "a"}')]),
+    (f'{BEGIN}search(**{{"q": "a", "n": [1]}}){END}', "", [("search", '{"q": "a", "n": [1]}')]),
+    ('search(q="a")', 'search(q="a")', []),
+    (f'{BEGIN}unknown(q="a"){END}', f'{BEGIN}unknown(q="a"){END}', []),
+    (f"{BEGIN}{END}", f"{BEGIN}{END}", []),
+    (f"{BEGIN}", f"{BEGIN}", []),
+    (f'{BEGIN}search(q="half a str', "", [("search", '{"q": "half a str')]),
+    (f"{BEGIN}search()</function_c", "", [("search", "{}")]),
+    (f"{BEGIN}sear", f"{BEGIN}sear", []),
+    (f'{BEGIN}search(q="{END}"){END}', "", [("search", '{"q": "</function_calls>"}')]),
+    (f'{BEGIN}search(q="a)b\\n(c=1"){END}', "", [("search", '{"q": "a)b\\n(c=1"}')]),
+    (f'{BEGIN}search(\n    q = "a",\n    n=1,\n){END}', "", [("search", '{"q": "a", "n": 1}')]),
+    (f"{BEGIN}search(q=other()){END}", f"other()){END}", [("search", '{"q": ')]),
+    (f'{BEGIN}search(q="a")\nunknown(q="b"){END}', f'unknown(q="b"){END}', [("search", '{"q": "a"}')]),
+    (f'{BEGIN}search("positional"){END}', f'{BEGIN}search("positional"){END}', []),
+    (f"{BEGIN}search(", "", [("search", "")]),
+    (f"{BEGIN}search(a=[1, [2", "", [("search", '{"a": [1, [')]),
+    (f"{BEGIN}search(a=-2.5, b=0x1F){END}", "", [("search", '{"a": -2.5, "b": 31}')]),
+    (BEGIN + r"""search(q='it\'s "quoted"')""" + END, "", [("search", r'{"q": "it' + "'" + r's \"quoted\""}')]),
+    (f"{BEGIN}search(a=1) search(a=2){END}", "", [("search", '{"a": 1}'), ("search", '{"a": 2}')]),
+    (f"{BEGIN}search(){END} and then {BEGIN}prose{END}.", f"and then {BEGIN}prose{END}.", [("search", "{}")]),
+    (f"{BEGIN}search()no end", "no end", [("search", "{}")]),
+    (f'{BEGIN}search(q="a")', "", [("search", '{"q": "a"}')]),
+    (f"{BEGIN}{BEGIN}search(){END}", BEGIN, [("search", "{}")]),
+    (f"a {END} and <function_call> are no call", f"a {END} and <function_call> are no call", []),
+]
