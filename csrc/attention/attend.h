@@ -29,11 +29,11 @@ template <typename Math> struct Unit {
   Scratch memory;
   int64_t block;  // of keys, -1 for all
 
-  // Keys that are turned, of pools without keys.
-  static int64_t turned(const Attend &a) { return a.k ? 0 : Math::BATCH * CHUNK * a.dim; }
+  // Transposed keys, of pools without keys.
+  static int64_t transposed(const Attend &a) { return a.k ? 0 : Math::BATCH * CHUNK * a.dim; }
 
   static int64_t bytes(const Attend &a, int64_t rows, int64_t group, int64_t heads) {
-    const int64_t space = room<typename Math::Space::Number>(Math::scratch(a.dim)) + room<Stored>(turned(a));
+    const int64_t space = room<typename Math::Space::Number>(Math::scratch(a.dim)) + room<Stored>(transposed(a));
     return space + heads * HeadRows<Math>::bytes(a, rows, group) + room<const Item *>(a.item_count);
   }
 
@@ -46,7 +46,7 @@ template <typename Math> struct Unit {
     HeadRows<Math> *each = places.at(0);
     typename Math::Space space;
     space.scratch = memory.take<typename Math::Space::Number>(Math::scratch(a.dim));
-    space.keys = memory.take<Stored>(turned(a));
+    space.keys = memory.take<Stored>(transposed(a));
     for (int64_t h = 0; h < heads; ++h) {
       new (each + h) HeadRows<Math>(a, {head.kv_head + h, head.first + h * head.count, head.count}, first, last, space, memory);
       each[h].start();

@@ -46,12 +46,12 @@ struct Visit {
 };
 
 // Keys and values of a chunk and KV head. stored: where the pool has these keys. Where it has values alone, which are the keys
-// too, those, of which `k` is a copy (turned.h). What is read next lies as far behind `stored` as behind `v`.
+// too, those, of which `k` is a copy (transposed.h). What is read next lies as far behind `stored` as behind `v`.
 template <typename S> struct ChunkOf {
   const S *k, *v, *stored;
 };
 
-// What the chunks that a unit of work meets share: memory for the policy's own use, and keys that are turned.
+// What the chunks that a unit of work meets share: memory for the policy's own use, and transposed keys.
 template <typename T> struct ChunkSpace {
   using Number = T;
   T *scratch;  // [Math::scratch(dim)]

@@ -7,7 +7,7 @@
 
 #include "attention/amx.h"
 #include "attention/plain.h"
-#include "attention/turned.h"
+#include "attention/transposed.h"
 #include "attention/vnni.h"
 
 namespace headrace::HEADRACE_NS {

@@ -14,20 +14,16 @@ from headrace.models import schema
 from headrace.models.config import ModelConfig, read_with
 from headrace.models.families import Family
 from headrace.models.families.base import LAYER_TYPES as KINDS
-from headrace.models.families.experts import MLP_TYPES
 from headrace.models.plain_defaults import (
     CWM_ENDS,
     DEFAULTS,
-    EVERY_FOURTH,
-    FULL_FIRST,
     GEMMA4_TEXTS,
     GLM_ENDS,
-    GRANITE_KINDS,
-    NEMOTRON_KINDS,
     NEVER_NULL,
     ONE_NAME,
     OTHER_NAMES,
 )
+from headrace.models.plain_layers import GRANITE_KINDS, NEMOTRON_KINDS, fill_in_kinds
 from headrace.models.plain_rotations import LOCAL_THETAS, OWN_ROPES, PARTS, ROPES, THETA, THETAS
 from headrace.types import UnsupportedModel
 
@@ -73,42 +69,16 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         _fill_in_smollm3(values)
     if model_type in ("glm", "glm4") and values["eos_token_id"] is None:
         values["eos_token_id"] = GLM_ENDS
-    if model_type.startswith("gemma") and values.get("layer_types", ()) is None:
-        _fill_in_layer_types(values, 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6))
-    if model_type == "granitemoehybrid":
-        given = values["layer_types"]
-        kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
-        values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
-        if values["mamba_d_head"] == "auto":
-            values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
-    if model_type in EVERY_FOURTH and values["layer_types"] is None:
-        untold = model_type.startswith("exaone") and values["sliding_window"] is None
-        every = 0 if untold else 4 if model_type == "olmo3" else values.get("sliding_window_pattern", 4)
-        _fill_in_layer_types(values, every)
-    if model_type == "gpt_oss" and values["layer_types"] is None:
-        values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
-    if "full_attention_interval" in values and values["layer_types"] is None:
-        interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
-        values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
-    if model_type in FULL_FIRST and values["layer_types"] is None:
-        values["layer_types"] = [KINDS[layer % 4 != 0] for layer in range(values["num_hidden_layers"])]
-    if model_type in ("ministral", "mellum") and values["layer_types"] is None:
-        windows = model_type == "ministral" and values["sliding_window"] is not None
-        values["layer_types"] = [KINDS[windows]] * values["num_hidden_layers"]
+    fill_in_kinds(values, model_type)
     if model_type == "cwm":
         values["sliding_window"] = values["sliding_window"] or None
         values["eos_token_id"] = CWM_ENDS if values["eos_token_id"] is None else values["eos_token_id"]
     if model_type == "gemma" and values["hidden_act"] == "gelu":  # as the first files call it
         values["hidden_act"] = "gelu_pytorch_tanh"
-    if values.get("mlp_layer_types", ()) is None:
-        dense = 0 if model_type == "mellum" else values.get("first_k_dense_replace", 1)
-        values["mlp_layer_types"] = [MLP_TYPES[layer >= dense] for layer in range(values["num_hidden_layers"])]
     if model_type in GEMMA4_TEXTS:
         _fill_in_gemma4(values)
     if model_type.startswith("lfm"):
         _fill_in_lfm2(values)
-    if model_type == "lfm3" and values["layer_types"] is None:
-        values["layer_types"] = [_lfm3_kind(layer) for layer in range(values["num_hidden_layers"])]
     if model_type == "nemotron_h":
         _fill_in_nemotron_h(values)
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
@@ -123,13 +93,6 @@ def _fill_in_falcon(values: dict[str, Any]) -> None:
         values["num_kv_heads"] = values["num_attention_heads"]
     if values["ffn_hidden_size"] is None:
         values["ffn_hidden_size"] = values["hidden_size"] * 4
-
-
-def _fill_in_layer_types(values: dict[str, Any], every: Any) -> None:
-    """A window in all layers but each `every`th."""
-    if not isinstance(every, int) or every < 1:
-        raise UnsupportedModel("layer_types is missing, and sliding_window_pattern does not tell them")
-    values["layer_types"] = [KINDS[(layer + 1) % every != 0] for layer in range(values["num_hidden_layers"])]
 
 
 def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_experts: bool) -> None:
@@ -184,10 +147,6 @@ def _fill_in_lfm2(values: dict[str, Any]) -> None:
     if values["layer_types"] is None:
         layers, own = range(values["num_hidden_layers"]), values["full_attn_idxs"]
         values["layer_types"] = [KINDS[0] if own is None or layer in own else "conv" for layer in layers]
-
-
-def _lfm3_kind(layer: int) -> str:
-    return KINDS[0] if layer % 4 == 2 else KINDS[1] if layer % 4 == 0 and layer else "conv"
 
 
 def _fill_in_nemotron_h(values: dict[str, Any]) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.models.families.base import LAYER_TYPES as KINDS
-
 COMMON: dict[str, Any] = dict(
     tie_word_embeddings=False, rope_parameters=None, bos_token_id=None, eos_token_id=None, dtype=None,
 )  # fmt: skip
@@ -401,13 +399,5 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Fields of some classes, by the names that override them."""
 GEMMA4_TEXTS = ("gemma4_text", "gemma4_unified_text")
-EVERY_FOURTH = ("olmo3", "exaone4", "exaone_moe", "cohere2")
-"""Of their layers has no window, unless the file says otherwise."""
-FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")
-"""Of which every fourth layer, from the first on, has none."""
 CWM_ENDS = [128001, 128008, 128009]
-GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
-"""What transformers calls the kinds of layers that Granite 4's files name."""
-NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": KINDS[0], "-": "mlp"}
-"""What transformers calls the kinds of layers that Nemotron's files have as letters."""
 GLM_ENDS = [151329, 151336, 151338]

@@ -1,4 +1,4 @@
-// Keys of a chunk that are its values as well (latent attention): the pool has these alone, and they are turned for the lanes
+// Keys of a chunk that are its values as well (latent attention): the pool has these alone, and they are transposed for the lanes
 // that meet them as keys, [64][D] to [D][64], or pairs of tokens to pairs of elements (vnni.h). They are copied: no bit changes.
 #pragma once
 
@@ -47,30 +47,30 @@ template <int BYTES, int COUNT> struct Words {
 constexpr int side_of(int bytes) { return W == 16 ? 16 : 16 / bytes; }
 
 // x[i][j] becomes x[j][i]. Each step brings the first bit of the number i SIDE + j to its end.
-template <int BYTES, int SIDE, int LEFT = SIDE> HEADRACE_INLINE void turn(typename Words<BYTES, SIDE>::Row (&x)[SIDE]) {
+template <int BYTES, int SIDE, int LEFT = SIDE> HEADRACE_INLINE void transpose(typename Words<BYTES, SIDE>::Row (&x)[SIDE]) {
   if constexpr (LEFT > 1) {
     typename Words<BYTES, SIDE>::Row next[SIDE];
     each<SIDE / 2>([&](auto i) HEADRACE_ALWAYS_INLINE {
       next[2 * i] = Words<BYTES, SIDE>::template in_turn<0>(x[i], x[i + SIDE / 2]);
       next[2 * i + 1] = Words<BYTES, SIDE>::template in_turn<SIDE / 2>(x[i], x[i + SIDE / 2]);
     });
-    turn<BYTES, SIDE, LEFT / 2>(next);
+    transpose<BYTES, SIDE, LEFT / 2>(next);
     each<SIDE>([&](auto i) HEADRACE_ALWAYS_INLINE { x[i] = next[i]; });
   }
 }
 
 // Columns of values [64][D], as many as a square has, as keys [SIDE][64].
-template <int SIDE, typename S> HEADRACE_INLINE void turn_columns(const S *values, int64_t dim, S *keys) {
+template <int SIDE, typename S> HEADRACE_INLINE void transpose_columns(const S *values, int64_t dim, S *keys) {
   for (int64_t j = 0; j < CHUNK; j += SIDE) {
     typename Words<sizeof(S), SIDE>::Row x[SIDE];
     each<SIDE>([&](auto i) HEADRACE_ALWAYS_INLINE { memcpy(&x[i], values + (j + i) * dim, sizeof x[i]); });
-    turn<sizeof(S), SIDE>(x);
+    transpose<sizeof(S), SIDE>(x);
     each<SIDE>([&](auto i) HEADRACE_ALWAYS_INLINE { memcpy(keys + i * CHUNK + j, &x[i], sizeof x[i]); });
   }
 }
 
 // Columns of values [32][D][2], twice as many as a square of pairs has, as keys [SIDE][64][2].
-template <int SIDE, typename S> HEADRACE_INLINE void turn_pairs(const S *values, int64_t dim, S *keys) {
+template <int SIDE, typename S> HEADRACE_INLINE void transpose_pairs(const S *values, int64_t dim, S *keys) {
   using Halves = Words<sizeof(S), 2 * SIDE>;
   for (int64_t j = 0; j < CHUNK; j += SIDE) {
     typename Words<2 * sizeof(S), SIDE>::Row x[SIDE];
@@ -81,7 +81,7 @@ template <int SIDE, typename S> HEADRACE_INLINE void turn_pairs(const S *values,
       x[2 * i] = (typename Words<2 * sizeof(S), SIDE>::Row) Halves::template every_second<0>(first, second);
       x[2 * i + 1] = (typename Words<2 * sizeof(S), SIDE>::Row) Halves::template every_second<1>(first, second);
     });
-    turn<2 * sizeof(S), SIDE>(x);
+    transpose<2 * sizeof(S), SIDE>(x);
     each<SIDE>([&](auto i) HEADRACE_ALWAYS_INLINE { memcpy(keys + 2 * (i * CHUNK + j), &x[i], sizeof x[i]); });
   }
 }
@@ -91,8 +91,8 @@ template <bool PAIRS, typename S> HEADRACE_APART void keys_of_values(const S *va
   constexpr int SIDE = side_of(PAIRS ? 2 * sizeof(S) : sizeof(S)), COLUMNS = PAIRS ? 2 * SIDE : SIDE;
   int64_t d = 0;
   for (; d + COLUMNS <= dim; d += COLUMNS)
-    if constexpr (PAIRS) turn_pairs<SIDE>(values + 2 * d, dim, keys + d * CHUNK);
-    else turn_columns<SIDE>(values + d, dim, keys + d * CHUNK);
+    if constexpr (PAIRS) transpose_pairs<SIDE>(values + 2 * d, dim, keys + d * CHUNK);
+    else transpose_columns<SIDE>(values + d, dim, keys + d * CHUNK);
   for (; d < dim; ++d)
     for (int64_t j = 0; j < CHUNK; ++j)
       if constexpr (PAIRS) keys[d / 2 * 2 * CHUNK + 2 * j + d % 2] = values[j / 2 * 2 * dim + 2 * d + j % 2];

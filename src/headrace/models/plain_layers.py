@@ -1,0 +1,65 @@
+"""What each layer is where config.json does not say it, as transformers' configuration classes work it out: rules of
+plain_config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.models.families.base import LAYER_TYPES as KINDS
+from headrace.models.families.experts import MLP_TYPES
+from headrace.types import UnsupportedModel
+
+EVERY_FOURTH = ("olmo3", "exaone4", "exaone_moe", "cohere2")
+"""Of their layers has no window, unless the file says otherwise."""
+FULL_FIRST = ("cwm", "granite_swa", "granitemoe_swa")
+"""Of which every fourth layer, from the first on, has none."""
+GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
+"""What transformers calls the kinds of layers that Granite 4's files name."""
+NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": KINDS[0], "-": "mlp"}
+"""What transformers calls the kinds of layers that Nemotron's files have as letters."""
+
+
+def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:
+    """layer_types and mlp_layer_types. Raises UnsupportedModel where nothing tells them."""
+    if model_type.startswith("gemma") and values.get("layer_types", ()) is None:
+        _fill_in_layer_types(values, 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6))
+    if model_type == "granitemoehybrid":
+        _fill_in_granite(values)
+    if model_type in EVERY_FOURTH and values["layer_types"] is None:
+        untold = model_type.startswith("exaone") and values["sliding_window"] is None
+        every = 0 if untold else 4 if model_type == "olmo3" else values.get("sliding_window_pattern", 4)
+        _fill_in_layer_types(values, every)
+    if model_type == "gpt_oss" and values["layer_types"] is None:
+        values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
+    if "full_attention_interval" in values and values["layer_types"] is None:
+        interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
+        values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
+    if model_type in FULL_FIRST and values["layer_types"] is None:
+        values["layer_types"] = [KINDS[layer % 4 != 0] for layer in range(values["num_hidden_layers"])]
+    if model_type in ("ministral", "mellum") and values["layer_types"] is None:
+        windows = model_type == "ministral" and values["sliding_window"] is not None
+        values["layer_types"] = [KINDS[windows]] * values["num_hidden_layers"]
+    if model_type == "lfm3" and values["layer_types"] is None:
+        values["layer_types"] = [_lfm3_kind(layer) for layer in range(values["num_hidden_layers"])]
+    if values.get("mlp_layer_types", ()) is None:
+        dense = 0 if model_type == "mellum" else values.get("first_k_dense_replace", 1)
+        values["mlp_layer_types"] = [MLP_TYPES[layer >= dense] for layer in range(values["num_hidden_layers"])]
+
+
+def _fill_in_granite(values: dict[str, Any]) -> None:
+    given = values["layer_types"]
+    kinds = ["mamba"] * values["num_hidden_layers"] if given is None else given
+    values["layer_types"] = [GRANITE_KINDS.get(kind, kind) for kind in kinds]
+    if values["mamba_d_head"] == "auto":
+        values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
+
+
+def _fill_in_layer_types(values: dict[str, Any], every: Any) -> None:
+    """A window in all layers but each `every`th."""
+    if not isinstance(every, int) or every < 1:
+        raise UnsupportedModel("layer_types is missing, and sliding_window_pattern does not tell them")
+    values["layer_types"] = [KINDS[(layer + 1) % every != 0] for layer in range(values["num_hidden_layers"])]
+
+
+def _lfm3_kind(layer: int) -> str:
+    return KINDS[0] if layer % 4 == 2 else KINDS[1] if layer % 4 == 0 and layer else "conv"
