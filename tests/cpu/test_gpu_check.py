@@ -21,6 +21,7 @@ from tools.gpu import (
     chunk_attention,
     device_tests,
     engine,
+    latents,
     long_context,
     lookup_model,
     models,
@@ -142,6 +143,19 @@ def test_everything_shared_leaves_one_phase() -> None:
     ours, pages, slots = chunk_attention.plans(1024, 1024, sequences=4)
     assert slots == 1024 // CHUNK == ours.shared == len(ours.items)
     assert len(pages.items) == 4 * slots
+
+
+def test_cases_of_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Triton's interpreter: what is asked of a device runs, with a figure beside the portable kernels'."""
+    monkeypatch.setattr(latents, "CUDA", CPU)
+    monkeypatch.setattr(latents, "needs", lambda count: None)
+    monkeypatch.setattr(timing, "in_turns", lambda runs: {name: float(len(run())) for name, run in runs.items()})
+    monkeypatch.setattr(timing, "gemm_tflops", lambda: 1.0)
+    heads = Heads("small", 3, 1, 80)
+    rows = latents.prefill(heads, 70), latents.decode(heads, 2, 70), latents.on_a_prefix(heads, 2, 64)
+    for row in rows:
+        assert row.figures["over_portable"] == 1.0
+    assert rows[2].figures["gain"] == 1.0 and rows[1].figures["of_read"] > 0
 
 
 def test_a_restored_prompt_has_the_bits_of_the_computed_one() -> None:

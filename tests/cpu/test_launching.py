@@ -73,7 +73,7 @@ from headrace.kernels.triton.launching import DirectKernel, direct
 from headrace.kernels.triton.recurrent import step_alone
 from headrace.kernels.triton.sampling import Chooser, Needs
 from tests.support.launched_latents import launched_latents
-from tests.support.launched_steps import engine
+from tests.support.launched_steps import as_on_hopper, engine
 from tests.support.recurrent_cases import SLOTS, RecurrentCase
 from tests.support.stub_driver import Launched, stub_driver, uninterpreted, without_code
 
@@ -224,6 +224,7 @@ def test_a_direct_launch_asks_the_driver_for_what_triton_does(
     stores()
     states()
     recurrence()
+    as_on_hopper(monkeypatch)
     launched_latents()
     choices()
     folder = Path(launching.__file__).parent

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from tests.support import ptx_numbers
+from tests.support.ptx_async import PATIENCE, Barriers, Tiles
 from tests.support.ptx_block import NAMED, Block, Program
 from tests.support.ptx_memory import Fault, GlobalMemory, SharedMemory
 
@@ -92,15 +95,104 @@ def test_races_of_shared_memory() -> None:
         memory.load(at + np.uint64(64), 4, one, "outside")
 
 
+def test_what_no_fence_is_behind() -> None:
+    """wgmma reads what a thread wrote behind a fence alone: the writer's, or the reader's behind a barrier."""
+    memory, at = SharedMemory(64), np.zeros(1, np.uint64)
+    one, other = np.zeros(1, np.int64), np.ones(1, np.int64)
+
+    def seen(by: np.ndarray) -> int:
+        memory.load_fenced(at, 4, by, "read")
+        return len(memory.races)
+
+    memory.store(at, at, 4, one, "stored", later=False)
+    memory.fence(other)
+    assert seen(one) == 1
+    memory.races.clear()
+    memory.fence(one)
+    assert seen(one) == 0
+    memory.store(at, at, 4, one, "stored", later=False)
+    memory.barrier()
+    memory.fence(other)
+    assert seen(other) == 0
+
+
+BOX = 64 * 128
+"""Bytes of a box of 64 rows by 64 columns."""
+
+
+def copied(barriers: Barriers, tiles: Tiles, memory: GlobalMemory, row: int) -> None:
+    barriers.copied(BOX, 0, *tiles.read(memory, row, 0), 0, "copied")
+
+
+@pytest.fixture
+def on_their_way() -> Iterator[tuple[SharedMemory, Barriers, Tiles, GlobalMemory]]:
+    """70 rows of two bytes' numbers, and a barrier behind room for a box of them."""
+    x = torch.arange(70 * 64, dtype=torch.int16).view(70, 64)
+    shared, tiles = SharedMemory(BOX + 8), Tiles(x.data_ptr(), (70, 64), 128, 2, (64, 64))
+    barriers, memory = Barriers(shared), GlobalMemory([("x", x)])
+    barriers.make(BOX, 1)
+    yield shared, barriers, tiles, memory  # and the numbers live as long
+
+
+def test_a_box_lands_when_its_barrier_has_been_waited_for(on_their_way: Any) -> None:
+    """Parts of rows change places by the row; rows outside of the tensor are 0; a phase has a parity of its own."""
+    shared, barriers, tiles, memory = on_their_way
+    barriers.arrive(BOX, BOX)
+    assert not barriers.passed(BOX, 0)
+    copied(barriers, tiles, memory, 3)
+    assert not shared.bytes.any()
+    assert barriers.passed(BOX, 0) and not barriers.passed(BOX, 1)
+    rows = shared.bytes[:BOX].view(np.int16).reshape(64, 8, 8)
+    assert rows[0, 0, 0] == 3 * 64 and rows[1, 1, 0] == 4 * 64 and rows[1, 0, 0] == 4 * 64 + 8
+    barriers.arrive(BOX, BOX)
+    copied(barriers, tiles, memory, 64)
+    assert barriers.passed(BOX, 1)
+    rows = shared.bytes[:BOX].view(np.int16).reshape(64, 64)
+    assert rows[5].any() and not rows[6:].any()
+
+
+def test_barriers_that_are_used_wrongly(on_their_way: Any) -> None:
+    shared, barriers, tiles, memory = on_their_way
+    with pytest.raises(Fault, match="no barrier at 8 of shared memory"):
+        barriers.arrive(8)
+    barriers.arrive(BOX, BOX // 2)
+    with pytest.raises(Fault, match="has been arrived at often enough"):
+        barriers.arrive(BOX)
+    with pytest.raises(Fault, match="is waited for in vain"):
+        [barriers.passed(BOX, 0) for _ in range(PATIENCE + 1)]
+    barriers.make(BOX, 1)
+    barriers.arrive(BOX)
+    copied(barriers, tiles, memory, 0)
+    with pytest.raises(Fault, match=f"{BOX} bytes more than the barrier at {BOX} was told of"):
+        barriers.passed(BOX, 0)
+    shared.barrier()
+    shared.load(np.zeros(1, np.uint64), 4, np.ones(1, np.int64), "read")
+    copied(barriers, tiles, memory, 0)
+    assert shared.races == {"writes what another warp touches: copied"}
+
+
+def found_by(module: str) -> dict[str, Any]:
+    """What it prints, in a process that interprets no kernel."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.matrix
+def test_compiled_kernels_for_hopper() -> None:
+    """Latents: both ways give the same bits, near plain torch's, and copies are waited for."""
+    found = found_by("tests.support.ptx_hopper")["latents of 320"]
+    assert found["used"] and found["races"] == [] and found["launches"] == 6
+    assert all(0 < difference < 2e-2 for difference in found["differences"].values())
+    assert len(found["differences"]) == 2
+
+
 @pytest.mark.matrix
 def test_compiled_layers_are_those_of_plain_torch() -> None:
     """For an H100: int8 pools and sinks; of heads of 256 and of latents both ways give the same bits, and of recurrent
     layers all cuts."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.ptx_launch"]
-    found = json.loads(
-        subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()[-1]
-    )
+    found = found_by("tests.support.ptx_launch")
     assert found.pop("recurrent layers") == {"convolve": 15, "recur": 10, "gate": 10, "keep": 5, "races": 0}
     assert found.pop("both ways") == [True, True] and found.pop("races") == 0 and len(found) == 4
     assert all(0 < difference < 2e-2 for difference in found.values())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +21,9 @@ from triton.runtime.interpreter import GridExecutor
 
 from headrace.kernels import dispatch, ops
 from headrace.kernels.backend import Attend
-from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
-from headrace.kernels.triton import agreement, attention, hopper, hopper_agreement, products, rotary, tiles
+from headrace.kernels.records import Pool, QKRotary, StepInputs
+from headrace.kernels.triton import agreement, attention, products, rotary, tiles
 from headrace.kernels.triton import rows as gpu_rows
-from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.tiles import Tile
 from headrace.models.decoder import Decoder
 from headrace.models.spec import ModelConfig
@@ -339,47 +337,3 @@ def test_a_layer_in_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dispatch, "native", lambda x: False)
     monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
     assert torch.allclose(decoder.first(1).layers(x, turns, attend), truth, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("wrong", hopper_agreement.Ways._fields)
-def test_hopper_kernels_that_do_not_agree(
-    wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One of them with a single other bit is named once and not used; the other one is."""
-
-    def run(
-        work: attention.TileWork, q: Tensor, pool: Pool, mask: Mask, out: None = None, *, ways: hopper_agreement.Ways
-    ) -> Tensor:
-        done = q.clone()
-        done[-1, -1, -1] += getattr(ways, wrong)
-        return done
-
-    monkeypatch.setattr(hopper_agreement, "_found", {})
-    monkeypatch.setattr(hopper, "takes", lambda *layer: True)
-    monkeypatch.setattr(attention.TileWork, "run", run)
-    heads = Heads(4, 2, 64)
-    for _ in range(2):
-        ways = attention.agreed(heads, torch.float16, CPU)
-        assert ways == hopper_agreement.Ways(flash=wrong != "flash", split=wrong != "split")
-    assert attention.bounds(heads, CPU, torch.float16, plain=True).flash_lanes == (64 if wrong == "flash" else 128)
-    assert [f"hopper_kernels.{wrong} " in record.message for record in caplog.records] == [True]
-
-
-def test_hopper_kernels_are_asked_for_windows_and_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those compiled for layers with either may be wrong alone; flash takes no windows."""
-
-    def run(
-        work: attention.TileWork, q: Tensor, pool: Pool, mask: Mask, out: None = None, *, ways: hopper_agreement.Ways
-    ) -> Tensor:
-        return q + (ways.split and mask.window is not None) + (ways.flash and mask.sinks is not None)
-
-    monkeypatch.setattr(hopper_agreement, "_found", {})
-    monkeypatch.setattr(hopper, "takes", lambda *layer: True)
-    monkeypatch.setattr(hopper, "takes_call", lambda *call: True)
-    monkeypatch.setattr(attention.TileWork, "run", run)
-    work: Any = SimpleNamespace(heads=Heads(4, 2, 64))
-    q, pool = torch.empty(1, 4, 64, dtype=torch.float16), Pool(*(torch.empty(1, 2, 64, 64).half() for _ in range(2)))
-    plain = Mask(torch.empty(0, 4, dtype=torch.int32), torch.empty(0), scale=1.0)
-    for more, flash, split in (({}, True, True), ({"window": 8}, False, False), ({"sinks": q[0, :, 0]}, False, True)):
-        found = attention.TileWork._ways(work, q, pool, replace(plain, **more), None)
-        assert found == hopper_agreement.Ways(flash, split)

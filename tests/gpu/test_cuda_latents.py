@@ -69,8 +69,16 @@ def test_attention_is_that_of_plain_torch(heads: int, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("tree", ["shared", "none", "few"])
-@pytest.mark.parametrize("shape", [(16, 1, 576), (3, 1, 80)], ids=str)
-def test_both_ways_the_same_bits(shape: tuple[int, int, int], tree: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "portable"), [((16, 1, 576), False), ((16, 1, 576), True), ((32, 1, 320), False), ((3, 1, 80), True)],
+    ids=str,
+)  # fmt: skip
+def test_both_ways_the_same_bits(
+    shape: tuple[int, int, int], portable: bool, tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels that are used on this device, and by the portable ones."""
+    if portable:
+        monkeypatch.setattr("headrace.kernels.triton.hopper.present", lambda place: False)
     testbed, found = PoolTestbed(TREES[tree], shape, torch.bfloat16, apart=False, once=True), []
     for way in ("flash", "split"):
         with pytest.MonkeyPatch.context() as patch:
@@ -78,6 +86,20 @@ def test_both_ways_the_same_bits(shape: tuple[int, int, int], tree: str) -> None
             found += [testbed.attend(ends(testbed, count), backend, "cuda") for count in (1, 40)]
     for one, other in zip(found[:2], found[2:], strict=True):
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(128, 1, 576), (20, 1, 576), (32, 1, 320)], ids=str)
+def test_the_kernel_for_hopper_is_used(shape: tuple[int, int, int]) -> None:
+    """Both of its ways have the same bits on this device, near the portable kernels'."""
+    from headrace.kernels.triton import attention, hopper
+    from headrace.kernels.triton.hopper_agreement import Ways
+    from headrace.kernels.triton.walk_options import heads_of
+
+    place = torch.device("cuda", 0)
+    if not hopper.present(place):
+        pytest.skip("needs a Hopper GPU")
+    for dtype in (torch.bfloat16, torch.float16):
+        assert attention.agreed(heads_of(shape, True, place), dtype, place) == Ways(flash=True, split=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

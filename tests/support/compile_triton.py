@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from headrace.kernels.triton import (
@@ -203,7 +203,7 @@ def compiled(case: Compiled, architecture: int) -> Used:
     names, signature = case.kernel.arg_names, case.signature()
     values = {(names.index(name),): value for name, value in case.constants.items()}
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in names if signature[n][0] == "*" or "stride" in n}
-    make = GluonASTSource if isinstance(case, HopperCompiled) else ASTSource
+    make = GluonASTSource if isinstance(case.kernel, GluonJITFunction) else ASTSource
     source = make(case.kernel, signature, constexprs=values, attrs=aligned)
     done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=CONTRACTED | case.options)
     registers, spills, in_loops = resources(done.asm["cubin"])

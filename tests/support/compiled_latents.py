@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headrace.kernels.triton import attention_kernels, latent_kernels, latent_row_kernels, latents, piece_kernels
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from headrace.kernels.triton import (
+    attention_kernels,
+    hopper_latent_kernels,
+    hopper_latents,
+    latent_kernels,
+    latent_row_kernels,
+    latents,
+    piece_kernels,
+)
 from headrace.kernels.triton.tile_schedule import SPAN
 from headrace.kernels.triton.walk_options import latent_chosen, latent_parts
 from tests.support import compiled_pieces
@@ -13,7 +23,7 @@ from tests.support.compiled_rows import Compiled
 DIM = 576
 PARTS = dict(zip("PR", latent_parts(DIM), strict=True))
 TYPES = dict.fromkeys(("items", "tasks", "positions", "slots", "offsets", "count", "bases", "merged"), "*i32")
-TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "sinks", "cos_sin"), "*fp32")
+TYPES |= dict.fromkeys(("acc_of", "m_of", "z_of", "totals", "sinks", "cos_sin"), "*fp32")
 TYPES |= dict.fromkeys(("q_stride", "v_stride", "stride", "turn_stride", "rows", "window"), "i32") | {"factor": "fp32"}
 STRIDES = dict.fromkeys(("x_row", "x_head", "w_head", "w_out", "w_in", "out_row", "out_head"), "i32")
 
@@ -29,8 +39,23 @@ def walks(architecture: int) -> Iterator[Compiled]:
         yield Compiled(f"{way} {DIM}, latents", latent_kernels.walk, constants, options, TYPES)
 
 
+def hopper_walks() -> Iterator[Compiled]:
+    """The same on a Hopper GPU, and of Mistral Small 4's 32 heads."""
+    block = repr(NVMMASharedLayout(128, 16, 2))
+    for (first, rest), heads in zip(hopper_latents.PARTS, (32, 128), strict=True):
+        names = {"v_desc": first, "r_desc": rest}
+        types = TYPES | {name: f"tensordesc<bf16[64, {columns}],{block}>" for name, columns in names.items()}
+        sizes = {"HEADS": heads, "PART": min(64, heads), "P": first, "R": rest, "SPAN": SPAN}
+        for way, split, resumed in (("flash", False, False), ("split", True, False), ("resumed", True, True)):
+            constants = sizes | {"SPLIT": split, "RESUME": resumed}
+            name, options = f"hopper {way} {first + rest}, latents", {"num_warps": 8}
+            yield Compiled(name, hopper_latent_kernels.walk_latents, constants, options, types)
+
+
 def cases(architecture: int) -> Iterator[Compiled]:
     yield from walks(architecture)
+    if architecture == 90:
+        yield from hopper_walks()
     states = {"HEADS": 128, "D": DIM, "P": 1024}
     merge = states | {"SPAN": SPAN, "WINDOW": False, "SINKS": False}
     yield Compiled(f"merge_spans {DIM}", attention_kernels.merge_spans, merge, {"num_warps": 1}, TYPES)

@@ -7,12 +7,13 @@ what depends on which warp is faster, is not seen (but see SharedMemory.races).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tests.support import ptx_numbers as pn
+from tests.support.ptx_async import Barriers, Tiles
 from tests.support.ptx_memory import WARP, Fault, GlobalMemory, SharedMemory, Words
 
 U = np.uint64
@@ -20,7 +21,7 @@ UNDEFINED = 0x7FC5A5A57FC5A5A5
 """What a register holds that no instruction writes, where a compiler needs one without caring which: NaN."""
 GROUP = 4
 """Warps that a wgmma instruction is of."""
-IGNORED = ("griddepcontrol", "fence", "prefetch", "membar")
+IGNORED = ("griddepcontrol", "prefetch", "membar")
 SWIZZLED = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}
 """Bytes of a row of a wgmma operand by its descriptor's last bits, and of how many rows the number moves its parts."""
 
@@ -44,6 +45,7 @@ class Program:
         self.shared = re.findall(r"\.extern \.shared [^\n]*?(\w+)\[", text)
         self.code: list[Instruction] = []
         self.labels: dict[str, int] = {}
+        self._local: dict[str, str] = {}
         body = text[text.index("{", text.index(".reqntid")) :]
         for line in body.splitlines():
             self._line(line.split("//")[0].strip())
@@ -51,15 +53,24 @@ class Program:
         self.written = {name for each in first for name in re.findall(r"%\w+", each)}
 
     def _line(self, line: str) -> None:
-        if label := re.match(r"^(\$\w+):$", line):
-            self.labels[label[1]] = len(self.code)
+        if label := re.match(r"^(\$?\w+):$", line):
+            name = label[1] if line[0] == "$" else self._own(label[1])
+            self.labels[name] = len(self.code)
             return
         for part in line.split(";"):
             text = part.strip()
             if not re.search(r"\{.*\}", text):
                 text = text.lstrip("{").rstrip("}").strip()
             if text and not text.startswith("."):
-                self.code.append(_instruction(text))
+                made = _instruction(text)
+                if made.op[0] == "bra":
+                    made = made._replace(arguments=[self._local.get(each, each) for each in made.arguments])
+                self.code.append(made)
+
+    def _own(self, label: str) -> str:
+        """A name for a label within a block of its own, whose branches back to it follow."""
+        self._local[label] = f"{label}@{len(self.code)}"
+        return self._local[label]
 
 
 def _instruction(text: str) -> Instruction:
@@ -70,15 +81,19 @@ def _instruction(text: str) -> Instruction:
 
 
 class Block:
-    """One block: at (x, y, z) of a grid. values: of the parameters, as raw numbers."""
+    """One block: at (x, y, z) of a grid. values: of the parameters, as raw numbers, tensor maps as Tiles."""
 
     def __init__(
-        self, program: Program, values: list[int], memory: GlobalMemory, shared: int,
+        self, program: Program, values: Sequence[int | Tiles], memory: GlobalMemory, shared: int,
         at: tuple[int, int, int], grid: tuple[int, int, int],
     ) -> None:  # fmt: skip
         self.program, self.memory, self.shared = program, memory, SharedMemory(shared)
+        self.barriers = Barriers(self.shared)
         self.values = dict(zip(program.parameters, values, strict=False))
+        self.maps = [each for each in values if isinstance(each, Tiles)]
         self.n, self.registers = program.threads, {name: U(0) + np.zeros(program.threads, U) for name in program.shared}
+        for number, name in enumerate(name for name, value in self.values.items() if isinstance(value, Tiles)):
+            self.registers[name] = np.full(self.n, number, U)  # a map is addressed by its number
         thread = np.arange(self.n)
         self.lane, self.warp = thread % WARP, thread // WARP
         special: dict[str, Any] = {"%tid.x": thread, "%tid.y": 0, "%tid.z": 0, "%laneid": self.lane}
@@ -187,7 +202,9 @@ class Block:
             raise Fault(f"an address is no multiple of {size}")
 
     def _cp(self, op: list[str], arguments: list[str]) -> None:
-        if "commit_group" in op:
+        if "tensor" in op:
+            self._copy_box(op, arguments)
+        elif "commit_group" in op:
             self.shared.commit()
         elif "wait_group" in op:
             self.shared.wait(int(arguments[0]))
@@ -202,6 +219,47 @@ class Block:
                 found = self._loaded("global", source + U(first), 4)
                 self.active = every
                 self._share(into + U(first), found, 4, later=True)
+
+    def _copy_box(self, op: list[str], arguments: list[str]) -> None:
+        """Of a tensor of two dimensions, by each thread that takes part."""
+        if "2d" not in op:
+            raise Fault("a copy of another number of dimensions than 2")
+        into, barrier = self._address(arguments[0]), self._address(arguments[2])
+        chosen, places = re.findall(r"^\[\s*([^,]+?)\s*,\s*\{(.*)\}\s*\]$", arguments[1])[0]
+        maps, column, row = (self.get(each.strip()) for each in (chosen, *places.split(",")))
+        for thread in np.flatnonzero(self.active):
+            where = (int(np.int32(np.uint32(each[thread] & U(0xFFFFFFFF)))) for each in (row, column))
+            found = self.maps[int(maps[thread])].read(self.memory, *where)
+            self.barriers.copied(int(barrier[thread]), int(into[thread]), *found, int(self.warp[thread]), self.text)
+
+    def _mbarrier(self, op: list[str], arguments: list[str]) -> None:
+        if op[1] == "try_wait":
+            at, parity = self._address(arguments[1]), self.get(arguments[2])
+            passed = np.zeros(self.n, U)
+            for each in np.unique(at[self.active]):
+                mine = self.active & (at == each)
+                passed[mine] = self.barriers.passed(int(each), int(parity[mine][0]))
+            self.put(arguments[0], passed)
+            return
+        at = self._address(arguments[0 if op[1] == "init" else 1])
+        for thread in np.flatnonzero(self.active):
+            if op[1] == "init":
+                self.barriers.make(int(at[thread]), int(self.get(arguments[1])[thread]))
+            else:
+                self.barriers.arrive(int(at[thread]), int(arguments[2]) if "expect_tx" in op else 0)
+
+    def _fence(self, op: list[str], arguments: list[str]) -> None:
+        if op[1:3] == ["proxy", "async"]:
+            self.shared.fence(np.unique(self.warp[self.active]))
+
+    def _elect(self, op: list[str], arguments: list[str]) -> None:
+        """One thread of each warp: the first."""
+        target, _, predicate = arguments[0].partition("|")
+        self.put(target, np.zeros(self.n, U))
+        self.put(predicate, (self.lane == 0).astype(U))
+
+    def _cvta(self, op: list[str], arguments: list[str]) -> None:
+        self.put(arguments[0], self.get(arguments[1]))
 
     def _bar(self, op: list[str], arguments: list[str]) -> None:
         if op[1] == "sync":
@@ -321,7 +379,7 @@ class Block:
         else:
             at = start + row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
         at = at ^ ((at >> 7 & moves) << 4)
-        found = self.shared.load(at.ravel().astype(U), 2, np.repeat(warp, at.size), self.text)
+        found = self.shared.load_fenced(at.ravel().astype(U), 2, np.repeat(warp, at.size), self.text)
         return pn.numbers(found, kind).astype(np.float64).reshape(rows, 16)
 
 

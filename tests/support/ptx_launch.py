@@ -24,9 +24,12 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import jit
 
 from headrace.kernels.triton import launching
+from tests.support.ptx_async import Tiles
 from tests.support.ptx_block import Block, Program
 from tests.support.ptx_memory import GlobalMemory
 
@@ -55,9 +58,10 @@ class Launches:
         bound = inspect.signature(kernel.fn).bind(*args, **named).arguments
         program, shared = self._program(kernel, bound, options)
         passed = [bound[p.name] for p in kernel.params if not p.is_constexpr and not _fixed(p, bound[p.name])]
-        tensors = [(name, value) for name, value in bound.items() if isinstance(value, Tensor)]
+        held = [(name, getattr(value, "base", value)) for name, value in bound.items()]
+        tensors = [(name, value) for name, value in held if isinstance(value, Tensor)]
         memory = GlobalMemory([*tensors, *self.reachable()])
-        values = [*map(_raw, passed), 0, 0]  # scratch memory, which these kernels have none of
+        values = [raw for value in passed for raw in _raw(value)] + [0, 0]  # scratch memory, which none of them needs
         size = (*grid, 1, 1)[:3]
         for z, y, x in np.ndindex(*size[::-1]):
             block = Block(program, values, memory, shared, (x, y, z), size)
@@ -78,7 +82,8 @@ class Launches:
                 known[number,] = [["tt.divisibility", 16]]
         key = repr((kernel.fn.__module__, kernel.fn.__name__, signature, constants, known, options))
         if key not in self._compiled:
-            source = ASTSource(kernel, signature, constexprs=constants, attrs=known)
+            make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+            source = make(kernel, signature, constexprs=constants, attrs=known)
             done = triton.compile(source, target=self.target, options=options)
             self._compiled[key] = Program(done.asm["ptx"]), done.metadata.shared
         return self._compiled[key]
@@ -102,15 +107,20 @@ def _fixed(parameter: Any, value: object) -> bool:
 
 
 def _type(value: object) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
     if isinstance(value, Tensor):
         return "*" + TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _raw(value: Any) -> int:
+def _raw(value: Any) -> list[Any]:
+    """What a launch hands over: of a tensor map the map, shape and strides."""
+    if isinstance(value, TensorDescriptor):
+        return [Tiles.of(value), *value.shape, *value.strides]
     if isinstance(value, Tensor):
-        return value.data_ptr()
-    return int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value & (2**64 - 1)
+        return [value.data_ptr()]
+    return [int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value & (2**64 - 1)]
 
 
 def differences() -> dict[str, float]:

@@ -64,7 +64,8 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Of one block. races: what two warps touch between two barriers, one of them writing, by instruction.
+    """Of one block. races: what two warps touch between two barriers, one of them writing, by instruction; and what an
+    instruction of the asynchronous proxy (wgmma) reads without a fence since it was written.
 
     Asynchronous copies land when the block waits for them: what is read before is what was there.
     """
@@ -74,11 +75,23 @@ class SharedMemory:
         self.races: set[str] = set()
         self._epoch = 1
         self._written, self._read = np.zeros((2, size), np.int64), np.zeros((2, size), np.int64)
+        self._unfenced = np.zeros(size, bool)
         self._open: list[tuple[Any, Any]] = []
         self._groups: list[list[tuple[Any, Any]]] = []
 
     def barrier(self) -> None:
         self._epoch += 1
+
+    def fence(self, warps: NDArray[np.int64]) -> None:
+        """These warps order what they have written, or what a barrier lets them see, before the asynchronous proxy."""
+        epoch, by = self._written
+        self._unfenced &= ~(np.isin(by, warps) | (epoch < self._epoch))
+
+    def load_fenced(self, at: Words, size: int, warps: NDArray[np.int64], told: str) -> Words:
+        """`load` by the asynchronous proxy."""
+        if self._unfenced[self._places(at, size)].any():
+            self.races.add(f"reads what no fence is behind: {told}")
+        return self.load(at, size, warps, told)
 
     def load(self, at: Words, size: int, warps: NDArray[np.int64], told: str) -> Words:
         places = self._places(at, size)
@@ -93,6 +106,19 @@ class SharedMemory:
             self._open.append((places, data))
         else:
             self.bytes[places] = data
+            self._unfenced[places] = True
+
+    def issue(self, at: Words, size: int, warp: int, told: str) -> Any:
+        """Notes that a copy by the GPU itself, which this warp issues, writes there: places of bytes [n, size]."""
+        places = self._places(at, size)
+        self._write(places, np.full((len(places), 1), warp), told)
+        return places
+
+    def land(self, copies: list[tuple[Any, Any]]) -> None:
+        """Copies that have been waited for, by whoever reads them."""
+        for places, data in copies:
+            self.bytes[places] = data
+            self._written[0][places], self._unfenced[places] = 0, False
 
     def commit(self) -> None:
         self._groups.append(self._open)
@@ -104,6 +130,7 @@ class SharedMemory:
         for group in self._groups[:done]:
             for places, data in group:
                 self.bytes[places] = data
+                self._unfenced[places] = True
         self._groups = self._groups[done:]
 
     def read(self, places: Any, warps: NDArray[np.int64], told: str) -> None:

@@ -25,6 +25,7 @@ from headrace.kernels.triton import (
     attention_kernels,
     hopper,
     hopper_agreement,
+    hopper_latents,
     int8_kv_kernels,
     latent_kernels,
     tile_schedule,
@@ -59,7 +60,8 @@ def bounds_by(heads: Heads, device: torch.device, dtype: torch.dtype, ways: Ways
     lanes = walk_options(device, heads, dtype).lanes
     flash = flash_options(device, heads, dtype).lanes
     busy = -(-2 * processors(device) // heads.columns)
-    return Bounds(heads.part, heads.most_states, busy, hopper.FLASH_LANES if ways.flash else flash, lanes, flash)
+    flash_lanes = hopper.FLASH_LANES if ways.flash and not heads.once else flash
+    return Bounds(heads.part, heads.most_states, busy, flash_lanes, lanes, flash)
 
 
 def agreed(heads: Heads, dtype: torch.dtype, device: torch.device, window: bool = False, sinks: bool = False) -> Ways:
@@ -138,7 +140,11 @@ class TileWork:
             split(q, pool, mask, number, resumes or number > 0)
 
     def _ways(self, q: Tensor, pool: Pool, mask: Mask, ways: Ways | None) -> Ways:
-        if not hopper.takes_call(q, pool, mask):
+        if pool.once:
+            taken = hopper_latents.takes(q.device, pool.v.dtype, self.heads) and q.dtype == pool.v.dtype
+        else:
+            taken = hopper.takes_call(q, pool, mask)
+        if not taken:
             return PORTABLE
         if ways is not None:
             return ways
@@ -158,6 +164,10 @@ class TileWork:
         self._walk(q, pool, mask, out, tasks, count, self.flash, options, SPLIT=False, RESUME=False)
 
     def _hopper_split(self, q: Tensor, pool: Pool, mask: Mask, number: int, resumes: bool) -> None:
+        if pool.once:
+            tasks, count = self.arena.rounds[number].there, self.arena.count_of[number]
+            self._hopper_latents(q, pool, mask, q, tasks, count, self.rounds[number], split=True, resume=resumes)
+            return
         there = hopper.SPLIT_PROGRAMS * processors(q.device) // self.heads.columns
         hopper.split(
             q, pool, self.arena.items.there, self.arena.rounds[number].there, self.arena.count_of[number],
@@ -167,8 +177,21 @@ class TileWork:
 
     def _hopper_flash(self, q: Tensor, pool: Pool, mask: Mask, out: Tensor) -> None:
         tasks, count = self.arena.flash.there, self.arena.count_of[-1]
+        if pool.once:
+            self._hopper_latents(q, pool, mask, out, tasks, count, self.flash, split=False)
+            return
         factor, items = mask.scale * LOG2_E, self.arena.items.there
         hopper.flash(q, pool, items, tasks, count, mask, out, factor, tile_schedule.SPAN, self.flash)
+
+    def _hopper_latents(
+        self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int, **way: bool
+    ) -> None:
+        self._check_latents(mask)
+        programs = min(programs, max(1, processors(q.device) // self.heads.columns))  # one fits a multiprocessor
+        hopper_latents.walk(
+            q, pool, self.arena.items.there, tasks, count, self.arena.bases.there, mask, self.states, out, self.heads,
+            mask.scale * LOG2_E, tile_schedule.SPAN, programs, **way,
+        )  # fmt: skip
 
     def _walk(
         self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int,
@@ -195,9 +218,8 @@ class TileWork:
         self, q: Tensor, pool: Pool, mask: Mask, out: Tensor, tasks: Tensor, count: Tensor, programs: int,
         options: WalkOptions, **way: bool,
     ) -> None:  # fmt: skip
+        self._check_latents(mask)
         heads, (first, rest) = self.heads, latent_parts(self.heads.dim)
-        if not heads.once or any(each is not None for each in (mask.bias, mask.cap, mask.sinks, mask.window)):
-            raise ValueError("latents are attended to without windows, bias, caps and sinks")
         shared = 1 if way["SPLIT"] else first // (options.columns or first)
         direct(latent_kernels.walk)[(programs, heads.columns * shared)](
             q, pool.v, self.arena.items.there, tasks, count, mask.positions, self.arena.bases.there, *self.states, out,
@@ -205,6 +227,10 @@ class TileWork:
             V=options.columns or first, K=options.keys, LANES=options.lanes, SPAN=tile_schedule.SPAN, PRECISION="ieee",
             num_warps=options.warps, num_stages=options.stages, **way,
         )  # fmt: skip
+
+    def _check_latents(self, mask: Mask) -> None:
+        if not self.heads.once or any(each is not None for each in (mask.bias, mask.cap, mask.sinks, mask.window)):
+            raise ValueError("latents are attended to without windows, bias, caps and sinks")
 
     def _merge(self, mask: Mask, out: Tensor) -> None:
         acc, m, z = self.states

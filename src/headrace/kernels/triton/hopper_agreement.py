@@ -1,11 +1,12 @@
 """Which kernels for Hopper give the bits of the portable ones: found on the GPU itself, on random numbers, before a
-layer uses them. See agreement, which asks the same of products.
+layer uses them. Latents' kernel has bits of its own: both of its ways must have them. See agreement, which asks the
+same of products.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from headrace.kernels.records import Mask, Pool
-from headrace.kernels.triton import hopper, tile_schedule
+from headrace.kernels.triton import hopper, hopper_latents, tile_schedule
 from headrace.kernels.triton.heads import Heads
 from headrace.types import CHUNK
 
@@ -25,6 +26,8 @@ SEQUENCES = ((1, 700), (3, 1210), (200, 1337), (130, 130), (30, 65))
 """Rows and keys of each: decoding, drafts, a piece of a prompt, and short ones from the first key or nearly so."""
 WINDOW = 300
 """Of layers that have one: it begins within a chunk."""
+NEAR = 0.05
+"""How far kernels with bits of their own may be from the portable ones, on numbers of unit size."""
 SHARED = 10
 """Chunks, not all of a span, that the first two sequences have in common."""
 
@@ -50,13 +53,16 @@ def agreed(
 ) -> Ways:
     """The kernels that a layer may use; those for windows and sinks are compiled apart, and asked apart. Asked first
     where a step is prepared or computed; while a graph is recorded nothing can be compared."""
-    if heads.once or not hopper.takes(device, dtype, *heads[:3]):
+    taken = hopper_latents.takes(device, dtype, heads) if heads.once else hopper.takes(device, dtype, *heads[:3])
+    if not taken:
         return PORTABLE
     layer = heads, dtype, device, window, sinks
     if layer not in _found:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return PORTABLE
         _found[layer] = _compared(*layer, attended)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the pool is sized by what is free
     return _found[layer]
 
 
@@ -75,6 +81,8 @@ def _compared(
 
         return drawn
 
+    if heads.once:
+        return _latents_compared(f"hopper_latent_kernels.walk_latents for {heads}, {dtype}", run)
     told = f"for {heads}, {dtype}" + ", a window" * window + ", sinks" * sinks
     names = [f"hopper_kernels.{way} {told}" for way in Ways._fields]
     # Windows are left to the portable flash.
@@ -83,15 +91,23 @@ def _compared(
     )
     many = 1 << 20
     split = same(names[1], run(Ways(False, True), many, hopper.FLASH_LANES), run(PORTABLE, many, tile_schedule.LANES))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the pool is sized by what is free
     return Ways(flash, split)
 
 
-def same(name: str, ours: Callable[[], Tensor], portable: Callable[[], Tensor]) -> bool:
-    """Whether both give the same bits; if not, the log says that `ours` is not used."""
+def _latents_compared(name: str, run: Callable[[Ways, int, int], Callable[[], Tensor]]) -> Ways:
+    """Of latents' kernel: both ways by its own tasks, which must agree, or neither."""
+    both = Ways(flash=True, split=True)
+    flash, split, portable = (run(*each, tile_schedule.LANES) for each in ((both, 0), (both, 1 << 20), (PORTABLE, 0)))
+    used = same(f"{name}, span by span,", split, flash) and same(name, flash, portable, within=NEAR)
+    return Ways(flash=used, split=used)
+
+
+def same(name: str, ours: Callable[[], Tensor], portable: Callable[[], Tensor], within: float = 0.0) -> bool:
+    """Whether both give the same bits, or numbers at most `within` apart; if not, the log says that `ours` is not
+    used."""
     try:
-        if torch.equal(ours(), portable()):
+        one, other = ours(), portable()
+        if torch.equal(one, other) or float((one.float() - other.float()).abs().max()) < within:
             return True
         log.warning("%s has other bits than the portable kernels on this GPU, which are used instead", name)
     except (TritonError, torch.OutOfMemoryError) as error:
@@ -118,8 +134,10 @@ def _drawn(heads: Heads, dtype: torch.dtype, device: torch.device, items: NDArra
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    slots = len(items)
-    pool = Pool(drawn(slots, heads.kv_heads, heads.dim, CHUNK), drawn(slots, heads.kv_heads, CHUNK, heads.dim))
+    def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return drawn(*shape)
+
+    pool = Pool.make(len(items), heads.kv_heads, heads.dim, dtype, room, heads.once)
     begin = 0
     for rows, keys in SEQUENCES:
         newest = items[(items[:, 2] <= begin) & (begin < items[:, 3])][:, :2]
