@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is built for Linux only")
 
 from tests.support import ptx_numbers
-from tests.support.ptx_async import PATIENCE, Barriers, Tiles
+from tests.support.ptx_async import PATIENCE, Barriers, Box, Tiles
 from tests.support.ptx_block import NAMED, Block, Program
 from tests.support.ptx_memory import Fault, GlobalMemory, SharedMemory
 
@@ -121,7 +121,7 @@ BOX = 64 * 128
 
 
 def copied(barriers: Barriers, tiles: Tiles, memory: GlobalMemory, row: int) -> None:
-    barriers.copied(BOX, 0, *tiles.read(memory, row, 0), 0, "copied")
+    barriers.copied(BOX, 0, *Box(tiles, row, 0).read(memory), 0, "copied")
 
 
 @pytest.fixture
@@ -132,6 +132,19 @@ def on_their_way() -> Iterator[tuple[SharedMemory, Barriers, Tiles, GlobalMemory
     barriers, memory = Barriers(shared), GlobalMemory([("x", x)])
     barriers.make(BOX, 1)
     yield shared, barriers, tiles, memory  # and the numbers live as long
+
+
+def test_a_box_leaves_for_the_tensor_alone(on_their_way: Any) -> None:
+    """By the asynchronous proxy: what threads wrote needs a fence before it."""
+    shared, _, tiles, memory = on_their_way
+    at = np.arange(0, BOX, 2).astype(np.uint64)
+    shared.store(at, at, 2, np.zeros(len(at), np.int64), "stored", later=False)
+    shared.barrier()
+    Box(tiles, 67, 0).write(memory, shared, 0, 0, "left")
+    assert shared.races == {"reads what no fence is behind: left"}
+    read = Box(tiles, 66, 0).read(memory)[1].view(np.int16).reshape(64, 64)
+    assert read[0, 1] == 66 * 64 + 1 and read[1, :8].tolist() == [*range(0, 16, 2)] and read[3, 0] == 2 * 128 + 32
+    assert not read[4:].any()
 
 
 def test_a_box_lands_when_its_barrier_has_been_waited_for(on_their_way: Any) -> None:
@@ -181,8 +194,11 @@ def found_by(module: str) -> dict[str, Any]:
 
 @pytest.mark.matrix
 def test_compiled_kernels_for_hopper() -> None:
-    """Latents: both ways give the same bits, near plain torch's, and copies are waited for."""
-    found = found_by("tests.support.ptx_hopper")["latents of 320"]
+    """Latents: both ways give the same bits, near plain torch's, and copies are waited for. Products of blocks that the
+    GPU copies: those of tiles that threads load."""
+    every = found_by("tests.support.ptx_hopper")
+    assert len(every["products"]) == 4 and all(every["products"].values()), every
+    found = every["latents of 320"]
     assert found["used"] and found["races"] == [] and found["launches"] == 6
     assert all(0 < difference < 2e-2 for difference in found["differences"].values())
     assert len(found["differences"]) == 2

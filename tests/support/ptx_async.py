@@ -15,6 +15,8 @@ from tests.support.ptx_memory import Fault, GlobalMemory, SharedMemory
 
 SWIZZLE = 128
 """Bytes of a row of a box, whose parts of 16 change places by the row: the one way of these kernels."""
+SWIZZLED = 3
+"""How a tensor map names it."""
 PATIENCE = 1000
 """Attempts at a barrier that nothing can end: all threads take part in them."""
 
@@ -31,25 +33,50 @@ class Tiles:
     box: tuple[int, int]
 
     @classmethod
-    def of(cls, described: Any) -> Tiles:
-        """A descriptor of Gluon's. Raises Fault for another swizzle than that of 128 bytes."""
+    def of(cls, described: Any, meta: dict[str, Any]) -> Tiles:
+        """Of a descriptor, for a kernel whose compiler says this of its boxes. Raises Fault for another swizzle than
+        that of 128 bytes."""
         base: Tensor = described.base
-        size, block = base.element_size(), described.block_shape
-        if described.layout.swizzle_byte_width != SWIZZLE or described.strides[1] != 1:
-            raise Fault(f"a tensor map of another kind: {described.layout}")
-        box = block[0], min(block[1], SWIZZLE // size)
+        size, box = base.element_size(), tuple(meta["block_size"])
+        if meta["swizzle"] != SWIZZLED or box[1] * size != SWIZZLE or described.strides[1] != 1:
+            raise Fault(f"a tensor map of another kind: {meta}")
         return cls(base.data_ptr(), tuple(described.shape), described.strides[0] * size, size, box)
 
-    def read(self, memory: GlobalMemory, row: int, column: int) -> tuple[Any, Any]:
-        """The box from there on: where its numbers lie from its beginning on, and their bytes [n, size]."""
-        at_row, at_column = (each.ravel() for each in np.indices(self.box))
-        inside = (row + at_row < self.shape[0]) & (column + at_column < self.shape[1])
-        from_ = self.base + (row + at_row) * self.stride + (column + at_column) * self.size
+
+@dataclass
+class Box:
+    """One of such boxes, from a row and a column on."""
+
+    tiles: Tiles
+    row: int
+    column: int
+
+    def read(self, memory: GlobalMemory) -> tuple[Any, Any]:
+        """Where its numbers lie in shared memory, from its beginning on, and their bytes [n, size]."""
+        places, from_, inside = self._numbers()
         found = np.zeros(len(inside), np.uint64)
-        found[inside] = memory.load(from_[inside].astype(np.uint64), self.size)
-        return at_row * SWIZZLE + at_column * self.size, found.astype(f"u{self.size}").view(np.uint8).reshape(
-            -1, self.size
-        )
+        found[inside] = memory.load(from_[inside], self.tiles.size)
+        return places, found.astype(f"u{self.tiles.size}").view(np.uint8).reshape(-1, self.tiles.size)
+
+    def write(self, memory: GlobalMemory, shared: SharedMemory, at: int, warp: int, told: str) -> None:
+        """From shared memory, by the asynchronous proxy; what lies outside of the tensor is left out."""
+        places, into, inside = self._numbers()
+        there = swizzled(at + places).astype(np.uint64)
+        found = shared.load_fenced(there, self.tiles.size, np.full(len(there), warp), told)
+        memory.store(into[inside], found[inside], self.tiles.size)
+
+    def _numbers(self) -> tuple[Any, Any, Any]:
+        """Of each number: its place in the box, its address, and whether it is in the tensor."""
+        tiles, (row, column) = self.tiles, (each.ravel() for each in np.indices(self.tiles.box))
+        rows, columns = self.row + row, self.column + column
+        inside = (rows >= 0) & (rows < tiles.shape[0]) & (columns >= 0) & (columns < tiles.shape[1])
+        address = np.where(inside, tiles.base + rows * tiles.stride + columns * tiles.size, 0)
+        return row * SWIZZLE + column * tiles.size, address.astype(np.uint64), inside
+
+
+def swizzled(at: Any) -> Any:
+    """Where bytes of a box lie whose parts change places."""
+    return at ^ ((at >> 7 & 7) << 4)
 
 
 @dataclass
@@ -78,6 +105,12 @@ class Barriers:
     def make(self, at: int, count: int) -> None:
         self._known[at] = _Barrier(count, count)
 
+    def end(self, at: int) -> None:
+        """Raises Fault for one that copies are on their way to."""
+        if self._at(at).bytes:
+            raise Fault(f"the barrier at {at} ends while bytes are on their way")
+        del self._known[at]
+
     def arrive(self, at: int, bytes_: int = 0) -> None:
         """Raises Fault for more arrivals than a phase has."""
         barrier = self._at(at)
@@ -88,9 +121,8 @@ class Barriers:
 
     def copied(self, at: int, into: int, places: Any, data: Any, warp: int, told: str) -> None:
         """Bytes [n, size], at so many from `into` on, were copied, of which the barrier is told."""
-        barrier, where = self._at(at), into + places
-        moved = where ^ ((where >> 7 & 7) << 4)
-        bytes_ = self._shared.issue(moved.astype(np.uint64), data.shape[1], warp, told)
+        barrier = self._at(at)
+        bytes_ = self._shared.issue(swizzled(into + places).astype(np.uint64), data.shape[1], warp, told)
         barrier.landing.append((bytes_, data))
         barrier.bytes -= data.size
         barrier.settle()

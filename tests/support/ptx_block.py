@@ -13,17 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.support import ptx_numbers as pn
-from tests.support.ptx_async import Barriers, Tiles
+from tests.support.ptx_async import Barriers, Box, Tiles
+from tests.support.ptx_matrix import MatrixInstructions, names_of
 from tests.support.ptx_memory import WARP, Fault, GlobalMemory, SharedMemory, Words
 
 U = np.uint64
 UNDEFINED = 0x7FC5A5A57FC5A5A5
 """What a register holds that no instruction writes, where a compiler needs one without caring which: NaN."""
-GROUP = 4
-"""Warps that a wgmma instruction is of."""
 IGNORED = ("griddepcontrol", "prefetch", "membar")
-SWIZZLED = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}
-"""Bytes of a row of a wgmma operand by its descriptor's last bits, and of how many rows the number moves its parts."""
 
 
 class Instruction(NamedTuple):
@@ -80,7 +77,7 @@ def _instruction(text: str) -> Instruction:
     return Instruction((found[2], found[1] == "!") if found else None, op.split("."), arguments, text)
 
 
-class Block:
+class Block(MatrixInstructions):
     """One block: at (x, y, z) of a grid. values: of the parameters, as raw numbers, tensor maps as Tiles."""
 
     def __init__(
@@ -169,7 +166,7 @@ class Block:
             found = np.full(self.n, self.values[arguments[1].strip("[] ")], U)
             self.put(arguments[0], pn.raw_of(pn.numbers(found, kind).astype(np.int64)) if kind[0] == "s" else found)
             return
-        at, names = self._address(arguments[1]), _names(arguments[0])
+        at, names = self._address(arguments[1]), names_of(arguments[0])
         self._check_aligned(at, size * len(names))
         for number, name in enumerate(names):
             found = self._loaded(op[1], at + U(number * size), size)
@@ -184,7 +181,7 @@ class Block:
         return found
 
     def _st(self, op: list[str], arguments: list[str]) -> None:
-        size, names = int(op[-1][1:]) // 8, _names(arguments[1])
+        size, names = int(op[-1][1:]) // 8, names_of(arguments[1])
         at = self._address(arguments[0])
         self._check_aligned(at, size * len(names))
         for number, name in enumerate(names):
@@ -204,6 +201,8 @@ class Block:
     def _cp(self, op: list[str], arguments: list[str]) -> None:
         if "tensor" in op:
             self._copy_box(op, arguments)
+        elif "bulk" in op:
+            return  # boxes on their way out have left when they are issued
         elif "commit_group" in op:
             self.shared.commit()
         elif "wait_group" in op:
@@ -221,16 +220,21 @@ class Block:
                 self._share(into + U(first), found, 4, later=True)
 
     def _copy_box(self, op: list[str], arguments: list[str]) -> None:
-        """Of a tensor of two dimensions, by each thread that takes part."""
+        """Of a tensor of two dimensions, by each thread that takes part: into shared memory, or out of it."""
         if "2d" not in op:
             raise Fault("a copy of another number of dimensions than 2")
-        into, barrier = self._address(arguments[0]), self._address(arguments[2])
-        chosen, places = re.findall(r"^\[\s*([^,]+?)\s*,\s*\{(.*)\}\s*\]$", arguments[1])[0]
+        outward = op[5] == "global"
+        there, shared = arguments[:2] if outward else arguments[1::-1]
+        chosen, places = re.findall(r"^\[\s*([^,]+?)\s*,\s*\{(.*)\}\s*\]$", there)[0]
         maps, column, row = (self.get(each.strip()) for each in (chosen, *places.split(",")))
+        at, barrier = self._address(shared), None if outward else self._address(arguments[2])
         for thread in np.flatnonzero(self.active):
-            where = (int(np.int32(np.uint32(each[thread] & U(0xFFFFFFFF)))) for each in (row, column))
-            found = self.maps[int(maps[thread])].read(self.memory, *where)
-            self.barriers.copied(int(barrier[thread]), int(into[thread]), *found, int(self.warp[thread]), self.text)
+            box = Box(self.maps[int(maps[thread])], *(int(each[thread].astype(np.int32)) for each in (row, column)))
+            where, by = int(at[thread]), int(self.warp[thread])
+            if barrier is None:
+                box.write(self.memory, self.shared, where, by, self.text)
+            else:
+                self.barriers.copied(int(barrier[thread]), where, *box.read(self.memory), by, self.text)
 
     def _mbarrier(self, op: list[str], arguments: list[str]) -> None:
         if op[1] == "try_wait":
@@ -241,10 +245,12 @@ class Block:
                 passed[mine] = self.barriers.passed(int(each), int(parity[mine][0]))
             self.put(arguments[0], passed)
             return
-        at = self._address(arguments[0 if op[1] == "init" else 1])
+        at = self._address(arguments[1 if op[1] == "arrive" else 0])
         for thread in np.flatnonzero(self.active):
             if op[1] == "init":
                 self.barriers.make(int(at[thread]), int(self.get(arguments[1])[thread]))
+            elif op[1] == "inval":
+                self.barriers.end(int(at[thread]))
             else:
                 self.barriers.arrive(int(at[thread]), int(arguments[2]) if "expect_tx" in op else 0)
 
@@ -267,7 +273,7 @@ class Block:
 
     def _mov(self, op: list[str], arguments: list[str]) -> None:
         kind, (target, source) = op[-1], arguments
-        parts = _names(target if target.startswith("{") else source)
+        parts = names_of(target if target.startswith("{") else source)
         width = U(0 if kind == "pred" else int(kind[1:]) // len(parts))
         if target.startswith("{"):
             for number, name in enumerate(parts):
@@ -297,94 +303,6 @@ class Block:
         x = pn.numbers(self.get(arguments[1]), op[-1]).reshape(-1, WARP)
         made = {"max": np.max, "min": np.min, "add": np.sum}[op[2]](x, axis=1).astype(x.dtype)
         self.put(arguments[0], pn.raw_of(np.repeat(made, WARP)))
-
-    def _rows(self, at: Words, number: int, turned: bool) -> list[tuple[Words, int]]:
-        """Where a thread's part of the number-th matrix of 8 x 8 lies: its addresses, with their bytes."""
-        first = self.warp * WARP + 8 * number
-        if not turned:
-            return [(at[first + self.lane // 4] + (4 * (self.lane % 4)).astype(U), 4)]
-        pair = first + self.lane % 4 * 2
-        return [(at[pair + half] + (2 * (self.lane // 4)).astype(U), 2) for half in range(2)]
-
-    def _ldmatrix(self, op: list[str], arguments: list[str]) -> None:
-        at = self._address(arguments[1])
-        for number, name in enumerate(_names(arguments[0])):
-            parts = [self._loaded("shared", *each) for each in self._rows(at, number, "trans" in op)]
-            self.put(name, parts[0] if len(parts) == 1 else parts[0] | parts[1] << U(16))
-
-    def _stmatrix(self, op: list[str], arguments: list[str]) -> None:
-        at = self._address(arguments[0])
-        for number, name in enumerate(_names(arguments[1])):
-            for half, (address, size) in enumerate(self._rows(at, number, "trans" in op)):
-                self._share(address, self.get(name) >> U(16 * half), size)
-
-    def _pairs(self, name: str, kind: str) -> list[Any]:
-        return [pn.numbers(self.get(name) >> U(shift) & U(0xFFFF), kind).astype(np.float64) for shift in (0, 16)]
-
-    def _left(self, names: list[str], kind: str) -> Any:
-        """[n / 32, 16, 16] of four registers a thread, the first factor of mma and wgmma."""
-        made = np.zeros((self.n // WARP, 16, 16))
-        for number, name in enumerate(names):
-            for half, value in enumerate(self._pairs(name, kind)):
-                row, column = self.lane // 4 + 8 * (number % 2), self.lane % 4 * 2 + half + 8 * (number // 2)
-                made[self.warp, row, column] = value
-        return made
-
-    def _summed(self, names: list[str], into: list[str], products: Any, keep: bool) -> None:
-        """Adds products [n / 32, 16, N] to what registers hold."""
-        for number, (name, target) in enumerate(zip(names, into, strict=True)):
-            row = self.lane // 4 + 8 * (number % 4 // 2)
-            made = products[self.warp, row, 8 * (number // 4) + self.lane % 4 * 2 + number % 2]
-            before = pn.numbers(self.get(name), "f32") if keep else 0.0
-            self.put(target, pn.raw_of((made + before).astype(np.float32)))
-
-    def _mma(self, op: list[str], arguments: list[str]) -> None:
-        if "m16n8k16" not in op:
-            raise Fault("a product of another size than m16n8k16")
-        into, left, right, before = (_names(each) for each in arguments)
-        made = np.zeros((self.n // WARP, 16, 8))
-        for number, name in enumerate(right):
-            for half, value in enumerate(self._pairs(name, op[-2])):
-                made[self.warp, self.lane % 4 * 2 + half + 8 * number, self.lane // 4] = value
-        self._summed(before, into, self._left(left, op[-2]) @ made, keep=True)
-
-    def _wgmma(self, op: list[str], arguments: list[str]) -> None:
-        if op[1] != "mma_async":
-            return
-        columns = int(re.findall(r"m64n(\d+)k16", self.text)[0])
-        into, (left, right, scale, *_), kind = _names(arguments[0]), arguments[1:], op[-1]
-        if left.startswith("{"):
-            first = self._left(_names(left), kind)
-        else:
-            first = self._operands(left, 64, arguments[6] == "1", kind).reshape(-1, 16, 16)
-        second = np.repeat(self._operands(right, columns, arguments[-1] == "1", kind), GROUP, axis=0)
-        self._summed(into, into, first @ second.swapaxes(1, 2), keep=bool(self.get(scale)[0]))
-
-    def _operands(self, name: str, rows: int, turned: bool, kind: str) -> Any:
-        """[n / 128, rows, 16]: each group of four warps has a descriptor of its own."""
-        groups = range(0, self.n // WARP, GROUP)
-        return np.stack([self._operand(name, warp, rows, turned, kind) for warp in groups])
-
-    def _operand(self, name: str, warp: int, rows: int, turned: bool, kind: str) -> Any:
-        """[rows, 16] of shared memory, as the wgmma descriptor of this warp says. turned: rows lie side by side."""
-        descriptor = int(self.get(name)[warp * WARP])
-        start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        width, moves = SWIZZLED[descriptor >> 62]
-        row, k = np.indices((rows, 16))
-        if turned:
-            each = width // 2
-            at = start + row // each * leading + k // 8 * stride + k % 8 * width + row % each * 2
-        elif moves:
-            at = start + row // 8 * stride + row % 8 * width + k * 2
-        else:
-            at = start + row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
-        at = at ^ ((at >> 7 & moves) << 4)
-        found = self.shared.load_fenced(at.ravel().astype(U), 2, np.repeat(warp, at.size), self.text)
-        return pn.numbers(found, kind).astype(np.float64).reshape(rows, 16)
-
-
-def _names(argument: str) -> list[str]:
-    return [each.strip() for each in argument.strip("{} ").split(",")]
 
 
 NAMED: dict[str, Callable[[list[str], list[Words]], Words]] = {

@@ -25,8 +25,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime import jit
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headrace.kernels.triton import launching
 from tests.support.ptx_async import Tiles
@@ -50,26 +51,28 @@ class Launches:
         self.target, self.reachable = GPUTarget("cuda", architecture, 32), reachable
         self.races: set[str] = set()
         self.launched: dict[str, int] = {}
-        self._compiled: dict[str, tuple[Program, int]] = {}
+        self._compiled: dict[str, tuple[Program, Any]] = {}
 
     def __call__(self, kernel: Any, grid: Any, args: Any, given: dict[str, Any]) -> None:
         options = {name: value for name, value in given.items() if name in OPTIONS}
         named = {name: value for name, value in given.items() if name not in (*OPTIONS, *LEFT_OUT)}
         bound = inspect.signature(kernel.fn).bind(*args, **named).arguments
-        program, shared = self._program(kernel, bound, options)
+        program, metadata = self._program(kernel, bound, options)
         passed = [bound[p.name] for p in kernel.params if not p.is_constexpr and not _fixed(p, bound[p.name])]
         held = [(name, getattr(value, "base", value)) for name, value in bound.items()]
         tensors = [(name, value) for name, value in held if isinstance(value, Tensor)]
         memory = GlobalMemory([*tensors, *self.reachable()])
-        values = [raw for value in passed for raw in _raw(value)] + [0, 0]  # scratch memory, which none of them needs
+        maps = iter(metadata.tensordesc_meta or ())
+        raws = [_mapped(each, next(maps)) if _described(each) else [_raw(each)] for each in passed]
+        values = [*(raw for each in raws for raw in each), 0, 0]  # scratch memory, which none of them needs
         size = (*grid, 1, 1)[:3]
         for z, y, x in np.ndindex(*size[::-1]):
-            block = Block(program, values, memory, shared, (x, y, z), size)
+            block = Block(program, values, memory, metadata.shared, (x, y, z), size)
             block.run()
             self.races |= {f"{kernel.fn.__name__} {race}" for race in block.shared.races}
         self.launched[kernel.fn.__name__] = self.launched.get(kernel.fn.__name__, 0) + 1
 
-    def _program(self, kernel: Any, bound: dict[str, Any], options: dict[str, Any]) -> tuple[Program, int]:
+    def _program(self, kernel: Any, bound: dict[str, Any], options: dict[str, Any]) -> tuple[Program, Any]:
         signature, constants, known = {}, {}, {}
         for number, each in enumerate(kernel.params):
             value = bound[each.name]
@@ -85,7 +88,7 @@ class Launches:
             make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
             source = make(kernel, signature, constexprs=constants, attrs=known)
             done = triton.compile(source, target=self.target, options=options)
-            self._compiled[key] = Program(done.asm["ptx"]), done.metadata.shared
+            self._compiled[key] = Program(done.asm["ptx"]), done.metadata
         return self._compiled[key]
 
 
@@ -106,21 +109,28 @@ def _fixed(parameter: Any, value: object) -> bool:
     return isinstance(value, int) and value == 1 and not parameter.do_not_specialize
 
 
-def _type(value: object) -> str:
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+def _described(value: object) -> bool:
+    return isinstance(value, TensorDescriptor | GluonDescriptor)
+
+
+def _type(value: Any) -> str:
+    if _described(value):
+        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}{layout}>"
     if isinstance(value, Tensor):
         return "*" + TYPES[value.dtype]
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def _raw(value: Any) -> list[Any]:
-    """What a launch hands over: of a tensor map the map, shape and strides."""
-    if isinstance(value, TensorDescriptor):
-        return [Tiles.of(value), *value.shape, *value.strides]
+def _mapped(value: Any, meta: dict[str, Any]) -> list[Any]:
+    """What a launch hands over for blocks: the map as the compiled kernel wants it, shape and strides."""
+    return [Tiles.of(value, meta), *value.shape, *value.strides]
+
+
+def _raw(value: Any) -> int:
     if isinstance(value, Tensor):
-        return [value.data_ptr()]
-    return [int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value & (2**64 - 1)]
+        return value.data_ptr()
+    return int(np.float32(value).view(np.uint32)) if isinstance(value, float) else value & (2**64 - 1)
 
 
 def differences() -> dict[str, float]:
