@@ -30,7 +30,7 @@ TEXTS = [
     "the quick brown fox", " the lazy  dog jumps", "naïve café 你好 👩‍👩‍👧", "12345 don't", "a\n\n b\t<tool>x", "",
     "hello<|user|>world", "a 12 345 6789 3.14", "x²y and м 999", "DON'T HTTPServer's we'Ve", "e\u0301 क्षि ที่",
     "!!! ?\r\n //x", "ΑΒΓ Ωm 5\u212a ՠԱ ǅx 日本語のテスト 한국어 𝐀b", "  hello\u2581<|assistant|> \n the",
-    "1234567 ½6789 `+=`",
+    "1234567 ½6789 `+=`", "漢字kanaかな漢 ㄱㄴ 가나다！… ㄅㄆ don't漢S", "x/\n//\r\n a b  c\u0301 d",
 ]  # fmt: skip
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -131,27 +131,47 @@ V3 = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|"
     " ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"
 )
+KIMI = (
+    r"[\p{Han}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SCRIPTS = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-\u303f︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+"
+PHRASES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+SEED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": [BYTES_OF_WORDS], "phi-2": [BYTES_OF_WORDS], "olmo": [BYTES_OF_WORDS],
-    "smollm": DIGITS, "refact": DIGITS, "starcoder": DIGITS, "command-r": DIGITS,
+    **{name: [BYTES_OF_WORDS] for name in ("gpt-2", "phi-2", "olmo", "exaone4", "gigachat", "a.x-4.0", "mellum")},
+    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r", "minerva-7b"), DIGITS),
     "falcon": FALCON, "default": FALCON,
-    "llama-bpe": split(CL100K), "llama3": split(CL100K), "lfm2": split(CL100K),
-    "smaug-bpe": split(CL100K), "dbrx": split(CL100K),
-    "glm4": split(CL100K), "chatglm-bpe": split(CL100K), "gpt-4o": split(O200K), "tekken": split(NEMO),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), split(CL100K)),
+    "smaug-bpe": split(CL100K), "dbrx": split(CL100K), "glm4": split(CL100K), "chatglm-bpe": split(CL100K),
+    "minicpm5": split("\\p{N}{1,3}", CL100K.replace("{1,3}", "+")),
+    "gpt-4o": split(O200K), "minimax-m2": split(O200K), "kanana2": split(O200K), "tekken": split(NEMO),
+    "tiny_aya": split(r"\d{1,3}(?=(?:\d{3})*\b)", O200K), "kimi-k2": split(KIMI),
+    "youtu": split(SCRIPTS, O200K.replace("{1,3}", "")), "exaone-moe": split(PHRASES), "seed-coder": split(SEED),
     "qwen2": split(CL100K.replace("{1,3}", "")), "deepseek-r1-qwen": split(CL100K.replace("{1,3}", "")),
+    "hunyuan": split(CL100K.replace("{1,3}", "")),
     "deepseek-llm": split(
         LINES, f"\\s?[{WITH_CASE}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", "\\s+$", HAN, digits=True
     ),
     "deepseek-coder": split(LINES, "\\s?\\p{L}+", "\\s?\\p{P}+", HAN, digits=True),
-    "deepseek-v3": split("\\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", V3),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm"), split("\\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", V3)
+    ),
     "qwen35": split(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
         r"\s+(?!\S)|\s+"
     ),
 }  # fmt: skip
-"""The pre_tokenizer of the models' own tokenizer.json, by what a GGUF file calls it."""
-NORMAL_FORM = ("olmo", "command-r", "qwen2", "deepseek-r1-qwen", "qwen35")
-WHOLE = ("llama-bpe", "llama3", "lfm2", "smaug-bpe", "tekken")
+"""The pre_tokenizer of the models' own tokenizer.json, or of their tiktoken's pattern, by what a GGUF file calls it."""
+NORMAL_FORM = ("olmo", "command-r", "qwen2", "deepseek-r1-qwen", "qwen35", "hunyuan")
+WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0", "smaug-bpe", "tekken")
+WHOLE += ("minicpm5", "hunyuan", "kimi-k2", "youtu")
 
 
 @cache

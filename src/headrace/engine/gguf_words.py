@@ -18,15 +18,34 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 QWEN3_5 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 
 
-def _by_capitals(ends: str, digits: str) -> str:
-    """Words by their capitals. ends: what may end one; digits: how many make one."""
-    before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _by_capitals(ends: str, digits: str, but: str = "", breaks: str = r"[\r\n/]*") -> str:
+    """Words by their capitals. ends: what may end one; digits: how many make one; but: letters of no word; breaks: what
+    punctuation takes in."""
+    before = r"[^\r\n\p{L}\p{N}]?"
+    upper, lower = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
     letters = f"{before}{upper}*{lower}+{ends}|{before}{upper}+{lower}*{ends}"
-    return rf"{letters}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return rf"{letters}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{breaks}|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 TEKKEN = _by_capitals("", r"\p{N}")
-GPT4O = _by_capitals("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")
+GPT4O = _by_capitals(SHORT, r"\p{N}{1,3}")
+KIMI_K2 = r"[\p{Han}]+|" + _by_capitals(SHORT, r"\p{N}{1,3}", r"&&[^\p{Han}]", r"[\r\n]*")
+YOUTU = (
+    r"[\uAC00-\uD7A3\u3131-\u318E]+|"
+    r"[\uFF01\u2026\u201C\u201D\u2018\u2019\u2014\uFF1A\uFF1B\uFF0C\u3001-\u303F\uFE30-\uFE4F]+|"
+    r"[\u3105-\u312F]+|[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
+    _by_capitals(SHORT, r"\p{N}"),
+)
+TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
+"""Digits by three, counted from their end."""
+MINICPM5 = (r"\p{N}{1,3}", LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+"))
+SEED = QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}]+")
+EXAONE_MOE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+"""Tokens of several words."""
 
 CASED = (
     r"A-Za-z\u00B5\u00C0-\u00D6\u00D8-\u00F6\u00F8-\u01BA\u01BC-\u01BF\u01C4-\u0293\u0295-\u02AF\u0370-\u0373\u0376\u0377"
@@ -97,19 +116,29 @@ def _threes() -> Any:
     return pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
 
 
+V3 = Words(_cut(*DEEPSEEK_V3))
 PLAIN, LLAMA = Words((_bytes(True),)), Words(_cut(LLAMA3), whole=True, begins=True)
 DIGITS = Words((_digits(True), _bytes(True)))
 QWEN = Words(_cut(QWEN2), normal=True)
 FALCON = Words((_punctuation, _bytes(True), _digits(False), _threes))
 WORDS = {
-    "gpt-2": PLAIN, "phi-2": PLAIN, "olmo": Words(PLAIN.steps, normal=True),
-    "smollm": DIGITS, "refact": DIGITS, "starcoder": DIGITS, "command-r": Words(DIGITS.steps, normal=True),
-    "llama-bpe": LLAMA, "llama3": LLAMA, "lfm2": LLAMA, "smaug-bpe": Words(LLAMA.steps, whole=True),
-    "dbrx": Words(LLAMA.steps), "glm4": Words(LLAMA.steps), "chatglm-bpe": Words(LLAMA.steps),
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"), PLAIN),
+    "olmo": Words(PLAIN.steps, normal=True),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "minerva-7b"), DIGITS),
+    "command-r": Words(DIGITS.steps, normal=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), LLAMA),
+    "smaug-bpe": Words(LLAMA.steps, whole=True),
+    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), Words(LLAMA.steps)),
+    "minicpm5": Words(_cut(*MINICPM5), whole=True),
     "qwen2": QWEN, "deepseek-r1-qwen": QWEN, "qwen35": Words(_cut(QWEN3_5), normal=True),
-    "tekken": Words(_cut(TEKKEN), whole=True, begins=True), "gpt-4o": Words(_cut(GPT4O)),
+    "hunyuan": Words(QWEN.steps, normal=True, whole=True), "seed-coder": Words(_cut(SEED)),
+    "tekken": Words(_cut(TEKKEN), whole=True, begins=True),
+    **dict.fromkeys(("gpt-4o", "minimax-m2", "kanana2"), Words(_cut(GPT4O))),
+    "tiny_aya": Words(_cut(*TINY_AYA)), "kimi-k2": Words(_cut(KIMI_K2), whole=True),
+    "youtu": Words(_cut(*YOUTU), whole=True), "exaone-moe": Words(_cut(EXAONE_MOE)),
     "deepseek-llm": Words(_cut(*DEEPSEEK, then=(_digits(True),))),
-    "deepseek-coder": Words(_cut(*DEEPSEEK_CODER, then=(_digits(True),))), "deepseek-v3": Words(_cut(*DEEPSEEK_V3)),
+    "deepseek-coder": Words(_cut(*DEEPSEEK_CODER, then=(_digits(True),))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), V3),
     "falcon": FALCON, "default": FALCON,
 }  # fmt: skip
 """default: llama.cpp's rules where it knows no better, which are Falcon's."""
