@@ -207,6 +207,16 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
         lambda w: w.add_array("deepseek2.expert_gating_func", [2, 2]),
         "gating_func .2 2. is not",
     ),
+    "mistral's sigmoids": (
+        "mistral_large3",
+        lambda w: w.add_uint32("deepseek2.expert_gating_func", 2),
+        "expert_gating_func other than 1 is not",
+    ),
+    "a temperature of another length": (
+        "mistral4",
+        lambda w: w.add_uint32("mistral4.attention.temperature_length", 100),
+        "temperature_length other than yarn's original length, 128, is not",
+    ),
     "shares of softmaxes": ("deepseek_v2", lambda w: w.add_expert_weights_norm(True), "expert_weights_norm with"),
     "groups of experts of their own": ("deepseek_v3", lambda w: w.add_expert_group_scale(0.5), "expert_group_scale is"),
     "values in some global layers": (

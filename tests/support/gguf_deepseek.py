@@ -34,6 +34,9 @@ MINICPM = dict(
     "longrope", original_max_position_embeddings=512, short_factor=[1 + 0.05 * i for i in range(16)],
     long_factor=[1 + 0.5 * i for i in range(16)],
 )  # fmt: skip
+TEMPERED = YARN["rope_parameters"] | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
+YOUTU = {name: size for name, size in SIZES.items() if name != "moe_intermediate_size"}
+ARCHITECTURES = ("deepseek2", "mistral4")
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek2", "deepseek_v2", SIZES | YARN),
     "deepseek_v2_groups": ("deepseek2", "deepseek_v2_groups", SIZES),
@@ -43,6 +46,13 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4_moe_groups": ("glm4moe", "glm4_moe_groups", GLM),
     "dots1": ("dots1", "dots1", dict(moe_intermediate_size=96, attention_bias=False)),
     "minicpm3": ("minicpm3", "minicpm3", MINICPM),
+    "mistral4": ("mistral4", "mistral4", SIZES | dict(rope_parameters=TEMPERED)),
+    "mistral_large3": (
+        "deepseek2",
+        "mistral4",
+        SIZES | dict(rope_parameters=TEMPERED | dict(llama_4_scaling_beta=0.5), n_group=1, topk_group=1),
+    ),
+    "youtu": ("deepseek2", "youtu", YOUTU | YARN | dict(tie_word_embeddings=False)),
     "glm_lite": ("deepseek2", "glm_lite", SIZES | dict(rope_interleave=True)),
 }
 """As tests.support.gguf_families.KINDS. old: as the converter wrote them until April 2025."""
@@ -56,7 +66,12 @@ NAMES = {
 
 
 def describe(writer: GGUFWriter, config: Any, old: bool) -> None:
-    """The keys beside those of all families, but for rotations."""
+    """The keys beside those of all families, but for rotations. The converter of checkpoints does not tell of Mistral
+    4's temperature; that of Mistral's own files does, and calls it a deepseek2."""
+    beta = config.rope_parameters.get("llama_4_scaling_beta")
+    if beta is not None and writer.arch == "deepseek2":
+        writer.add_attn_temperature_scale(beta)
+        writer.add_attn_temperature_length(config.rope_parameters["original_max_position_embeddings"])
     writer.add_head_count_kv(config.num_attention_heads if old else 1)
     writer.add_kv_lora_rank(config.kv_lora_rank)
     if config.q_lora_rank is not None:
@@ -83,6 +98,11 @@ def minicpm3(writer: GGUFWriter, config: Any) -> None:
 
 
 def describe_experts(writer: GGUFWriter, config: Any) -> None:
+    if config.model_type == "youtu":
+        writer.add_leading_dense_block_count(config.num_hidden_layers)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(0)
+        return
     first = getattr(config, "first_k_dense_replace", None)
     writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse") if first is None else first)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -92,6 +112,7 @@ def describe_experts(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     if config.model_type != "deepseek_v2":
         writer.add_expert_weights_norm(config.norm_topk_prob)
+    if config.model_type not in ("deepseek_v2", "mistral4"):
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if config.n_group and config.n_group > 1:
         writer.add_expert_group_count(config.n_group)
@@ -114,6 +135,9 @@ def add(writer: GGUFWriter, model: torch.nn.Module, name: str, parameter: Tensor
     shared = name.endswith("shared_mlp.input_linear.weight")  # Granite's
     if ".experts." not in name and not shared:
         return False
+    if config.model_type == "mistral4" and name.endswith("gate_up_proj"):
+        write_each(writer, f"{prefix}ffn_gate_up_exps.weight", parameter, kind_of)
+        return True
     parts, end = ("gate", "up") if shared or name.endswith("gate_up_proj") else ("down",), "shexp" if shared else "exps"
     for part, own in zip(parts, parameter.chunk(len(parts), dim=0 if shared else 1), strict=True):
         write_each(writer, f"{prefix}ffn_{part}_{end}.weight", own, kind_of)

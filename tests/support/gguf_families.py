@@ -143,7 +143,7 @@ def build(kind: str) -> PreTrainedModel:
     fields = {**SIZES, **own}
     if architecture == "falcon":
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
-    if architecture in ("deepseek2", "minicpm3"):
+    if architecture in (*gguf_deepseek.ARCHITECTURES, "minicpm3"):
         del fields["head_dim"]
     if architecture in (*HYBRIDS, *gguf_lfm2.ARCHITECTURES, *OWN):
         return hybrid_checkpoints.build_model(base, **fields)
@@ -159,7 +159,7 @@ def write_family(
     that are there already among it. split: into parts, as GGUFWriter does it."""
     model, architecture = build(kind), KINDS[kind][0]
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
-    latent = architecture in ("deepseek2", "glm4moe", "dots1", "minicpm3")
+    latent = architecture in (*gguf_deepseek.ARCHITECTURES, "glm4moe", "dots1", "minicpm3")
     old = kind.endswith("_old") or architecture == "minicpm3"
     corrected = architecture in ("ernie4_5-moe", "minimax-m2", "exaone-moe", *gguf_nemotron.ARCHITECTURES)
     apart = (
@@ -205,7 +205,7 @@ def _describe_whole(writer: GGUFWriter, model: PreTrainedModel, architecture: st
         OWN[architecture].describe(writer, model.config)
     else:
         describe(writer, model.config, architecture)
-    if architecture == "deepseek2":
+    if architecture in gguf_deepseek.ARCHITECTURES:
         gguf_deepseek.describe(writer, model.config, old)
     if architecture in ("glm4moe", "dots1"):
         gguf_deepseek.describe_experts(writer, model.config)
@@ -327,13 +327,13 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_eps(config.norm_epsilon)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if architecture != "deepseek2":
+    if architecture not in gguf_deepseek.ARCHITECTURES:
         writer.add_head_count_kv(config.num_key_value_heads)
-    if architecture not in ("phi3", "granite", "granitemoe", "chatglm", "deepseek2", "minicpm3"):
+    if architecture not in ("phi3", "granite", "granitemoe", "chatglm", *gguf_deepseek.ARCHITECTURES, "minicpm3"):
         writer.add_key_length(64)
         writer.add_value_length(64)
     _describe_rope(writer, config, architecture)
-    if "llama_4_scaling_beta" in config.rope_parameters:
+    if architecture == "mistral3" and "llama_4_scaling_beta" in config.rope_parameters:
         writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if architecture in ("qwen2vl", "qwen3vl"):

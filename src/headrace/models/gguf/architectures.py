@@ -213,6 +213,9 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
     ),
+    "mistral4": Architecture(
+        "Mistral4ForCausalLM", "mistral4", LATENT_NAMES, fields=deepseek.mistral4, latent=True, routed=False
+    ),
     "minicpm3": Architecture(
         "MiniCPM3ForCausalLM", "minicpm3", LATENT_NAMES, fields=deepseek.minicpm3, latent=True, routed=False
     ),
@@ -227,6 +230,8 @@ DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM", "deepseek_v3", LATENT_NAMES, fields=deepseek.v3, latent=True, routed=False
 )
 """A deepseek2 whose router has sigmoids: DeepSeek-V3 and R1, GLM-4.7-Flash."""
+YOUTU = Architecture("YoutuForCausalLM", "youtu", LATENT_NAMES, fields=deepseek.youtu, latent=True, routed=False)
+"""One without experts."""
 WINDOWED = Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True)
 """A llama whose layers all have a window."""
 MINISTRAL3 = Architecture("Ministral3ForCausalLM", "ministral3", LLAMA_NAMES, turned=True, fields=families.ministral3)
@@ -242,6 +247,7 @@ MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", MIXTRAL_NAMES, turned=Tr
 OTHERS: Mapping[str, Mapping[str, Architecture]] = {
     "llama": {"expert_count": MIXTRAL, "attention.sliding_window": WINDOWED},
     "mistral3": {"attention.temperature_scale": MINISTRAL3},
+    "deepseek2": {"attention.temperature_scale": ARCHITECTURES["mistral4"]},
     "olmo2": {"attention.sliding_window": OLMO3},
     "granitemoe": {"expert_shared_feed_forward_length": GRANITE_SHARED},
 }
@@ -259,12 +265,12 @@ def architecture_of(file: GgufFile) -> Architecture:
         raise UnsupportedModel(
             f"{file.path}: architecture {shown(str(name))} is not read from GGUF; these are: {', '.join(ARCHITECTURES)}"
         )
-    if name == "deepseek2" and deepseek.has_sigmoids(file):
-        return DEEPSEEK_V3
     for key, other in OTHERS.get(name, {}).items():
         if file.metadata.get(f"{name}.{key}"):
             return other
-    return ARCHITECTURES[name]
+    if name == "deepseek2" and not file.metadata.get("deepseek2.expert_count"):
+        return YOUTU
+    return DEEPSEEK_V3 if name == "deepseek2" and deepseek.has_sigmoids(file) else ARCHITECTURES[name]
 
 
 def checkpoint_tensors(

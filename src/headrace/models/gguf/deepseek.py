@@ -1,7 +1,8 @@
-"""GGUF files of DeepSeek-V2, V3 and their kin, of MiniCPM3, GLM-4.5 and dots.llm1: what config.json would say of latent
-attention, experts and routers. Imports no torch.
+"""GGUF files of DeepSeek-V2, V3 and their kin, of Mistral 4, Youtu-LLM, MiniCPM3, GLM-4.5 and dots.llm1: what
+config.json would say of latent attention, experts and routers. Imports no torch.
 
-Facts: llama.cpp's conversion/deepseek.py, minicpm.py, glm.py and dots1.py, src/models/deepseek2.cpp and minicpm3.cpp.
+Facts: llama.cpp's conversion/deepseek.py, mistral.py, mistral3.py, minicpm.py, glm.py and dots1.py,
+src/models/deepseek2.cpp and minicpm3.cpp.
 DeepSeek's files from April 2025 on have what heads make of latents in two tensors, keys' transposed (models.checkpoint
 puts them together), and say sizes of heads by keys of their own; older ones have the checkpoint's tensor, and the sizes
 in the usual keys.
@@ -44,6 +45,8 @@ READ = {
 }  # fmt: skip
 LOG_UNIT = 0.1
 """That the converter multiplies mscale_all_dim by."""
+TEMPERED = 0.1
+"""llama_4_scaling_beta of Mistral Small 4, of which its files do not tell."""
 
 
 def has_sigmoids(file: GgufFile) -> bool:
@@ -68,11 +71,30 @@ def v3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return _common(facts, rope) | {"norm_topk_prob": facts.flag("expert_weights_norm", False)}
 
 
+def mistral4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Queries are multiplied by a factor of their position, counted in lengths that yarn stretches."""
+    _refuse_gating(facts, SOFTMAX)
+    beta, length = facts.number("attention.temperature_scale", TEMPERED), rope.get("original_max_position_embeddings")
+    if facts.value("attention.temperature_length") not in (None, length):
+        name = f"{facts.prefix}attention.temperature_length"
+        raise UnsupportedModel(
+            f"{facts.file.path}: {name} other than yarn's original length, {length}, is not supported"
+        )
+    fields = _common(facts, rope)
+    return fields | {
+        "rope_parameters": fields["rope_parameters"] | {"llama_4_scaling_beta": beta},
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
+        "rope_interleave": True,
+    }
+
+
+def youtu(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return _sizes(facts, rope) | {"rope_interleave": True}
+
+
 def glm4_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     refuse_sections(facts)
-    if facts.count("expert_gating_func", SIGMOID) != SIGMOID:
-        name = f"{facts.prefix}expert_gating_func"
-        raise UnsupportedModel(f"{facts.file.path}: {name} other than {SIGMOID} is not supported")
+    _refuse_gating(facts, SIGMOID)
     return _experts(facts) | {
         "norm_topk_prob": facts.flag("expert_weights_norm", True),
         "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
@@ -98,6 +120,12 @@ def minicpm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _refuse_gating(facts: Facts, but: int) -> None:
+    if facts.count("expert_gating_func", but) != but:
+        name = f"{facts.prefix}expert_gating_func"
+        raise UnsupportedModel(f"{facts.file.path}: {name} other than {but} is not supported")
+
+
 def _experts(facts: Facts) -> dict[str, Any]:
     """They are in one group where the file names none, as llama.cpp has it."""
     for key in facts.file.metadata:
@@ -117,10 +145,14 @@ def _experts(facts: Facts) -> dict[str, Any]:
 
 
 def _common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return _experts(facts) | _sizes(facts, rope)
+
+
+def _sizes(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Of heads and latents, and their rotation."""
     lengths = ("attention.key_length", "attention.value_length")
     query, value = (facts.count(f"{length}_mla", facts.count(length)) for length in lengths)
-    found = _experts(facts) | _latent(facts, query)
-    return found | {"v_head_dim": value, "rope_parameters": rope | yarn(facts, rope, LOG_UNIT)}
+    return _latent(facts, query) | {"v_head_dim": value, "rope_parameters": rope | yarn(facts, rope, LOG_UNIT)}
 
 
 def _latent(facts: Facts, query: int) -> dict[str, Any]:
