@@ -58,11 +58,3 @@ class DeviceTransfer:
         self.wait()
         if self.relayed is not None:
             self.relayed.wait()
-
-
-def check_sent(x: Tensor) -> None:
-    """Raises ValueError for an empty or a scattered tensor."""
-    if not x.numel():
-        raise ValueError("an empty tensor is not sent: leave the transfer out on both sides")
-    if not x.is_contiguous():
-        raise ValueError("only contiguous tensors are sent: call .contiguous() and keep what it returns")

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from headrace.device import Device, Stream
-from headrace.parallel.device_transfer import DeviceTransfer, check_sent
-from headrace.parallel.transport import Apart, Links, RankLost, Tag, Traffic, Transfer, flat
+from headrace.parallel.device_transfer import DeviceTransfer
+from headrace.parallel.transport import Apart, Links, RankLost, Tag, Traffic, Transfer, check_sent, flat
 from headrace.parallel.waiters import Waiters
 
 STREAMS = 3

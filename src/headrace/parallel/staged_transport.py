@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from headrace.device import Device
-from headrace.parallel.device_transfer import DeviceTransfer, check_sent
+from headrace.parallel.device_transfer import DeviceTransfer
 from headrace.parallel.pinned_room import PinnedRoom
-from headrace.parallel.transport import Links, Tag, Traffic, Transfer, flat
+from headrace.parallel.transport import Links, Tag, Traffic, Transfer, check_sent, flat
 from headrace.parallel.waiters import Waiters
 
 

@@ -114,7 +114,8 @@ class RankStates:
     def _tagged(self, move: StateMove, layer: int, number: int, index: int) -> Iterator[tuple[Tag, Tensor]]:
         states: LayerStates = self.storage.layers[layer]
         for piece, x in enumerate((states.last[move.slot], states.matrices[move.slot])):
-            yield Tag(number, self.first_layer + layer, 2 * index + piece), x
+            if x.numel():  # a short convolution has no matrix
+                yield Tag(number, self.first_layer + layer, 2 * index + piece), x
 
     def drain(self) -> None:
         """Until all that was sent has left."""

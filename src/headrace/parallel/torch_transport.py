@@ -21,8 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.parallel.device_transfer import check_sent
-from headrace.parallel.transport import RankLost, Tag, Traffic, Transfer, flat
+from headrace.parallel.transport import RankLost, Tag, Traffic, Transfer, check_sent, flat
 from headrace.parallel.waiters import Waiters
 
 

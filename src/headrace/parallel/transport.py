@@ -101,11 +101,11 @@ class Transport(Protocol):
     def traffic(self) -> Traffic: ...
 
     def isend(self, x: Tensor, to: int, tag: Tag) -> Transfer:
-        """Sends x, which must be contiguous."""
+        """Sends x, which must be contiguous and not empty."""
         ...
 
     def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Transfer:
-        """Receives into x, contiguous and of the sender's size and type; `relay`: a rank to send it on to."""
+        """Receives into x, as isend takes it, of the sender's size and type; `relay`: a rank to send it on to."""
         ...
 
 
@@ -125,6 +125,14 @@ class Links(Transport, Protocol):
 def flat(x: Tensor) -> Tensor:
     """The same memory as bytes: no backend knows every type."""
     return x.detach().view(-1).view(torch.uint8)
+
+
+def check_sent(x: Tensor) -> None:
+    """Raises ValueError for an empty or a scattered tensor."""
+    if not x.numel():
+        raise ValueError("an empty tensor is not sent: leave the transfer out on both sides")
+    if not x.is_contiguous():
+        raise ValueError("only contiguous tensors are sent: call .contiguous() and keep what it returns")
 
 
 def all_gather(
@@ -205,11 +213,13 @@ class Loopback:
         self.traffic = Traffic()
 
     def isend(self, x: Tensor, to: int, tag: Tag) -> Transfer:
+        check_sent(x)
         self.traffic.sent(to, x)
         self.hub.put((self.rank, to, tag.number), x)
         return _LoopbackSend()
 
     def irecv(self, x: Tensor, source: int, tag: Tag, relay: int | None = None) -> Transfer:
+        check_sent(x)
         return _LoopbackReceive(self, x, source, tag, relay)
 
 
