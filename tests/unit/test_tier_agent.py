@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import queue
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from headrace.offload.ranked import words
 from headrace.offload.ranked.agent import AgentThread, Opened, TierAgent
 from headrace.offload.ranked.peers import TierPeers, open_everywhere
+from headrace.offload.tiers.base import BlobParts
 
 pytestmark = pytest.mark.unit
 
@@ -38,6 +43,55 @@ def test_chunks_that_cannot_be_stored() -> None:
     chunks = [words.ChunkToStore(slot, bytes(32), b"", sure=True) for slot in range(2)]
     for number in (3, 4):
         assert answered(agent, words.StoreChunks(number, chunks)) == words.ChunksStored(number)
+
+
+class SlowTier:
+    """Codec and tiers at once: every blob is made in one scratch, as ChunkCodec makes them, and kept a moment later."""
+
+    keeps_activations, spec = False, SimpleNamespace(shapes=True)
+
+    def __init__(self) -> None:
+        self.scratch, self.kept = bytearray(1), dict[bytes, bytes]()
+
+    def encode(self, slot: int, *what: object) -> BlobParts:
+        self.scratch[:] = bytes([slot])
+        time.sleep(0.002)
+        return (memoryview(self.scratch),)
+
+    def set_quota(self, *quota: object) -> None: ...
+
+    def lacking(self, name: bytes) -> list[int]:
+        return [0]
+
+    def format(self, tier: int) -> str:
+        return "raw"
+
+    def queues(self, tier: int) -> bool:
+        return False
+
+    def offer(self, tier: int, name: bytes, tenant: bytes, parts: BlobParts, size: int) -> None:
+        self.kept[name[:1]] = bytes(parts[0])
+
+
+def test_two_threads_of_rank_0_may_store_at_once() -> None:
+    """Of tensor ranks all are asked: the first by the thread that asks, be it the engine's or the writeback's."""
+    tier = cast(Any, SlowTier())
+    agent = TierAgent(lambda identity: Opened(tier, tier, tier, *cast(Any, (None, None, None))))
+    peers = TierPeers(1, {0: agent}, tensor=2, send=lambda world, body: peers.received(world, stored(body)))
+    agent.open(b"model")
+
+    def store(slot: int) -> None:
+        chunk = words.ChunkToStore(slot, bytes([slot]) * 32, b"", sure=True)
+        peers.call(0, words.StoreChunks(0, [chunk]), words.ChunksStored)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(store, range(16)))
+    assert tier.kept == {bytes([slot]): bytes([slot]) for slot in range(16)}
+
+
+def stored(body: bytes) -> bytes:
+    """What a rank over a link answers."""
+    return words.encode(words.ChunksStored(words.command(body).number))
 
 
 def test_the_only_rank_says_itself_why_its_tiers_cannot_be_opened() -> None:

@@ -94,7 +94,7 @@ class TierAgent:
         self._forms: list[StoredForm] = []
         self._of: dict[int, _Bringing] = {}
         self._restores: dict[int, _Bringing] = {}
-        self._lock = threading.Lock()
+        self._lock, self._storing = threading.Lock(), threading.Lock()
 
     def open(self, identity: bytes) -> Opened:
         """Raises ValueError."""
@@ -139,7 +139,8 @@ class TierAgent:
             case words.StoreChunks():
                 try:
                     for chunk in command.chunks:
-                        self.store(chunk)
+                        with self._storing:  # of tensor ranks two threads of rank 0 ask, and the codec has one scratch
+                            self.store(chunk)
                 finally:
                     say(words.ChunksStored(command.number))
             case words.TellTiers():
