@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from headrace.config import EngineConfig
-from headrace.config.server import REASONING_PARSERS, TOOL_PARSERS
+from headrace.config.server import REASONING_ALIASES, REASONING_PARSERS, TOOL_PARSERS
 from headrace.server.parsers.parts import Answer, Call, CallStart, PlainText
 from headrace.server.parsers.registry import (
     DEEPSEEK_TOKENS,
@@ -175,3 +176,21 @@ def test_numbers_of_calls_within_a_turn_are_no_ids() -> None:
         found.add(parser.finish())
         begun += [each.call_id for each in found.calls]
     assert len(set(begun)) == 3 and all(each.startswith("call_") for each in begun)
+
+
+@pytest.mark.parametrize(("heading", "known"), [("Formats of calls", TOOL_PARSERS), ("Reasoning", REASONING_PARSERS)])
+def test_the_page_lists_every_format(heading: str, known: tuple[str, ...]) -> None:
+    page = (Path(__file__).parents[2] / "docs/tools.md").read_text()
+    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.M)) == sorted(known)
+
+
+@pytest.mark.parametrize("name", REASONING_ALIASES)
+def test_the_page_lists_other_names_of_reasoning(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs/tools.md").read_text()
+    assert f"`{name}`" in page.split("## Reasoning\n")[1].split("\n## ")[0]
+    assert formats_of("", reasoning_parser=name).reasoning == REASONING_ALIASES[name]
+
+
+def test_reasoning_of_olmo_3_by_its_name_elsewhere() -> None:
+    assert formats_of("", reasoning_parser="olmo3").reasoning == "think"

@@ -19,7 +19,7 @@ REASONING_PARSERS = ("think", "mistral", "seed_oss", "cohere", "harmony", "none"
 TOOL_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                 "glm47": "glm45"}  # fmt: skip
 REASONING_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think",
-                     "minimax_m2": "think", "openai_gptoss": "harmony"}  # fmt: skip
+                     "minimax_m2": "think", "olmo3": "think", "openai_gptoss": "harmony"}  # fmt: skip
 """vLLM's names of formats -> ours, where these differ."""
 OnDisconnect = Literal["stop", "finish"]
 
