@@ -116,7 +116,7 @@ def test_the_command() -> None:
 
 def test_numbers_as_people_read_them() -> None:
     assert [short(n) for n in (12, 4_000, 596_000_000, 1_240_000_000)] == ["12", "4K", "596M", "1.24B"]
-    assert [sized(n) for n in (1 << 20, 3 << 29)] == ["1.0 MiB", "1.50 GiB"]
+    assert [sized(n) for n in (40 << 10, 1 << 20, 3 << 29)] == ["40.0 KiB", "1.0 MiB", "1.50 GiB"]
 
 
 def test_of_a_hybrid_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,10 @@ def _speed(found: Facts) -> Iterator[tuple[str, str]]:
 
 
 def sized(bytes: int) -> str:
-    """'1.40 GiB', '250 MiB'."""
-    return f"{bytes / GIB:,.2f} GiB" if bytes >= GIB else f"{bytes / 2**20:,.1f} MiB"
+    """'1.40 GiB', '250.0 MiB', '40.0 KiB'."""
+    if bytes >= GIB:
+        return f"{bytes / GIB:,.2f} GiB"
+    return f"{bytes / 2**20:,.1f} MiB" if bytes >= 2**20 // 10 else f"{bytes / 2**10:,.1f} KiB"
 
 
 def short(number: int) -> str:
