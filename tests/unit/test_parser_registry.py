@@ -43,7 +43,8 @@ TEMPLATES = {
     "llama4": (SHOWN + "in the format [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", NONE),
     "lfm2": ("{% if tools %}" + SHOWN + "'<|tool_call_start|>' + calls + '<|tool_call_end|>'", "lfm2", NONE),
     "nemotron-nano-2": (SHOWN + "'<TOOLCALL>[' + calls + ']</TOOLCALL>' <think></think>", "nemotron_json", "think"),
-    "hunyuan-a13b": (SHOWN + "'<tool_calls>[' + calls + ']</tool_calls>' <think></think>", "hunyuan_a13b", "think"),
+    "hunyuan-a13b": (SHOWN + "'<tool_calls>[' + calls + ']</tool_calls>' <think></think> '<answer>' in content",
+                     "hunyuan_a13b", "hunyuan_a13b"),
     "olmo-3": (SHOWN + "within <function_calls></function_calls> XML tags", "olmo3", NONE),
     "command-a": (SHOWN + "'<|START_THINKING|>' + plan + '<|END_THINKING|><|START_ACTION|>['", "cohere", "cohere"),
     "mistral": ("[AVAILABLE_TOOLS]" + SHOWN + "[TOOL_CALLS] [", "mistral", NONE),
@@ -81,7 +82,7 @@ def test_flags_go_before_the_template() -> None:
     assert (found.tools, found.reasoning) == (NONE, "think")
     with pytest.raises(ValueError, match=r"tool_parser must be one of hermes, .*; did you mean hermes"):
         formats_of("", tool_parser="hermse")
-    with pytest.raises(ValueError, match=r"reasoning_parser must be one of think, .*, got 'x'"):
+    with pytest.raises(ValueError, match=r"reasoning_parser must be one of .*think, .*, got 'x'"):
         formats_of("", reasoning_parser="x")
 
 
@@ -150,6 +151,31 @@ def test_special_tokens_are_left_out_of_text_but_marks() -> None:
     seen = formats_of("tools [TOOL_CALLS]", tokens=tokens, hidden=["</s>"])
     assert not seen.needs_special_tokens
     assert answer(make_parser(seen, TOOLS), "a</s>") == Answer("a</s>")
+
+
+MARKED = {
+    "<think>\na\n</think>\n<answer>\nb  c\n</answer>": Answer("b  c", "a"),
+    "<think>\n\n</think>\n<answer>\nb\n</answer>\n": Answer("b"),
+    "<answer>b</answer> c": Answer("bc"),
+    "<think>a</think><answer>b </answ": Answer("b </answ", "a"),
+    "<think>a</think><answer>b \n": Answer("b", "a"),
+    "<think>a</think>b <answer>c</answer>": Answer("b <answer>c</answer>", "a"),
+    "  b <answe": Answer("  b <answe"),
+    "": Answer(),
+}
+
+
+@pytest.mark.parametrize("text", MARKED)
+def test_an_answer_between_marks(text: str) -> None:
+    """HunYuan-A13B's: however it is cut, and with calls in it."""
+    formats = Formats("hunyuan_a13b", "hunyuan_a13b")
+    found = Answer()
+    parser = make_parser(formats)
+    found.add([*parser.push(text), *parser.finish()])
+    assert found == answer(make_parser(formats), text) == MARKED[text]
+    if text.endswith("</answer>") and "b <" not in text:
+        calling = text.replace("b  c", '<tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>')
+        assert answer(make_parser(formats, TOOLS), calling) == Answer("", "a", [Call("", "f", '{"a": 1}')])
 
 
 def test_the_prompt_says_whether_reasoning_has_begun() -> None:

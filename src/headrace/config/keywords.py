@@ -264,8 +264,8 @@ class SettingKeywords(TypedDict, total=False):
     text). auto: as its chat template says."""
 
     reasoning_parser: str
-    """How the model writes its reasoning: think, mistral, seed_oss, cohere, harmony, or none (it stays text). auto: as
-    its chat template says."""
+    """How the model writes its reasoning: think, hunyuan_a13b, mistral, seed_oss, cohere, harmony, or none (it stays
+    text). auto: as its chat template says."""
 
     restart: bool
     """Start the engine again after a failure; without it the server ends with code 1."""

@@ -15,7 +15,7 @@ LogRequests = Literal["off", "ends", "params", "text"]
 TOOL_PARSERS = ("hermes", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31",
                 "llama3_json", "mistral", "nemotron_json", "hunyuan_a13b", "cohere", "lfm2", "olmo3", "pythonic",
                 "openai", "json", "none")  # fmt: skip
-REASONING_PARSERS = ("think", "mistral", "seed_oss", "cohere", "harmony", "none")
+REASONING_PARSERS = ("think", "hunyuan_a13b", "mistral", "seed_oss", "cohere", "harmony", "none")
 TOOL_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder",
                 "glm47": "glm45"}  # fmt: skip
 REASONING_ALIASES = {"qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think",
@@ -151,8 +151,8 @@ class ServerSettings(SettingsRecord):
     )
     reasoning_parser: str = setting(
         "auto",
-        "How the model writes its reasoning: think, mistral, seed_oss, cohere, harmony, or none (it stays text). auto: "
-        "as its chat template says.",
+        "How the model writes its reasoning: think, hunyuan_a13b, mistral, seed_oss, cohere, harmony, or none (it "
+        "stays text). auto: as its chat template says.",
         check=_a_parser(REASONING_PARSERS, REASONING_ALIASES),
     )
     restart: bool = setting(True, "Start the engine again after a failure; without it the server ends with code 1.")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from headrace.config.server import REASONING_ALIASES, TOOL_ALIASES
 from headrace.server.parsers.filters import FirstCall, WithoutTokens
+from headrace.server.parsers.marked_answer import MarkedAnswerParser
 from headrace.server.parsers.parts import OutputParser, PlainText
 from headrace.server.parsers.reasoning import ReasoningParser
 from headrace.server.turn import Tool, ToolChoice
@@ -35,7 +36,7 @@ class ToolFormat(NamedTuple):
 
 class ReasoningFormat(NamedTuple):
     """begin, end: what stands around reasoning. after: what follows it before the answer. answer: what begins the
-    answer."""
+    answer. around: marks that an answer may stand between."""
 
     begin: str
     end: str
@@ -43,6 +44,7 @@ class ReasoningFormat(NamedTuple):
     answer: str = ""
     tokens: tuple[str, ...] = ()
     """Special tokens in these texts, where they are more than `begin` and `end`."""
+    around: tuple[str, str] = ("", "")
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -76,6 +78,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "json": ToolFormat("plain_json", "PlainJsonParser"),
 }
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "hunyuan_a13b": ReasoningFormat(
+        "<think>", "</think>", tokens=("<think>", "</think>", "<answer>", "</answer>"), around=("<answer>", "</answer>")
+    ),
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
@@ -215,8 +220,9 @@ def make_parser(
     the reasoning. Without tools, or where none may be called, calls are text; reasoning is split in any case."""
     parser = _calls_parser(formats, tools, choice, new_id)
     if formats.reasoning != NONE and not formats.harmony:
-        begin, end, *_ = REASONING_FORMATS[formats.reasoning]
-        parser = ReasoningParser(parser, begin, end, prompt_end.rstrip().endswith(begin))
+        form = REASONING_FORMATS[formats.reasoning]
+        inner = MarkedAnswerParser(parser, *form.around) if form.around[0] else parser
+        parser = ReasoningParser(inner, form.begin, form.end, prompt_end.rstrip().endswith(form.begin))
     return WithoutTokens(parser, formats.left_out) if formats.needs_special_tokens and formats.left_out else parser
 
 
