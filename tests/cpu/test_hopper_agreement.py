@@ -71,6 +71,21 @@ def test_latents_kernel_has_bits_of_its_own(
     assert len(caplog.records) == (told is not None)
 
 
+def test_latents_that_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory does not suffice nothing is taken in place of the kernel, whose bits others have not."""
+
+    def run(*given: Any, **ways: Any) -> Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(hopper_agreement, "_found", {})
+    monkeypatch.setattr(hopper, "present", lambda place: True)
+    monkeypatch.setattr(attention.TileWork, "run", run)
+    with pytest.raises(ValueError, match=r"no GPU memory left to compare hopper_latent_kernels.*none left"):
+        attention.agreed(Heads(4, 1, 576, once=True), torch.float16, CPU)
+    monkeypatch.setattr(hopper, "takes", lambda *layer: True)
+    assert attention.agreed(Heads(4, 2, 64), torch.float16, CPU) == hopper_agreement.PORTABLE
+
+
 @pytest.mark.parametrize(
     ("heads", "dtype", "taken"),
     [

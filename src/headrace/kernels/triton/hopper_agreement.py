@@ -95,24 +95,43 @@ def _compared(
 
 
 def _latents_compared(name: str, run: Callable[[Ways, int, int], Callable[[], Tensor]]) -> Ways:
-    """Of latents' kernel: both ways by its own tasks, which must agree, or neither."""
+    """Of latents' kernel: both ways by its own tasks, which must agree, or neither. Raises ValueError where memory does
+    not suffice to compare them: the portable kernels have other bits, and which are used must follow from the GPU and
+    the versions alone."""
     both = Ways(flash=True, split=True)
     flash, split, portable = (run(*each, tile_schedule.LANES) for each in ((both, 0), (both, 1 << 20), (PORTABLE, 0)))
-    used = same(f"{name}, span by span,", split, flash) and same(name, flash, portable, within=NEAR)
+    try:
+        used = _same(f"{name}, span by span,", split, flash) and _same(name, flash, portable, within=NEAR)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"there is no GPU memory left to compare {name} with other kernels; free some: {error}"
+        ) from None
     return Ways(flash=used, split=used)
 
 
-def same(name: str, ours: Callable[[], Tensor], portable: Callable[[], Tensor], within: float = 0.0) -> bool:
-    """Whether both give the same bits, or numbers at most `within` apart; if not, the log says that `ours` is not
-    used."""
+def same(name: str, ours: Callable[[], Tensor], portable: Callable[[], Tensor]) -> bool:
+    """Whether both give the same bits; if not, the log says that `ours` is not used."""
+    try:
+        return _same(name, ours, portable)
+    except torch.OutOfMemoryError as error:
+        _say_untried(name, error)
+    return False
+
+
+def _same(name: str, ours: Callable[[], Tensor], portable: Callable[[], Tensor], within: float = 0.0) -> bool:
+    """The same, or whether numbers are less than `within` apart."""
     try:
         one, other = ours(), portable()
         if torch.equal(one, other) or float((one.float() - other.float()).abs().max()) < within:
             return True
         log.warning("%s has other bits than the portable kernels on this GPU, which are used instead", name)
-    except (TritonError, torch.OutOfMemoryError) as error:
-        log.warning("%s cannot be compared with the portable kernels, which are used instead: %s", name, error)
+    except TritonError as error:
+        _say_untried(name, error)
     return False
+
+
+def _say_untried(name: str, error: Exception) -> None:
+    log.warning("%s cannot be compared with the portable kernels, which are used instead: %s", name, error)
 
 
 def _plan() -> tuple[NDArray[np.int32], Tensor]:
