@@ -146,7 +146,7 @@ PHRASES = (
 SEED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     **{name: [BYTES_OF_WORDS] for name in ("gpt-2", "phi-2", "olmo", "exaone4", "gigachat", "a.x-4.0", "mellum")},
-    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "command-r", "minerva-7b", "mellum2"), DIGITS),
     "falcon": FALCON, "default": FALCON,
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), split(CL100K)),
     "smaug-bpe": split(CL100K), "dbrx": split(CL100K), "glm4": split(CL100K), "chatglm-bpe": split(CL100K),

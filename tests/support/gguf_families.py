@@ -165,7 +165,7 @@ def write_family(
     apart = (
         latent
         or corrected
-        or architecture in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", *HYBRIDS)
+        or architecture in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", *HYBRIDS)
     )
     _describe_whole(writer, model, architecture, old)
     if latent or corrected:
@@ -344,7 +344,8 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
             "command-r": windows.cohere, "minimax-m2": gguf_routed.minimax_m2,
             "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe,
             "qwen2moe": gguf_routed.qwen2_moe, "hunyuan-moe": gguf_routed.hunyuan_moe,
-            "exaone-moe": gguf_routed.exaone_moe, "minicpm3": gguf_deepseek.minicpm3}  # fmt: skip
+            "exaone-moe": gguf_routed.exaone_moe, "mellum": gguf_routed.mellum,
+            "minicpm3": gguf_deepseek.minicpm3}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)
 

@@ -1,6 +1,6 @@
-"""GGUF files of Granite 3, MiniMax-M2, ERNIE 4.5, Qwen 2, HunYuan and EXAONE with experts, as llama.cpp's converter
-writes them (conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py and exaone.py). Nothing here is taken from
-headrace's reader."""
+"""GGUF files of Granite 3, MiniMax-M2, ERNIE 4.5, Qwen 2, HunYuan, EXAONE and Mellum with experts, as llama.cpp's
+converter writes them (conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py and mellum.py).
+Nothing here is taken from headrace's reader."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ QWEN2 = dict(
     mlp_only_layers=[], use_sliding_window=False, moe_intermediate_size=96, shared_expert_intermediate_size=160
 )
 ERNIE = dict(moe_layer_end_index=-1, moe_intermediate_size=96, tie_word_embeddings=False)
+MELLUM = dict(num_hidden_layers=3, moe_intermediate_size=96, mlp_layer_types=["sparse"] * 3, attention_bias=False)
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", "minimax_m2", dict(intermediate_size=96)),
     "granite_moe": ("granitemoe", "granite_moe", dict(intermediate_size=96)),
@@ -19,6 +20,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie_moe": ("ernie4_5-moe", "ernie_moe", ERNIE),
     "qwen2_moe": ("qwen2moe", "qwen2_moe", QWEN2),
     "hunyuan_moe": ("hunyuan-moe", "hunyuan_moe", dict(intermediate_size=96, attention_bias=False)),
+    "mellum": ("mellum", "mellum", MELLUM),
     "exaone_moe": ("exaone-moe", "exaone_moe", dict(moe_intermediate_size=96, num_hidden_layers=3)),
 }  # fmt: skip
 
@@ -58,6 +60,15 @@ def hunyuan_moe(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.intermediate_size)
     writer.add_expert_shared_feed_forward_length(config.intermediate_size)
     writer.add_expert_shared_count(1)
+
+
+def mellum(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def exaone_moe(writer: GGUFWriter, config: Any) -> None:

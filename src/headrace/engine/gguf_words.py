@@ -124,7 +124,7 @@ FALCON = Words((_punctuation, _bytes(True), _digits(False), _threes))
 WORDS = {
     **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"), PLAIN),
     "olmo": Words(PLAIN.steps, normal=True),
-    **dict.fromkeys(("smollm", "refact", "starcoder", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("smollm", "refact", "starcoder", "minerva-7b", "mellum2"), DIGITS),
     "command-r": Words(DIGITS.steps, normal=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), LLAMA),
     "smaug-bpe": Words(LLAMA.steps, whole=True),

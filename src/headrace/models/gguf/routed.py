@@ -1,8 +1,8 @@
-"""GGUF files of Granite 3, Qwen 2 and HunYuan with experts, and of MiniMax-M2, ERNIE 4.5 with experts and K-EXAONE,
-whose routers have corrections: what config.json would say, and what Granite's tensors are. Imports no torch.
+"""GGUF files of Granite 3, Qwen 2, HunYuan and Mellum 2 with experts, and of MiniMax-M2, ERNIE 4.5 with experts and
+K-EXAONE, whose routers have corrections: what config.json would say, and what Granite's tensors are. Imports no torch.
 
-Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py and exaone.py, and
-src/models/minimax-m2.cpp, ernie4-5-moe.cpp, qwen2moe.cpp, hunyuan-moe.cpp and exaone-moe.cpp.
+Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py and mellum.py, and
+src/models/minimax-m2.cpp, ernie4-5-moe.cpp, qwen2moe.cpp, hunyuan-moe.cpp, exaone-moe.cpp and mellum.cpp.
 """
 
 from __future__ import annotations
@@ -115,6 +115,17 @@ def hunyuan_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def mellum(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """All layers have experts; those with windows are not stretched."""
+    _check(facts, READ, SOFTMAX, normalised=False)
+    windows = families.exaone4(facts, rope)
+    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", rope["rope_theta"])}
+    return windows | {
+        "rope_parameters": dict(zip(families.LAYER_TYPES, (rope, local), strict=True)),
+        "mlp_layer_types": ["sparse"] * len(windows["layer_types"]),
+    }
+
+
 def exaone_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     scores = facts.count("expert_gating_func", SIGMOID)
     if scores != SIGMOID:
@@ -133,10 +144,10 @@ def exaone_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check(facts: Facts, read: set[str], scores: int) -> None:
-    """Raises UnsupportedModel for routers of another kind."""
+def _check(facts: Facts, read: set[str], scores: int, normalised: bool = True) -> None:
+    """Raises UnsupportedModel for routers of another kind. normalised: shares are divided by their sum in any case."""
     refuse_experts(facts, read)
     if (found := facts.count("expert_gating_func", scores)) != scores:
         raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}expert_gating_func {found} is not supported")
-    if not facts.flag("expert_weights_norm", True):
+    if normalised and not facts.flag("expert_weights_norm", True):
         raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}expert_weights_norm false is not supported")
