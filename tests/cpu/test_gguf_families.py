@@ -131,6 +131,7 @@ def test_a_file_of_glm_flash_need_not_name_its_router(tmp_path: Path) -> None:
         writer = GGUFWriter(str(tmp_path / "m.gguf"), "deepseek2")
         writer.add_vocab_size(vocabulary)
         writer.add_block_count(blocks)
+        writer.add_expert_count(64)
         finish(writer)
         assert architecture_of(open_gguf(tmp_path / "m.gguf")).architecture == f"Deepseek{found}ForCausalLM"
 
