@@ -38,14 +38,19 @@ def _rows_of(dim):
 
 
 @gluon.jit
+def _weights(m, m2):
+    """(m, keep, take, empty) of a merge: how much is taken of either side, and whether the second one holds nothing."""
+    new = gl.maximum(m, m2)
+    base = gl.where(new == float("-inf"), 0.0, new)
+    return new, gl.exp2(m - base), gl.exp2(m2 - base), m2 == float("-inf")
+
+
+@gluon.jit
 def _merge(one, two, D: gl.constexpr):
     """See attention_kernels._merge."""
     m, z, acc = one
     m2, z2, acc2 = two
-    new = gl.maximum(m, m2)
-    base = gl.where(new == float("-inf"), 0.0, new)
-    keep, take = gl.exp2(m - base), gl.exp2(m2 - base)
-    empty = m2 == float("-inf")
+    new, keep, take, empty = _weights(m, m2)
     WIDE: gl.constexpr = gl.SliceLayout(1, _lanes(D))
     keep_wide = gl.convert_layout(keep, WIDE)[:, None].broadcast_to(acc.shape)
     take_wide = gl.convert_layout(take, WIDE)[:, None]
@@ -61,7 +66,7 @@ def _merge(one, two, D: gl.constexpr):
 def _softmax(scores, m, z, key, position, window, factor, MASKED: gl.constexpr, WINDOW: gl.constexpr):
     """(p [64, 64], m, z, keep): of one chunk's scores, and how much of what came before is kept."""
     if MASKED:
-        keys = key + gl.arange(0, 64, layout=gl.SliceLayout(0, _lanes(64)))
+        keys = key + gl.arange(0, 64, layout=gl.SliceLayout(0, scores.type.layout))
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (keys[None, :] > position[:, None] - window)
@@ -69,7 +74,7 @@ def _softmax(scores, m, z, key, position, window, factor, MASKED: gl.constexpr, 
     new = gl.maximum(m, gl.max(scores, 1) * factor)
     base = gl.where(new == float("-inf"), 0.0, new)
     keep = gl.exp2(m - base)
-    unit = gl.full(scores.shape, 1.0, gl.float32, _lanes(64))
+    unit = gl.full(scores.shape, 1.0, gl.float32, scores.type.layout)
     p = gl.exp2(gl.fma(scores, unit * factor, (-base)[:, None].broadcast_to(scores.shape)))
     return p, new, gl.fma(z, keep, gl.sum(p, 1)), keep
 

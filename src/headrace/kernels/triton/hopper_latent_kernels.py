@@ -21,12 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name until Triton 3.6
+from headrace.kernels.triton.hopper_kernels import _softmax, _weights, async_load
+
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name until Triton 3.6
 
 
@@ -64,19 +64,6 @@ def _forget_unwritten(values, there, W: gl.constexpr):
     for column in gl.static_range(0, W, 64):  # few at a time: registers hold the sums
         some = values.slice(column, 64, dim=1)
         some.store(gl.where((j < there)[:, None], some.load(_rows_of(64)), 0.0))
-
-
-@gluon.jit
-def _softmax(scores, m, z, key, position, factor):
-    """(p [64, 64], m, z, keep): of one chunk's scores, and how much of what came before is kept."""
-    keys = key + gl.arange(0, 64, layout=gl.SliceLayout(0, _product(64)))
-    scores = gl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
-    new = gl.maximum(m, gl.max(scores, 1) * factor)
-    base = gl.where(new == float("-inf"), 0.0, new)
-    keep = gl.exp2(m - base)
-    unit = gl.full(scores.shape, 1.0, gl.float32, _product(64))
-    p = gl.exp2(gl.fma(scores, unit * factor, (-base)[:, None].broadcast_to(scores.shape)))
-    return p, new, gl.fma(z, keep, gl.sum(p, 1)), keep
 
 
 @gluon.jit
@@ -118,14 +105,6 @@ def _merged(total, acc, keep, take, empty):
     """See attention_kernels._merge."""
     both = gl.fma(total, _beside(keep, total), acc * _beside(take, acc))
     return gl.where(_beside(empty, acc), total, both)
-
-
-@gluon.jit
-def _weights(m, m2):
-    """(m, keep, take, empty) of a merge: see attention_kernels._merge."""
-    new = gl.maximum(m, m2)
-    base = gl.where(new == float("-inf"), 0.0, new)
-    return new, gl.exp2(m - base), gl.exp2(m2 - base), m2 == float("-inf")
 
 
 @gluon.jit
@@ -190,7 +169,7 @@ def _attend(rows, rest, shared, values, values_rest, there, state, key, position
     scores = warpgroup_mma(rows, values.permute([1, 0]), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma(rest, values_rest.permute([1, 0]), scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    p, m, z, keep = _softmax(scores, m, z, key, position, factor)
+    p, m, z, keep = _softmax(scores, m, z, key, position, 0, factor, True, False)
     shared.store(p.to(shared.dtype))
     fence_async_shared()
     acc, acc_rest = acc * _beside(keep, acc), acc_rest * _beside(keep, acc_rest)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from headrace.config.server import REASONING_ALIASES, TOOL_ALIASES
 from headrace.server.parsers.filters import FirstCall, WithoutTokens
-from headrace.server.parsers.marked_answer import MarkedAnswerParser
 from headrace.server.parsers.parts import OutputParser, PlainText
-from headrace.server.parsers.reasoning import ReasoningParser
+from headrace.server.parsers.reasoning import MarkedAnswerParser, ReasoningParser
 from headrace.server.turn import Tool, ToolChoice
 from headrace.types import did_you_mean
 
