@@ -1,4 +1,4 @@
-"""Attention over chunks whose keys are their values (latent attention) on a Hopper GPU, in Gluon: the tasks of
+"""Attention over chunks whose keys are their values (latent attention, MLA) on a Hopper GPU, in Gluon: the tasks of
 latent_kernels.walk, with bits of their own.
 
 Both warp groups of a program have all 64 lanes of a task: each makes the scores of half of a chunk's keys and sums up

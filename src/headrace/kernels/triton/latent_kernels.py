@@ -1,5 +1,5 @@
-"""Attention over chunks whose keys are their values (latent attention) on a GPU, in Triton: how one task walks its
-chunks.
+"""Attention over chunks whose keys are their values (latent attention, MLA) on a GPU, in Triton: how one task walks
+its chunks.
 
 The order of sums, tasks and states are those of attention_kernels. A chunk is read once: its values, turned round, are
 the keys. D, the head's size, is P + R: P, a power of two, and the rest, neither of which a tile would hold without the
