@@ -49,7 +49,7 @@ install: $(USE) ## .venv with headrace, its dependencies and its kernels (HEADRA
 demo: $(USE) ## answer real requests on the shipped model and show what the cache saved
 	@$(BIN)/python -m headrace.cli.main demo
 
-test: $(DEV) ## all tests, of large matrices a pairwise sample (HEADRACE_TEST_SEED=2 for another)
+test: $(DEV) ## tests, of large matrices and slow ones a sample (HEADRACE_TEST_SEED=2 for another)
 	@$(BIN)/python -m pytest $(SHARED)
 
 test-matrix: $(ALL) ## what make test leaves out: of the matrices, kernels that do not run here, tests that take long

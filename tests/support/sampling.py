@@ -4,8 +4,9 @@ A function with many cases in three parameters or more keeps some of them: each 
 together in one at least (pairwise cover). With two parameters each value is met. Before that, of parameters in SPREAD a
 function keeps some values, others than the next function does. The draw is seeded: HEADRACE_TEST_SEED, or 1. A case
 marked `matrix`, one that differs from others in little and takes long, is not kept either, and a function of the files
-in SLOW keeps one case alone. With --matrices rest (`make
-test-matrix`) exactly the cases run that the sample leaves out. Without this plugin everything does.
+in SLOW keeps one case alone. Of what is then left of the slow functions of a file (slow_tests) every fourth case is
+kept. With --matrices rest (`make test-matrix`) exactly the cases run that the sample leaves out. Without this plugin
+everything does.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from itertools import combinations
 from random import Random
 
 import pytest
+
+from tests.support.slow_tests import slow_tests
 
 FEW = 6
 """Functions with no more cases than this keep them all."""
@@ -43,6 +46,9 @@ SLOW = frozenset(
 )
 """Files whose cases take seconds each, and of a function do much the same."""
 
+EVERY = 4
+"""Of so many slow cases of a file one is kept."""
+
 Case = dict[str, str]
 
 
@@ -61,10 +67,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         random = Random(f"{seed()}/{name}")
         drawn = {random.randrange(len(cases))} if is_slow(name) else draw([values(case) for case in cases], random)
         left_out |= {case.nodeid for number, case in enumerate(cases) if number not in drawn}
+    left_out |= thinned([item.nodeid for item in items if item.nodeid not in left_out])
     if config.getoption("matrices") == "rest":
         left_out = {item.nodeid for item in items} - left_out
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def thinned(nodeids: Sequence[str]) -> set[str]:
+    """Slow ones that are left out: of each file all but every fourth, of which one is the first that is drawn."""
+    slow = slow_tests()
+    files: dict[str, list[str]] = {}
+    for nodeid in nodeids:
+        name = nodeid.split("[")[0].removeprefix("tests/")
+        if name in slow:
+            files.setdefault(name.split("::")[0], []).append(nodeid)
+    first = {file: Random(f"{seed()}/{file}").randrange(min(EVERY, len(cases))) for file, cases in files.items()}
+    return {each for file, cases in files.items() for each in cases if each not in cases[first[file] :: EVERY]}
 
 
 def pytest_report_header(config: pytest.Config) -> str:

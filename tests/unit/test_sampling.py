@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from itertools import combinations, product
@@ -14,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.sampling import FEW, SLOW, SPREAD, Case, draw, met
+from tests.support.sampling import EVERY, FEW, SLOW, SPREAD, Case, draw, met, thinned
 from tests.support.scheduling import LONGEST, place, share_the_cores
+from tests.support.slow_tests import slow_tests, told
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,6 +106,39 @@ def collected(folder: Path, matrices: str) -> list[tuple[str, str]]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     found = (line.split("::") for line in done.stdout.splitlines() if "::" in line)
     return [(file, name) for file, name in found]
+
+
+def test_of_slow_tests_a_file_keeps_every_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at least, others with another seed, and none that is not slow is left out."""
+    monkeypatch.setattr("tests.support.sampling.slow_tests", lambda: {"cpu/test_x.py::test_a", "cpu/test_y.py::test_b"})
+    cases = [f"tests/cpu/test_x.py::test_a[{case}]" for case in range(40)]
+    others = ["tests/cpu/test_x.py::test_b", "tests/cpu/test_z.py::test_a"]
+    kept = {}
+    for seed in map(str, range(20)):
+        monkeypatch.setenv("HEADRACE_TEST_SEED", seed)
+        left_out = thinned([*cases, *others, "tests/cpu/test_y.py::test_b"])
+        kept[seed] = [case for case in cases if case not in left_out]
+        assert len(left_out) == 30 and len(kept[seed]) == 40 // EVERY and left_out < set(cases)
+    assert sorted({case for each in kept.values() for case in each}) == sorted(cases)
+
+
+def test_slow_tests_are_there_and_are_read_from_what_pytest_prints() -> None:
+    gone = [each for each in slow_tests() if not _is_there(each)]
+    assert len(slow_tests()) > 500 and not gone, f"mend tests/support/slow_tests.txt: {gone}"
+    log = """
+0.28s call     tests/unit/test_a.py::test_b[1::2]
+0.03s setup    tests/unit/test_a.py::test_b[1::2]
+0.29s call     tests/unit/test_a.py::test_c
+9.00s call     tests/unit/test_a.py::TestD::runTest
+"""
+    assert told(log) == {"unit/test_a.py": ["TestD::runTest", "test_b"]}
+
+
+def _is_there(name: str) -> bool:
+    """Whether the test stands in its file; of a state machine its class."""
+    file, *_, name = name.replace("::runTest", "").split("::")
+    path = ROOT / "tests" / file
+    return path.exists() and re.search(rf"\b{name}\b", path.read_text()) is not None
 
 
 def test_the_longest_files_are_there_and_come_first() -> None:
