@@ -89,12 +89,11 @@ void make_states(RecurrentStates *self, const std::vector<std::pair<Address, Add
 void make_block(DecoderLayer *self, Order order, Activation activation, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                 const Matrix &qkv, const Matrix &out, const Matrix *up, const Matrix *down, const Scale &attention_norm,
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
-                int64_t turned, float residual_scale, bool norm_whole, const Experts *experts, bool gated, const DeltaNet *net,
-                int64_t query_first, bool turn_before_norm, const Latent *latent, const ShortConvolution *convolution,
-                const MambaNet *mamba) {
+                int64_t turned, float residual_scale, float out_eps, bool norm_whole, const Experts *experts, bool gated,
+                const DeltaNet *net, int64_t query_first, bool turn_before_norm, const Latent *latent,
+                const ShortConvolution *convolution, const MambaNet *mamba) {
   const bool normed = order == Order::sandwich || order == Order::after;
   if (out_norms.size() != (normed ? 2 : 0)) refuse("a block of this order has other norms");
-  if (experts && normed) refuse("what experts make is not normed");
   if (!up != !down || (!up && (experts || order != Order::pre))) refuse("a block of this order has an MLP");
   new (self) DecoderLayer{
       .order = order,
@@ -112,6 +111,7 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
       .mlp_norm = mlp_norm,
       .attention_out_norm = out_norms.empty() ? Scale{} : out_norms[0],
       .mlp_out_norm = out_norms.empty() ? Scale{} : out_norms[1],
+      .out_eps = out_eps,
       .q_norm = at<bf16>(q_norm),
       .k_norm = at<bf16>(k_norm),
       .norm_whole = norm_whole,
@@ -273,8 +273,8 @@ void bind_model(nb::module_ &m) {
   nb::class_<DecoderLayer>(m, "Block")
       .def("__init__", make_block, named, "order"_a, "activation"_a, "heads"_a, "kv_heads"_a, "dim"_a, "eps"_a, "qkv"_a,
            "out"_a, "up"_a.none(), "down"_a.none(), "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a,
-           "turn_first"_a, "turned"_a, "residual_scale"_a, "norm_whole"_a = false, "experts"_a = nb::none(), "gated"_a = false,
-           "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false, "latent"_a = nb::none(),
+           "turn_first"_a, "turned"_a, "residual_scale"_a, "out_eps"_a, "norm_whole"_a = false, "experts"_a = nb::none(),
+           "gated"_a = false, "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false, "latent"_a = nb::none(),
            "convolution"_a = nb::none(), "mamba"_a = nb::none())
       .def("scratch", &DecoderLayer::scratch)
       .def("mixed_size", &DecoderLayer::mixed_size)

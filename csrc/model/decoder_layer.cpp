@@ -89,9 +89,16 @@ void add_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf
   run.multiply(block.down, buffers.active, y, y, scale);
 }
 
+// y = MLP(x).
+void run_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, bf16 *y, const Buffers &buffers) {
+  if (has_experts(block)) return run_experts(block.experts, block.activation, run, x, y, buffers.behind());
+  activate_mlp(block, run, x, buffers);
+  run.multiply(block.down, buffers.active, y);
+}
+
 // x += scale * norm(y), y being overwritten.
 void add_normed(const DecoderLayer &block, const Operations &run, const Scale &norm, bf16 *y, bf16 *x) {
-  run.norm(norm, block.eps, y, y, block.qkv.inputs);
+  run.norm(norm, block.out_eps, y, y, block.qkv.inputs);
   run.add(x, y, block.qkv.inputs, block.residual_scale);
 }
 
@@ -109,8 +116,7 @@ void finish(const DecoderLayer &block, const Operations &run, bf16 *x, const bf1
       run.multiply(block.out, attended, a);
       add_normed(block, run, block.attention_out_norm, a, x);
       if (block.order == Order::sandwich) run.norm(block.mlp_norm, block.eps, x, b, hidden);
-      activate_mlp(block, run, block.order == Order::sandwich ? b : x, buffers);
-      run.multiply(block.down, buffers.active, a);
+      run_mlp(block, run, block.order == Order::sandwich ? b : x, a, buffers);
       return add_normed(block, run, block.mlp_out_norm, a, x);
     case Order::post:
       run.multiply(block.out, attended, x, x);

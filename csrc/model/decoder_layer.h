@@ -91,6 +91,7 @@ struct DecoderLayer {
   Experts experts;
   Scale attention_norm, mlp_norm;
   Scale attention_out_norm, mlp_out_norm;  // of Order::sandwich and after alone
+  float out_eps;                           // theirs
   Borrowed<const bf16> q_norm, k_norm;     // null where queries and keys are not normed
   bool norm_whole;                         // they are normed over all heads together, not [D] each
   int64_t turn_first, turned;              // where the layer's rotation begins in a row of cos_sin, and its width; 0: none

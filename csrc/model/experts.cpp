@@ -89,23 +89,19 @@ void gate_shared(const Matrix &gate, const Operations &run, const bf16 *x, const
   run.let_through(b.sorted, hidden, b.made, hidden);
 }
 
-// b.met += what the expert that all rows meet makes of x, rounded.
-void add_shared(const Experts &e, Activation f, const Operations &run, const bf16 *x, const Buffers &b) {
+// met += what the expert that all rows meet makes of x, rounded.
+void add_shared(const Experts &e, Activation f, const Operations &run, const bf16 *x, const Buffers &b, bf16 *met) {
   const Matrix &up = e.shared[0], &down = e.shared[1];
   run.multiply_activated(up, f, x, b.shared_inner, b.shared_active, down.inputs);
   run.multiply(down, b.shared_active, b.made);
   if (e.shared.size() > 2) gate_shared(e.shared[2], run, x, b);
-  run.add(b.met, b.made, e.router.inputs);
+  run.add(met, b.made, e.router.inputs);
 }
 
-}  // namespace
-
-int64_t experts_scratch(const Experts &experts, int64_t rows) { return Buffers::bytes(experts, rows); }
-
-void add_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, float scale,
-                 void *scratch) {
+// met = y + what the experts make that the router chooses of x, y being none or met.
+void meet_chosen(const Experts &e, Activation activation, const Operations &run, const bf16 *x, const Buffers &b, const bf16 *y,
+                 bf16 *met) {
   const int64_t hidden = e.router.inputs, experts = e.router.outputs, all = run.rows * e.chosen;
-  const Buffers b(e, run.rows, scratch);
   run.multiply_wide(e.router, x, b.logits, nullptr);
   run.kernels.route(
       {b.logits, b.expert, b.share, run.rows, experts, e.chosen, e.normalised, run.threads, e.routing, e.correction});
@@ -119,11 +115,26 @@ void add_experts(const Experts &e, Activation activation, const Operations &run,
   sorted.multiply_groups(e.up, begin, activation, b.sorted, gated ? b.active : b.inner);
   if (!gated) sorted.activate(activation, b.inner, b.active, e.down.front().inputs);
   sorted.multiply_groups(e.down, begin, activation, b.active, b.sorted);
-  const bool alone = e.shared.empty() && scale == 1.0f;
-  run.kernels.combine[Operations::BF16](
-      {b.sorted, b.place, b.share, alone ? y : nullptr, alone ? y : b.met, run.rows, e.chosen, hidden, run.threads});
-  if (!e.shared.empty()) add_shared(e, activation, run, x, b);
-  if (!alone) run.add(y, b.met, hidden, scale);
+  run.kernels.combine[Operations::BF16]({b.sorted, b.place, b.share, y, met, run.rows, e.chosen, hidden, run.threads});
+}
+
+}  // namespace
+
+int64_t experts_scratch(const Experts &experts, int64_t rows) { return Buffers::bytes(experts, rows); }
+
+void add_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, float scale,
+                 void *scratch) {
+  const Buffers b(e, run.rows, scratch);
+  if (e.shared.empty() && scale == 1.0f) return meet_chosen(e, activation, run, x, b, y, y);
+  meet_chosen(e, activation, run, x, b, nullptr, b.met);
+  if (!e.shared.empty()) add_shared(e, activation, run, x, b, b.met);
+  run.add(y, b.met, e.router.inputs, scale);
+}
+
+void run_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch) {
+  const Buffers b(e, run.rows, scratch);
+  meet_chosen(e, activation, run, x, b, nullptr, y);
+  if (!e.shared.empty()) add_shared(e, activation, run, x, b, y);
 }
 
 }  // namespace headrace

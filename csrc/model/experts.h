@@ -12,4 +12,7 @@ int64_t experts_scratch(const Experts &experts, int64_t rows);
 void add_experts(const Experts &experts, Activation activation, const Operations &run, const bf16 *x, bf16 *y, float scale,
                  void *scratch);
 
+// y [T, H] = what each row's experts make of x [T, H], in the same memory as `add_experts`.
+void run_experts(const Experts &experts, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch);
+
 }  // namespace headrace

@@ -138,6 +138,10 @@ def test_outputs_in_several_formats(isa: str, dtype: torch.dtype) -> None:
         for first in (0, 64, 128, 192):
             tail = ops.outputs_from(whole, first)
             assert tail is not None and torch.equal(ops.linear(x, tail, bias[first:]), want[:, first:])
+            some = ops.outputs_from(whole, first, 60)
+            assert some is not None and torch.equal(ops.linear(x, some), ops.linear(x, tail)[:, :60])
+        across = ops.outputs_from(whole, 64, 110)
+        assert across is not None and torch.equal(ops.linear(x, across, bias[64:174]), want[:, 64:174])
     assert ops.outputs_from(whole, 100) is None
 
 

@@ -46,6 +46,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         vocab_size=130,
         attention=AttentionSpec(2, 4, 2, 32, 0.2, (None, None), score_cap=2.0),
     ),
+    "muse glimmer": dict(
+        block="sandwich",
+        norm_offset=1.0,
+        final_offset=0.0,
+        out_norm_eps=0.1,
+        embed_norm=True,
+        qk_norm=True,
+        qk_norm_affine=False,
+        attention_gate=True,
+        gate_apart=True,
+        logit_scale=0.5,
+        logit_cap=2.0,
+    ),
 }
 
 

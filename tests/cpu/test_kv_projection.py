@@ -152,6 +152,9 @@ def test_the_tail_of_a_weight_is_a_view() -> None:
         assert torch.equal(ops.linear(x, tail), ops.linear(x, form)[:, 128:])
         own, whole = (y.blocks if isinstance(form, cpu.Packed) else y.codes for y in (tail, form))
         assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        some: Any = ops.outputs_from(form, 64, 40)
+        assert some.shape == (40, 128)
+        assert torch.equal(ops.linear(x, some), ops.linear(x, form)[:, 64:104])
         assert ops.outputs_from(form, 72) is None
         with pytest.raises(ValueError, match="whole blocks of 64"):
             form.outputs_from(72)

@@ -253,6 +253,10 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "groups of experts": ("glm4_moe_groups", _routed_otherwise(groups=1, met_groups=1)),
     "two best experts of a group": ("glm4_moe_groups", _routed_otherwise(summed=1)),
     "factor of shares": ("glm4_moe", _routed_otherwise(scale=1.0)),
+    "norm of embeddings": ("muse_glimmer", dict(embed_norm=False)),
+    "epsilon of norms behind": ("muse_glimmer", dict(out_norm_eps=None)),
+    "offset of the last norm": ("muse_glimmer", dict(final_offset=None)),
+    "norms without weights": ("muse_glimmer", dict(qk_norm=False)),
 }
 
 
@@ -287,6 +291,7 @@ VECTORS = [
     ("glm4_moe_groups", f"1.{CORRECTION}"),
     ("minimax_m2", f"0.{CORRECTION}"),
     ("ernie_moe", f"1.{CORRECTION}"),
+    ("afmoe", f"1.{CORRECTION}"),
 ]
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.layers import Weights
+from headrace.models.plain_config import plain_config
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
 from tests.support.checkpoint_files import SINGLE, TOKENS, copy_of, rename, same
@@ -104,6 +105,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hy3", dict(num_shared_experts=None), "num_shared_experts is null"),
     ("granite_swa", dict(layer_rope_theta=[1e4] * 3), "layer_rope_theta names 3 layers, num_hidden_layers is 4"),
     ("granite_swa", dict(layer_rope_theta=[1e4, 1e4, 5e4, 1e4]), "layer_rope_theta with 10000.0 and 50000.0"),
+    ("afmoe", dict(attention_bias=True), "attention_bias true is not supported"),
+    ("afmoe", dict(num_experts=None), "num_experts is null"),
+    ("afmoe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
+    ("hyperclovax", dict(residual_multiplier=None), "transformers does not accept it as hyperclovax"),
+    ("jais2", dict(hidden_act="silu"), "hidden_act 'silu'"),
+    ("muse_glimmer", dict(tie_word_embeddings=True), "tie_word_embeddings true is not supported"),
+    ("kimi_k25", dict(text_config=dict(model_type="llama")), "not of model_type 'deepseek_v3'"),
+    ("exaone4_5", dict(text_config=dict(model_type="exaone_moe")), "not of model_type 'exaone4'"),
     ("cohere2", dict(hidden_act="relu"), "hidden_act 'relu'"),
     ("cohere2", dict(layer_types=["chunked_attention"] * 3), "chunked_attention"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),
@@ -137,6 +146,21 @@ def test_falcons_own_auto_map_is_no_remote_code(folder_of: FolderOf, ours_of: Ou
     names = {"AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "hub--modeling_falcon.FalconModel"}
     edit_json(folder / "config.json", auto_map=names)
     assert same(load_decoder(folder, "float32"), ours_of("falcon7"))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_k25"])
+def test_kimi_as_it_is_published(kind: str, folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """Its config.json calls the model kimi_k2, or its text part, and names code of its own, which is never run."""
+    folder = copy_of(folder_of(kind), tmp_path / "model")
+    path, code = folder / "config.json", {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    own = dict(model_type="kimi_k2", auto_map=code)
+    if kind == "kimi_k25":
+        text = json.loads(path.read_text())["text_config"] | own
+        code = {"AutoConfig": "configuration_kimi_k25.KimiK25Config"}
+        own = dict(architectures=["KimiK25ForConditionalGeneration"], text_config=text, auto_map=code)
+    edit_json(path, **own)
+    assert plain_config(folder) == read_config(folder)
+    assert same(load_decoder(folder, "float32"), ours_of(kind))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
@@ -298,6 +322,13 @@ def test_facts(folder_of: FolderOf, tmp_path: Path) -> None:
     assert {kind: read_config(folder_of(kind)).max_model_len for kind in reach} == reach
     assert read_config(folder_of("qwen2_window")).attention.windows == (None, WINDOW, None)
     assert read_config(folder_of("mistral_window")).attention.windows == (WINDOW, WINDOW)
+
+
+@pytest.mark.parametrize("kind", ["cohere2_vision", "aya_vision"])
+def test_logits_are_scaled_where_there_are_images(kind: str, tmp_path: Path) -> None:
+    """As the text model scales them, and as vLLM does; transformers leaves it out of these classes."""
+    config = read_config(make_checkpoint(kind, tmp_path, logit_scale=0.25))
+    assert config.logit_scale == 0.25 == plain_config(tmp_path).logit_scale
 
 
 def test_facts_of_gemma4(folder_of: FolderOf, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
 WITH_VISION = {
     "gemma3_with_vision": "language_model.model.", "mistral3": "language_model.model.",
     "mistral3_ministral3": "language_model.model.", "qwen2_5_vl": "model.", "qwen3_vl": "model.language_model.",
+    "exaone4_5": "model.language_model.", "cohere2_vision": "model.language_model.",
+    "aya_vision": "language_model.model.", "kimi_k25": "language_model.model.", "muse_glimmer": "model.language_model.",
 }  # fmt: skip
 """What names of the text part begin with in published checkpoints."""
 

@@ -80,6 +80,8 @@ MODELS: dict[str, Model] = {
     "LayerNorm and biases": ("starcoder2", {}),
     "sinks and two bases": ("granite_swa", {}),
     "norms behind the rotation": ("hunyuan_moe", dict(intermediate_size=128)),
+    "gates, norms behind experts": ("afmoe", dict(moe_intermediate_size=128)),
+    "queries and embeddings normed without weights": ("muse_glimmer", {}),
 }
 """Kind of tests.support.checkpoints, and fields of its configuration. All have 4 query heads, H 128, I 192 or 512."""
 UNEVEN: dict[str, Model] = {

@@ -61,6 +61,7 @@ from transformers import (
 )
 
 from headrace.models.decoder import Decoder
+from tests.support.checkpoint_files import rename
 from tests.support.dense_kinds import DENSE
 from tests.support.expert_kinds import EXPERTS, LATENT, TEMPERED
 from tests.support.kind_sizes import (
@@ -81,6 +82,7 @@ from tests.support.kind_sizes import (
     of,
     rope,
 )
+from tests.support.vision_kinds import VISION, published_kimi
 
 FolderOf = Callable[[str], Path]
 OursOf = Callable[..., Decoder]
@@ -268,6 +270,7 @@ KINDS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen2_5_vl": (_qwen2_5_vl, MIXED_WINDOWS | _mrope(4, 6, 6)),
     "qwen3_vl": (_qwen3_vl, dict(tie_word_embeddings=True) | _mrope(12, 10, 10, mrope_interleaved=True)),
     **DENSE,
+    **VISION,
     "opt": (_opt, {}),
     "opt_untied": (_opt, dict(tie_word_embeddings=False)),
     "opt_no_final_norm": (_opt, dict(_remove_final_layer_norm=True)),
@@ -304,14 +307,15 @@ NEAR = (
     "gemma4_multimodal", "gemma4_unified", "gemma4_unified_multimodal", "deepseek_v2_lora", "deepseek_v2_groups",
     "glm_lite", "qwen3_vl_moe", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss", "ernie4_5",
     "exaone4_plain", "cohere", "solar_open", "dots1", "minicpm3", "qwen2_moe", "mistral3_mistral4", "gemma", "cwm",
-    "ministral", "youtu", "exaone_moe", "hunyuan_moe", "hy3", "mellum", "granite_moe_swa",
+    "ministral", "youtu", "exaone_moe", "hunyuan_moe", "hy3", "mellum", "granite_moe_swa", "hyperclovax_plain", "jais2",
+    *VISION,
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind, and what takes a
 second a kind leaves them out."""
 LATER = (
     "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
     "mistral4", "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "starcoder2", "glm4_moe", "minimax_m2", "ernie_moe",
-    "deepseek_v2", "granite_swa",
+    "deepseek_v2", "granite_swa", "hyperclovax", "afmoe",
 )  # fmt: skip
 """And in what takes a second a kind the matrix alone has these, whose facts are elsewhere tried one by one."""
 
@@ -326,7 +330,7 @@ MIXED = tuple(kind for kind in KINDS if kind.startswith("gemma4"))
 """Kinds whose layers differ: they are computed one operation at a time, and their KV is not streamed."""
 EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, (*MIXED, *NEAR))
 
-WITH_EXPERTS = (*(kind for kind in EXPERTS if kind != "granite4"), "gemma4_experts")
+WITH_EXPERTS = (*(kind for kind in EXPERTS if kind != "granite4"), "gemma4_experts", "kimi_k25")
 
 
 def seeds_for_rounding(kind: str) -> range:
@@ -362,7 +366,9 @@ def make_checkpoint(
     """
     model = build_model(kind, seed, **overrides).to(dtype)
     options = {} if shard_size is None else dict(max_shard_size=shard_size)
-    model.save_pretrained(folder, **options)
+    model.save_pretrained(folder, **options, save_original_format=kind != "kimi_k25")
+    if kind == "kimi_k25":
+        rename(Path(folder), published_kimi)
     return Path(folder)
 
 

@@ -23,6 +23,10 @@ from transformers import (
     GraniteSWAForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
+    Jais2Config,
+    Jais2ForCausalLM,
     MiniCPM3Config,
     MiniCPM3ForCausalLM,
     MinistralConfig,
@@ -77,6 +81,9 @@ _youtu = of(
 GRANITE_WINDOWS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 _granite_swa = of(GraniteSWAForCausalLM, GraniteSWAConfig, **MULTIPLIERS, sliding_window=WINDOW, num_hidden_layers=4)
 
+_hyperclovax = of(HyperCLOVAXForCausalLM, HyperCLOVAXConfig, **MULTIPLIERS | dict(logits_scaling=0.125))
+_jais2 = of(Jais2ForCausalLM, Jais2Config)
+
 DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "seed_oss": (_seed_oss, dict(mlp_bias=True)),
     "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
@@ -95,4 +102,7 @@ DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "youtu": (_youtu, YARN_ROPE),
     "granite_swa": (_granite_swa, dict(layer_rope_theta=[0.0, 1e4, 5e5, 1e4], layer_types=GRANITE_WINDOWS)),
     "minicpm3": (_minicpm3, MINICPM_ROPE),
+    "hyperclovax": (_hyperclovax, dict(mlp_bias=True)),
+    "hyperclovax_plain": (_hyperclovax, dict(use_post_norm=False, attention_multiplier=None)),
+    "jais2": (_jais2, {}),
 }

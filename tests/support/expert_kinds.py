@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    AfmoeConfig,
+    AfmoeForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -129,6 +131,7 @@ _hunyuan_moe = of(
 )  # fmt: skip
 _hy3 = of(HYV3ForCausalLM, HYV3Config, head_dim=64, **CHOSEN)
 _mellum = of(MellumForCausalLM, MellumConfig, head_dim=64, **CHOSEN, **MIXED, rope_parameters=None)
+_afmoe = of(AfmoeForCausalLM, AfmoeConfig, head_dim=64, **CHOSEN, **MIXED, mup_enabled=True)
 _granite_moe_swa = of(
     GraniteMoeSWAForCausalLM, GraniteMoeSWAConfig, **MULTIPLIERS, **GRANITE_EXPERTS, num_hidden_layers=3, **MIXED
 )
@@ -188,6 +191,7 @@ EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "hunyuan_moe": (_hunyuan_moe, dict(attention_bias=True)),
     "hy3": (_hy3, dict(num_shared_experts=2)),
     "mellum": (_mellum, dict(mlp_layer_types=["sparse", "dense", "sparse"], attention_bias=True)),
+    "afmoe": (_afmoe, dict(route_scale=1.5)),
     "granite_moe_swa": (_granite_moe_swa, dict(layer_rope_theta=[0.0, 1e4, 0.0])),
     "mixtral": (_mixtral, dict(sliding_window=WINDOW)),
     "olmoe": (_olmoe, GQA),

@@ -29,6 +29,7 @@ LATENT = LatentSpec(rank=48, rotated=16, plain=24, value=32)
 LATENTS: dict[str, Any] = dict(
     attention=AttentionSpec(2, 4, 1, 64, 0.2, (None, None), once=True), latent=LATENT, rope=rotary_of(16, 16)
 )
+GATES: dict[str, Any] = dict(block="sandwich", qk_norm=True, attention_gate=True, gate_apart=True)
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": dict(qkv_bias=True),
@@ -74,6 +75,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         experts=replace(EXPERTS, layers=(False, True), shared=96, shared_gate=False, routing=GROUPS),
         rope=rotary_of(8, 16),
     ),
+    "gates, norms behind experts": GATES
+    | dict(
+        experts=replace(EXPERTS, layers=(False, True), shared=96, shared_gate=False, routing=SIGMOIDS),
+        residual_scale=0.22,
+    ),
+    "norms behind experts alone": dict(experts=EXPERTS, block="after"),
+    "norms without weights": GATES | dict(qk_norm_affine=False, norm_offset=1.0, out_norm_eps=0.1),
     "partial rotary": dict(head_dim=20, hidden=72, inner=90, heads=6, rotary=6),
 }
 ROWS = (1, 3, 64, 300, 1100)

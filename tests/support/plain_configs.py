@@ -29,7 +29,7 @@ MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
 MELLUM, EXAONE_MOE, HUNYUAN_MOE = "MellumForCausalLM", "ExaoneMoeForCausalLM", "HunYuanMoEV1ForCausalLM"
-GRANITE_SWA = "GraniteSWAForCausalLM"
+GRANITE_SWA, MUSE = "GraniteSWAForCausalLM", "MuseGlimmerForConditionalGeneration"
 NEMOTRON = "NemotronHForCausalLM"
 MAMBA = dict(layer_types=["mamba", "attention", "mamba"], num_hidden_layers=3)
 LFM2, CONVOLUTIONS = "Lfm2ForCausalLM", dict(layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3)
@@ -304,6 +304,27 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["Lfm3ForCausalLM"], conv_bias=True),
     dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=2, rope_theta=5e4, num_key_value_heads=8),
     dict(architectures=["Cohere2ForCausalLM"], layer_types=FULL, num_hidden_layers=3, logit_scale=0.5, head_dim=256),
+    dict(architectures=["AfmoeForCausalLM"], num_hidden_layers=6, mup_enabled=True, num_dense_layers=2, rope_theta=5e4),
+    dict(architectures=["AfmoeForCausalLM"], global_attn_every_n_layers=2, num_hidden_layers=3, num_shared_experts=0),
+    dict(architectures=["AfmoeForCausalLM"], num_experts=None, num_hidden_layers=2),
+    dict(architectures=["AfmoeForCausalLM"], attention_bias=True),
+    dict(architectures=["HyperCLOVAXForCausalLM"], attention_multiplier=0.0078125, logits_scaling=0.125, head_dim=128),
+    dict(architectures=["HyperCLOVAXForCausalLM"], use_post_norm=False, residual_multiplier=0.22, rope_theta=1e8),
+    dict(architectures=["Jais2ForCausalLM"], num_key_value_heads=2, rope_theta=5e5),
+    dict(architectures=["Jais2ForCausalLM"], hidden_act="gelu", attention_bias=False, head_dim=64),
+    dict(architectures=["Cohere2VisionForConditionalGeneration"], num_hidden_layers=8, logit_scale=0.25),
+    dict(architectures=["AyaVisionForConditionalGeneration"], tie_word_embeddings=False),
+    dict(architectures=["Exaone4_5_ForConditionalGeneration"], num_hidden_layers=8, sliding_window=4096),
+    dict(architectures=["Exaone4_5_ForConditionalGeneration"], text_config=dict(model_type="exaone4_5_text")),
+    dict(
+        architectures=["KimiK25ForConditionalGeneration"], text_config=dict(model_type="kimi_k2", n_routed_experts=384)
+    ),
+    dict(architectures=["KimiK25ForConditionalGeneration"], first_k_dense_replace=1, n_group=1, topk_group=1),
+    dict(
+        architectures=["MuseGlimmerForConditionalGeneration"], num_hidden_layers=6, rope_theta=5e5, post_norm_eps=1e-6
+    ),
+    dict(architectures=["MuseGlimmerForConditionalGeneration"], layer_rope_theta=[0, 1e4], num_hidden_layers=2),
+    dict(architectures=["MuseGlimmerForConditionalGeneration"], layer_rope_theta=[0, 5e4], num_hidden_layers=2),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

@@ -197,6 +197,7 @@ class Block:
         turn_first: int,
         turned: int,
         residual_scale: float,
+        out_eps: float,
         norm_whole: bool = False,
         experts: Experts | None = None,
         gated: bool = False,

@@ -64,8 +64,8 @@ class AdaptedRows:
         return AdaptedRows(self.numbers[rows])
 
     def added(self, pairs: PlacedPairs, x: Tensor, made: Tensor, first: int = 0) -> Tensor:
-        """made [T, N - first], what a matrix's outputs from `first` on make of x [T, K], with what the rows' adapters
-        add to them by these pairs: in the same memory."""
+        """made [T, n], what n of a matrix's outputs from `first` on make of x [T, K], with what the rows' adapters add
+        to them by these pairs: in the same memory."""
         if dispatch.on_gpu(x):
             from headrace.kernels.triton import adapted
 
@@ -80,7 +80,7 @@ class AdaptedRows:
         met = [pair for number in group.met if (pair := pairs[number]) is not None]
         rows = x if group.order is None else x[group.order]
         inner = experts.linear(rows, [pair.down for pair in met], group.begin)
-        change = experts.linear(inner, [pair.up for pair in met], group.begin)[:, first:]
+        change = experts.linear(inner, [pair.up for pair in met], group.begin)[:, first : first + made.shape[1]]
         if group.order is None:
             return made.add_(change)
         made[group.order] += change

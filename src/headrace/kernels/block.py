@@ -61,7 +61,7 @@ class Blocks:
         self.turns = max(max(layer.rotation[0], layer.query_first) + layer.rotation[1] for layer in layers)
         self.places = _places(layers)
         heads = shape.attention.heads * shape.attention.head_dim
-        whole = shape.latent is None and (heads % cpu.COLUMNS or shape.gated or shape.recurrent is not None)
+        whole = shape.latent is None and (heads % cpu.COLUMNS or shape.recurrent is not None)
         self.adapted: AdaptedRows | None = None
         self.without_queries = None if whole else [_block(shape, layer, query=False) for layer in layers]
 
@@ -217,7 +217,10 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         sizes = {"mixed": (sum(net.mixed), shape.hidden), "out": (shape.hidden, net.values)}
     if shape.latent is not None:
         sizes = {"latent": (kv, shape.hidden), "out": (shape.hidden, spec.heads * shape.latent.value)}
-    qkv, out = (_matrix(layer, name, size, 0 if query or name != "qkv" else heads) for name, size in sizes.items())
+    qkv, out = (
+        _matrix(layer, name, size, *((heads, 2 * kv) if name == "qkv" and not query else ()))
+        for name, size in sizes.items()
+    )
     experts = shape.experts if "router.weight" in layer.matrices else None
     mlps = _mlps(shape, layer, experts)
     up, down = mlps[0] if mlps else (None, None)
@@ -244,7 +247,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         out_norms=[norm_of(shape, layer.weights, name) for name in out_norms], turn_first=first, turned=rotated,
         query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
         experts=None if experts is None else _experts(shape, layer, experts, mlps),
-        gated=shape.gated and layer.net is None, net=_net(shape, layer), mamba=_mamba(shape, layer),
+        gated=shape.gated and query and layer.net is None, net=_net(shape, layer), mamba=_mamba(shape, layer),
         convolution=_convolution(shape, layer), latent=_latent(shape, layer), **shape.more,
     )  # fmt: skip
 
@@ -347,33 +350,37 @@ def numbers_of(adapted: AdaptedRows | None, rows: int) -> int:
     return adapted.numbers.data_ptr()
 
 
-def _matrix(layer: LayerWeights, name: str, shape: tuple[int, int], first: int = 0) -> native.Matrix:
-    """Outputs of a layer's matrix from `first` on, as C++ takes them, with what adapters have for them."""
-    matrix = matrix_of(layer.weights, layer.matrices, name, shape, first)
-    return _adapted(matrix, layer.pairs[name], first) if name in layer.pairs else matrix
+def _matrix(
+    layer: LayerWeights, name: str, shape: tuple[int, int], first: int = 0, count: int | None = None
+) -> native.Matrix:
+    """So many outputs (None: all) of a layer's matrix from `first` on, as C++ takes them, with what adapters have for
+    them."""
+    matrix = matrix_of(layer.weights, layer.matrices, name, shape, first, count)
+    return _adapted(matrix, layer.pairs[name], first, count) if name in layer.pairs else matrix
 
 
-def _adapted(matrix: native.Matrix, pairs: PlacedPairs, first: int) -> native.Matrix:
+def _adapted(matrix: native.Matrix, pairs: PlacedPairs, first: int, count: int | None) -> native.Matrix:
     assert isinstance(pairs, Sequence), "those of a GPU have no layers in C++"
     met = [(number, pair) for number, pair in enumerate(pairs) if pair is not None]
-    down, up = [_low_rank(pair.down) for _, pair in met], [_low_rank(pair.up, first) for _, pair in met]
+    down, up = [_low_rank(pair.down) for _, pair in met], [_low_rank(pair.up, first, count) for _, pair in met]
     return matrix.adapted([number for number, _ in met], down, up, count=len(pairs))
 
 
-def _low_rank(weight: Weight, first: int = 0) -> native.Matrix:
+def _low_rank(weight: Weight, first: int = 0, count: int | None = None) -> native.Matrix:
     if isinstance(weight, Tensor | GpuWeight):
         raise ValueError("matrices of adapters must be packed")
-    return weight.outputs_from(first).matrix(0)
+    return weight.outputs_from(first, count).matrix(0)
 
 
 def matrix_of(
-    weights: Mapping[str, Tensor], matrices: Mapping[str, Weight], name: str, shape: tuple[int, int], first: int = 0
-) -> native.Matrix:
-    """The outputs of a matrix of this shape from `first` on, as C++ takes it."""
+    weights: Mapping[str, Tensor], matrices: Mapping[str, Weight], name: str, shape: tuple[int, int], first: int = 0,
+    count: int | None = None,
+) -> native.Matrix:  # fmt: skip
+    """So many outputs (None: all) of a matrix of this shape from `first` on, as C++ takes it."""
     weight = matrices[f"{name}.weight"]
     if isinstance(weight, Tensor | GpuWeight) or weight.shape != shape:
         raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
-    return weight.outputs_from(first).matrix(_vector(weights, f"{name}.bias", shape[0], first))
+    return weight.outputs_from(first, count).matrix(_vector(weights, f"{name}.bias", shape[0], first))
 
 
 def norm_of(shape: LayerShape, weights: Mapping[str, Tensor], name: str) -> native.Scale:

@@ -102,10 +102,10 @@ class Packed:
             inputs=inputs, outputs=outputs, gated=self.gated, scaling=no_scaling(), order=0,
         )  # fmt: skip
 
-    def outputs_from(self, first: int) -> Packed:
-        """The outputs from `first` on, a multiple of 64: a view."""
+    def outputs_from(self, first: int, count: int | None = None) -> Packed:
+        """So many outputs (None: all) from `first` on, a multiple of 64: a view."""
         tail = object.__new__(Packed)
-        tail.shape, tail.gated = (self.shape[0] - first, self.shape[1]), self.gated
+        tail.shape, tail.gated = (self.shape[0] - first if count is None else count, self.shape[1]), self.gated
         tail.blocks = self.blocks[whole_blocks(first) :]
         return tail
 

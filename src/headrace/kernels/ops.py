@@ -167,13 +167,14 @@ def gated(gate_up: Tensor, gate: str) -> Tensor:
     return {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai_mul}[gate](gate_up)
 
 
-def outputs_from(weight: Weight, first: int) -> Weight | None:
-    """The part of a weight whose outputs have the same bits alone as beside the others: those from `first` on.
+def outputs_from(weight: Weight, first: int, count: int | None = None) -> Weight | None:
+    """The part of a weight whose outputs have the same bits alone as beside the others: so many (None: all) from
+    `first` on.
 
     None where there is no such part: torch's product may add up in another order for another number of outputs.
     """
     if isinstance(weight, Tensor) and dispatch.on_gpu(weight):
-        return weight[first:]
+        return weight[first:] if count is None else weight[first : first + count]
     if isinstance(weight, Tensor | gpu_weights.GpuWeight):
         return None
     if isinstance(weight, quantized.Parts) and not weight.begins_block(first):
@@ -181,7 +182,7 @@ def outputs_from(weight: Weight, first: int) -> Weight | None:
     return (
         None
         if first % cpu.COLUMNS and isinstance(weight, cpu.Packed | quantized.Quantized)
-        else weight.outputs_from(first)
+        else weight.outputs_from(first, count)
     )
 
 

@@ -151,11 +151,12 @@ class Quantized:
             order=0 if self.order is None else self.order.data_ptr(),
         )  # fmt: skip
 
-    def outputs_from(self, first: int) -> Quantized:
-        """The outputs from `first` on, a multiple of 64: a view."""
+    def outputs_from(self, first: int, count: int | None = None) -> Quantized:
+        """So many outputs (None: all) from `first` on, a multiple of 64: a view."""
         blocks = cpu.whole_blocks(first)
         tail = object.__new__(Quantized)
-        tail.format, tail.shape, tail.gated = self.format, (self.shape[0] - first, self.shape[1]), self.gated
+        tail.shape = (self.shape[0] - first if count is None else count, self.shape[1])
+        tail.format, tail.gated = self.format, self.gated
         tail.order, tail.codes = self.order, self.codes[blocks:]
         tail.scales = self.scales[blocks * (len(self.scales) // len(self.codes)) :]
         return tail
@@ -196,13 +197,14 @@ class Parts:
             first -= part.shape[0]
         return True
 
-    def outputs_from(self, first: int) -> Parts:
-        """The outputs from `first` on, where a block begins: a view."""
-        tail = []
+    def outputs_from(self, first: int, count: int | None = None) -> Parts:
+        """So many outputs (None: all) from `first` on, where a block begins: a view."""
+        tail, left = [], self.shape[0] - first if count is None else count
         for part in self.parts:
             outputs = part.shape[0]
-            if first < outputs:
-                tail.append(part.outputs_from(first))
+            if first < outputs and left:
+                tail.append(part.outputs_from(first, min(left, outputs - first)))
+                left -= tail[-1].shape[0]
             first = max(0, first - outputs)
         return Parts(tail)
 

@@ -81,7 +81,7 @@ def _family(raw: dict[str, Any]) -> Family:
         remote = "; its auto_map asks for remote code, which is never run" if raw.get("auto_map") else ""
         name = ", ".join(map(str, architectures))
         raise UnsupportedModel(f"architecture {name} is not supported{remote}; supported: {supported}")
-    if raw.get("model_type") != family.model_type:
+    if raw.get("model_type") not in (family.model_type, family.also_called or family.model_type):
         # transformers picks the class by model_type: the two must agree, or ours would not be the class it runs
         raise UnsupportedModel(f"model_type {raw.get('model_type')!r} is not supported for {architectures[0]}")
     text = (raw.get("text_config") or {}).get("model_type")

@@ -178,14 +178,14 @@ class Layer:
         x = x if self.config.block in ("post", "after") else self._norm("attention_norm", x)
         queries = spec.heads * spec.head_dim
         weight, bias = self.matrices["qkv.weight"], self.weights.get("qkv.bias")
-        tail = ops.outputs_from(weight, queries)
+        width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
+        tail = ops.outputs_from(weight, queries, width)
         if tail is None:
             heads = ops.linear(x, weight, bias)[:, queries:]
         else:
-            heads = ops.linear(x, tail, None if bias is None else bias[queries:])
+            heads = ops.linear(x, tail, None if bias is None else bias[queries : queries + width])
         if self.adapted is not None and "qkv" in self.pairs:
             heads = self.adapted.added(self.pairs["qkv"], x, heads, queries)
-        width = 2 * spec.kv_heads * spec.head_dim  # gates may follow
         heads = heads[:, :width].view(len(x), 2 * spec.kv_heads, spec.head_dim)
         if not self.turned_apart:
             return self._rotary(0, cos_sin)(heads)[1:]
@@ -334,9 +334,10 @@ class OneByOne:
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The model's norm of x [T, H] with the weights called `name`."""
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
+    eps = config.eps_behind if name.endswith("_out_norm") else config.norm_eps
     if config.norm == "rms" and weight is not None:
-        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
-    return ops.layer_norm(x, weight, bias, config.norm_eps)
+        return ops.rms_norm(x, weight, eps, config.last_offset if name == "final_norm" else config.norm_offset)
+    return ops.layer_norm(x, weight, bias, eps)
 
 
 def shape_of(config: ModelConfig) -> LayerShape:
@@ -357,5 +358,9 @@ def shape_of(config: ModelConfig) -> LayerShape:
         gated=config.attention_gate,
         recurrent=config.recurrent,
         latent=config.latent,
-        more=dict(residual_scale=config.residual_scale, turn_before_norm=config.turn_before_norm),
+        more=dict(
+            residual_scale=config.residual_scale,
+            turn_before_norm=config.turn_before_norm,
+            out_eps=config.eps_behind,
+        ),
     )

@@ -14,18 +14,13 @@ from headrace.models import schema
 from headrace.models.config import ModelConfig, read_with
 from headrace.models.families import Family
 from headrace.models.families.base import LAYER_TYPES as KINDS
-from headrace.models.plain_defaults import (
-    CWM_ENDS,
-    DEFAULTS,
-    GEMMA4_TEXTS,
-    GLM_ENDS,
-    NEVER_NULL,
-    ONE_NAME,
-    OTHER_NAMES,
-)
-from headrace.models.plain_layers import GRANITE_KINDS, NEMOTRON_KINDS, fill_in_kinds
+from headrace.models.plain_defaults import CWM_ENDS, DENSE, GEMMA4_TEXTS, GLM_ENDS, NEVER_NULL
+from headrace.models.plain_layers import GRANITE_KINDS, NEMOTRON_KINDS, fill_in_kinds, layers_turned
 from headrace.models.plain_rotations import LOCAL_THETAS, OWN_ROPES, PARTS, ROPES, THETA, THETAS
+from headrace.models.plain_routed import ONE_NAME, OTHER_NAMES, ROUTED
 from headrace.types import UnsupportedModel
+
+DEFAULTS = DENSE | ROUTED
 
 
 def plain_config(folder: Path) -> ModelConfig:
@@ -75,6 +70,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["eos_token_id"] = CWM_ENDS if values["eos_token_id"] is None else values["eos_token_id"]
     if model_type == "gemma" and values["hidden_act"] == "gelu":  # as the first files call it
         values["hidden_act"] = "gelu_pytorch_tanh"
+    if model_type == "hyperclovax" and values["attention_multiplier"] is None:
+        values["attention_multiplier"] = values["head_dim"] ** -0.5
     if model_type in GEMMA4_TEXTS:
         _fill_in_gemma4(values)
     if model_type.startswith("lfm"):
@@ -194,6 +191,8 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     if model_type == "phi3" and rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
     values["rope_parameters"] = rope
+    if model_type == "muse_glimmer_text" and values["layer_rope_theta"] is None:
+        values["layer_rope_theta"] = layers_turned(values, rope["rope_theta"])
     if values.get("layer_rope_theta", ()) is None:
         values["layer_rope_theta"] = [rope["rope_theta"]] * values["num_hidden_layers"]
 

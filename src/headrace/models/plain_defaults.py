@@ -50,14 +50,6 @@ ALONE = (
     "moe_intermediate_size",
 )  # fmt: skip
 """Fields of Gemma 4 that its unified models have not."""
-QWEN3_NEXT: dict[str, Any] = COMMON | dict(
-    vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
-    num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
-    head_dim=256, linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_num_key_heads=16,
-    linear_num_value_heads=32, layer_types=None, full_attention_interval=4, num_experts=512, num_experts_per_tok=10,
-    moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True, decoder_sparse_step=1,
-    mlp_only_layers=None,
-)  # fmt: skip
 LFM2: dict[str, Any] = COMMON | dict(
     vocab_size=65536, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
     max_position_embeddings=128_000, norm_eps=1e-5, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
@@ -72,7 +64,7 @@ COHERE: dict[str, Any] = COMMON | dict(
     num_attention_heads=64, num_key_value_heads=None, hidden_act="silu", max_position_embeddings=8192,
     layer_norm_eps=1e-5, bos_token_id=5, eos_token_id=255001, tie_word_embeddings=True, attention_bias=False,
 )  # fmt: skip
-DEFAULTS: dict[str, dict[str, Any]] = {
+DENSE: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA
     | dict(intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, sliding_window=4096),
@@ -122,21 +114,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         use_bias=False, head_dim=128,
     ),
     "hunyuan_v1_dense": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5),
-    "hunyuan_v1_moe": LLAMA | dict(vocab_size=290943, rms_norm_eps=1e-5, num_experts=1, moe_topk=1),
-    "hy_v3": LLAMA
-    | dict(
-        vocab_size=120832, intermediate_size=13312, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
-        head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
-        num_experts=192, num_experts_per_tok=8, num_shared_experts=1, moe_intermediate_size=1536,
-        router_scaling_factor=2.826, mlp_layer_types=None,
-    ),
-    "exaone_moe": LLAMA
-    | dict(
-        vocab_size=102400, intermediate_size=16384, num_key_value_heads=32, rms_norm_eps=1e-5, eos_token_id=53,
-        sliding_window=4096, sliding_window_pattern=4, layer_types=None, mlp_layer_types=None, first_k_dense_replace=1,
-        moe_intermediate_size=1024, num_experts=64, num_experts_per_tok=8, num_shared_experts=1, norm_topk_prob=True,
-        routed_scaling_factor=2.5, n_group=1, topk_group=1,
-    ),
     "olmo2": OLMO2,
     "olmo3": OLMO2 | dict(sliding_window=4096, layer_types=None),
     "exaone4": LLAMA
@@ -165,118 +142,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_key_value_heads=16, max_position_embeddings=131072, bos_token_id=128000, eos_token_id=128001,
         tie_word_embeddings=True, rope_interleave=True,
     ),
-    "mellum": LLAMA
-    | dict(
-        vocab_size=98304, hidden_size=2304, intermediate_size=7168, num_hidden_layers=28, num_key_value_heads=4,
-        head_dim=128, max_position_embeddings=131072, bos_token_id=None, eos_token_id=None, sliding_window=1024,
-        layer_types=None, mlp_layer_types=None, moe_intermediate_size=896, num_experts_per_tok=8, num_experts=64,
-        norm_topk_prob=True,
-    ),
-    "dots1": COMMON
-    | dict(
-        vocab_size=152064, hidden_size=4608, intermediate_size=10944, num_hidden_layers=62, num_attention_heads=32,
-        num_key_value_heads=32, hidden_act="silu", max_position_embeddings=2048, rms_norm_eps=1e-6,
-        attention_bias=False, moe_intermediate_size=1408, n_shared_experts=None, n_routed_experts=None, n_group=1,
-        topk_group=1, num_experts_per_tok=None, first_k_dense_replace=0, norm_topk_prob=False,
-        routed_scaling_factor=1.0, sliding_window=4096, max_window_layers=62, layer_types=None,
-    ),
-    "solar_open": COMMON
-    | dict(
-        vocab_size=196608, hidden_size=4096, num_hidden_layers=48, num_attention_heads=64, num_key_value_heads=8,
-        head_dim=128, hidden_act="silu", max_position_embeddings=131072, rms_norm_eps=1e-5, attention_bias=False,
-        moe_intermediate_size=1280, num_experts_per_tok=8, n_shared_experts=1, n_routed_experts=128,
-        routed_scaling_factor=1.0, n_group=1, topk_group=1, norm_topk_prob=True,
-    ),
-    "qwen2_moe": QWEN
-    | dict(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16,
-        decoder_sparse_step=1, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts_per_tok=4,
-        num_experts=60, norm_topk_prob=False, mlp_only_layers=None, qkv_bias=True,
-    ),
-    "qwen3_next": QWEN3_NEXT,
-    "qwen3_5_text": QWEN3_NEXT
-    | dict(
-        vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_key_value_heads=4,
-        num_experts=0,
-    ),
-    "qwen3_5_moe_text": QWEN3_NEXT
-    | dict(vocab_size=248320, num_hidden_layers=40, num_experts_per_tok=8, num_experts=256),
-    "qwen3_moe": LLAMA
-    | dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
-        max_position_embeddings=32768, bos_token_id=None, eos_token_id=None, use_sliding_window=False,
-        sliding_window=4096, decoder_sparse_step=1, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128,
-        norm_topk_prob=False, mlp_only_layers=None,
-    ),
-    "qwen3_vl_moe_text": COMMON
-    | dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=24, num_attention_heads=16,
-        num_key_value_heads=16, hidden_act="silu", max_position_embeddings=128000, rms_norm_eps=1e-6,
-        tie_word_embeddings=True, attention_bias=False, decoder_sparse_step=1, moe_intermediate_size=1408,
-        num_experts_per_tok=4, num_experts=60, mlp_only_layers=None, head_dim=None,
-    ),
-    "mixtral": LLAMA
-    | dict(
-        intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5,
-        sliding_window=None, num_experts_per_tok=2, num_local_experts=8,
-    ),
-    "olmoe": LLAMA
-    | dict(
-        vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=16,
-        max_position_embeddings=4096, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=50279, clip_qkv=None,
-        num_experts_per_tok=8, num_experts=64, norm_topk_prob=False,
-    ),
-    "gpt_oss": LLAMA
-    | dict(
-        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=36, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, bos_token_id=None,
-        eos_token_id=None, attention_bias=True, sliding_window=128, layer_types=None, num_experts_per_tok=4,
-        num_local_experts=128, swiglu_alpha=1.702, swiglu_limit=7.0,
-    ),
-    "deepseek_v2": LATENT
-    | dict(
-        vocab_size=102400, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=None, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, mlp_bias=False,
-        first_k_dense_replace=0, n_group=None, n_routed_experts=64, n_shared_experts=2, routed_scaling_factor=1.0,
-        topk_group=None, topk_method="greedy", norm_topk_prob=False, num_experts_per_tok=None,
-        moe_intermediate_size=1407,
-    ),
-    "deepseek_v3": LATENT
-    | dict(
-        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
-        num_key_value_heads=128, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, first_k_dense_replace=3,
-        n_group=8, n_routed_experts=256, n_shared_experts=1, routed_scaling_factor=2.5, topk_group=4,
-        norm_topk_prob=True, num_experts_per_tok=8, moe_intermediate_size=2048, rope_interleave=True,
-    ),
-    "glm4_moe_lite": LATENT
-    | dict(
-        vocab_size=154880, hidden_size=2048, intermediate_size=10240, num_hidden_layers=47, num_attention_heads=20,
-        num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=1,
-        q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256, n_group=1, n_routed_experts=64, n_shared_experts=1,
-        routed_scaling_factor=1.8, topk_group=1, norm_topk_prob=True, num_experts_per_tok=4, moe_intermediate_size=1536,
-        mlp_layer_types=None, rope_interleave=True,
-    ),
-    "mistral4": LATENT
-    | dict(
-        vocab_size=131072, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=32, max_position_embeddings=1048576, bos_token_id=1, eos_token_id=2, pretraining_tp=1,
-        kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, n_group=1, n_routed_experts=128, n_shared_experts=1,
-        routed_scaling_factor=1.0, topk_group=1, first_k_dense_replace=0, norm_topk_prob=True, num_experts_per_tok=4,
-        moe_intermediate_size=2048, rope_interleave=True,
-    ),
-    "ernie4_5_moe": LLAMA
-    | dict(
-        vocab_size=103424, hidden_size=2560, intermediate_size=12288, num_hidden_layers=28, num_attention_heads=20,
-        num_key_value_heads=4, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        use_bias=False, moe_intermediate_size=1536, moe_k=6, moe_num_experts=64, moe_num_shared_experts=2,
-        moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1,
-    ),
-    "minimax_m2": LLAMA
-    | dict(
-        vocab_size=200064, hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=196608, bos_token_id=200034, eos_token_id=200020,
-        num_experts_per_tok=8, num_local_experts=256,
-    ),
     "lfm2": LFM2
     | dict(
         hidden_size=2560, intermediate_size=12288, block_multiple_of=256, block_ffn_dim_multiplier=1.0,
@@ -288,11 +153,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, head_dim=128, max_position_embeddings=128_000, norm_eps=1e-5, bos_token_id=124_894,
         eos_token_id=124_900, tie_word_embeddings=True, conv_bias=False, conv_L_cache=7, sliding_window=256,
         layer_types=None, use_sandwich_norm=True, use_attention_gate=True, attention_bias=False,
-    ),
-    "lfm2_moe": LFM2
-    | dict(
-        hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792, num_dense_layers=2, num_experts_per_tok=4,
-        num_experts=32, use_expert_bias=True, routed_scaling_factor=1.0, norm_topk_prob=True,
     ),
     "opt": COMMON
     | dict(
@@ -328,38 +188,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, max_position_embeddings=8192, rms_norm_eps=1e-5, bos_token_id=100257,
         eos_token_id=100257, tie_word_embeddings=True, sliding_window=128, layer_types=None, layer_rope_theta=None,
     ),
-    "granitemoe_swa": GRANITE
-    | dict(
-        num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=0, sliding_window=128, layer_types=None,
-        layer_rope_theta=None,
-    ),
-    "granitemoe": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2),
-    "granitemoeshared": GRANITE | dict(num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=0),
-    "granitemoehybrid": GRANITE
-    | dict(
-        num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=1024, position_embedding_type=None,
-        layer_types=None, mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head="auto", mamba_d_conv=4,
-        mamba_expand=2, mamba_conv_bias=True, mamba_proj_bias=False,
-    ),
-    "nemotron_h": COMMON
-    | dict(
-        vocab_size=131072, hidden_size=4096, intermediate_size=21504, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, layer_norm_epsilon=1e-5, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, attention_bias=False, use_bias=False, mlp_bias=False, mlp_hidden_act="relu2",
-        sliding_window=None, layers_block_type=None, mamba_num_heads=128, mamba_head_dim=64, mamba_hidden_act="silu",
-        ssm_state_size=128, n_groups=8, conv_kernel=4, use_conv_bias=True, n_routed_experts=8, num_experts_per_tok=2,
-        moe_intermediate_size=7688, moe_shared_expert_intermediate_size=7688, moe_latent_size=None, n_group=1,
-        topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
-    ),
     "glm": GLM,
     "glm4": GLM,
-    "glm4_moe": GLM
-    | dict(
-        intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96, num_key_value_heads=8, head_dim=None,
-        rms_norm_eps=1e-5, attention_bias=False, moe_intermediate_size=1408, num_experts_per_tok=8, n_shared_experts=1,
-        n_routed_experts=128, routed_scaling_factor=1.0, n_group=1, topk_group=1, first_k_dense_replace=1,
-        norm_topk_prob=True, use_qk_norm=False,
-    ),
     "gemma": COMMON
     | dict(
         vocab_size=256000, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16,
@@ -376,8 +206,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": {name: value for name, value in GEMMA4.items() if name not in ALONE}
     | dict(max_position_embeddings=262144, sliding_window=1024, use_bidirectional_attention="vision"),
+    "muse_glimmer_text": COMMON
+    | dict(
+        vocab_size=202048, hidden_size=6656, intermediate_size=19968, num_hidden_layers=52, num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, hidden_activation="silu", max_position_embeddings=131072,
+        rms_norm_eps=1e-5, bos_token_id=200000, eos_token_id=200001, attention_bias=False, sliding_window=2048,
+        layer_types=None, final_logit_softcapping=20.0, qk_scale_factor=3.87, output_multiplier=0.19611613513818404,
+        post_norm_eps=1e-8, layer_rope_theta=None,
+    ),
+    "hyperclovax": GRANITE | dict(attention_multiplier=None, use_post_norm=True),
+    "jais2": COMMON
+    | dict(
+        vocab_size=150272, hidden_size=3328, intermediate_size=26624, num_hidden_layers=32, num_attention_heads=26,
+        num_key_value_heads=None, hidden_act="relu2", max_position_embeddings=8192, layer_norm_eps=1e-5, bos_token_id=0,
+        eos_token_id=150024, attention_bias=True, mlp_bias=True, head_dim=None,
+    ),
 }  # fmt: skip
-"""By model_type: the fields that transformers' class has, with what it puts where config.json says nothing."""
+"""By model_type: the fields that transformers' class has, with what it puts where config.json says nothing. Models with
+experts: plain_routed."""
 
 NEVER_NULL = (
     "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads",
@@ -388,16 +234,6 @@ NEVER_NULL = (
     "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "conv_L_cache", "block_multiple_of",
     "block_ffn_dim_multiplier", "num_dense_layers",
 )  # fmt: skip
-ONE_NAME = (
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid",
-    "granitemoe_swa", "exaone_moe",
-)  # fmt: skip
-"""Classes that know the number of experts by one name alone."""
-OTHER_NAMES = {
-    "n_routed_experts": "num_local_experts", "moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok",
-    "moe_topk": "num_experts_per_tok",
-}  # fmt: skip
-"""Fields of some classes, by the names that override them."""
 GEMMA4_TEXTS = ("gemma4_text", "gemma4_unified_text")
 CWM_ENDS = [128001, 128008, 128009]
 GLM_ENDS = [151329, 151336, 151338]

@@ -29,6 +29,10 @@ def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:
         untold = model_type.startswith("exaone") and values["sliding_window"] is None
         every = 0 if untold else 4 if model_type == "olmo3" else values.get("sliding_window_pattern", 4)
         _fill_in_layer_types(values, every)
+    if model_type == "afmoe" and values["layer_types"] is None:
+        _fill_in_layer_types(values, values["global_attn_every_n_layers"])
+    if model_type == "muse_glimmer_text" and values["layer_types"] is None:
+        values["layer_types"] = [KINDS[bool(each)] for each in _last_of_four(values)]
     if model_type == "gpt_oss" and values["layer_types"] is None:
         values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
     if "full_attention_interval" in values and values["layer_types"] is None:
@@ -59,6 +63,16 @@ def _fill_in_layer_types(values: dict[str, Any], every: Any) -> None:
     if not isinstance(every, int) or every < 1:
         raise UnsupportedModel("layer_types is missing, and sliding_window_pattern does not tell them")
     values["layer_types"] = [KINDS[(layer + 1) % every != 0] for layer in range(values["num_hidden_layers"])]
+
+
+def _last_of_four(values: dict[str, Any]) -> list[int]:
+    """Of each layer how many there are behind it, of four: 0 for every fourth one, counted from the last."""
+    return [(values["num_hidden_layers"] - 1 - layer) % 4 for layer in range(values["num_hidden_layers"])]
+
+
+def layers_turned(values: dict[str, Any], base: float) -> list[float]:
+    """Muse Glimmer's bases of rotation, by layer: none of every fourth one."""
+    return [base if each else 0.0 for each in _last_of_four(values)]
 
 
 def _lfm3_kind(layer: int) -> str:

@@ -134,7 +134,7 @@ class ConfigFields(msgspec.Struct):
     moe_intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | Counts | UnsetType | None = UNSET
     n_routed_experts: Count = UNSET
     n_shared_experts: Count = UNSET
-    num_shared_experts: Count = UNSET
+    num_shared_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
     router_scaling_factor: Factor = UNSET
     moe_topk: Annotated[int, Meta(ge=1, le=1 << 16)] | Counts | UnsetType | None = UNSET
     n_group: Count = UNSET
@@ -232,6 +232,13 @@ class ConfigFields(msgspec.Struct):
     block_multiple_of: Count = UNSET
     num_dense_layers: Annotated[int, Meta(ge=0, le=4096)] | UnsetType | None = UNSET
     use_expert_bias: Flag = UNSET
+    route_scale: Factor = UNSET
+    global_attn_every_n_layers: Count = UNSET
+    mup_enabled: Flag = UNSET
+    use_post_norm: Flag = UNSET
+    qk_scale_factor: Factor = UNSET
+    output_multiplier: Factor = UNSET
+    post_norm_eps: Epsilon = UNSET
     linear_conv_kernel_dim: Count = UNSET
     linear_key_head_dim: Count = UNSET
     linear_value_head_dim: Count = UNSET
@@ -239,9 +246,7 @@ class ConfigFields(msgspec.Struct):
     linear_num_value_heads: Count = UNSET
     pretraining_tp: Small | UnsetType | None = UNSET
     rope_theta: Theta = UNSET
-    layer_rope_theta: (
-        Annotated[list[Annotated[float, Meta(ge=0, le=1e15)]], Meta(max_length=4096)] | UnsetType | None
-    ) = UNSET
+    layer_rope_theta: Thetas = UNSET
     partial_rotary_factor: Factor = UNSET
     original_max_position_embeddings: Length = UNSET
     rope_parameters: RopeFields | UnsetType | None = UNSET

@@ -203,8 +203,10 @@ class Share:
 
     def _qkv_rows(self, layer: int) -> list[range]:
         counts, dim = self.config.projected_heads(layer), self.config.attention.shape(layer)[1]
-        starts = accumulate((0, *counts[:-1]))
-        parts = zip(starts, (self.heads, *(self.kv_heads_of(layer),) * (len(counts) - 1)), strict=True)
+        mine = [self.heads, *(self.kv_heads_of(layer),) * (len(counts) - 1)]
+        if self.config.attention_gate:
+            counts, mine = (*counts, counts[0]), [*mine, self.heads]
+        parts = zip(accumulate((0, *counts[:-1])), mine, strict=True)
         return [range((start + heads.start) * dim, (start + heads.stop) * dim) for start, heads in parts]
 
 

@@ -110,10 +110,11 @@ def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, hidden, spec = f"layers.{layer}.", config.hidden_size, config.attention
     dim = spec.shape(layer)[1] if config.recurrent is None else spec.head_dim
     q, *kv = (heads * dim for heads in config.projected_heads(layer))
-    slots = _linear(prefix + "qkv", (q * (1 + config.attention_gate), *kv), hidden, config.qkv_bias)
+    parts = (q, *kv, q) if config.gate_apart else (q * (1 + config.attention_gate), *kv)
+    slots = _linear(prefix + "qkv", parts, hidden, config.qkv_bias)
     if config.gate_of_heads:
         slots[prefix + "qkv.weight"] = Slot((q, *kv, q), hidden, told=(q, *kv, spec.heads))
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_affine:
         names = ("q_norm", "k_norm") if kv else ("q_norm",)
         widths = (q, *kv[:1]) if config.qk_norm_whole else (dim,) * len(names)
         slots |= {prefix + f"{name}.weight": Slot((n,)) for name, n in zip(names, widths, strict=True)}

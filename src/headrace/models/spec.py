@@ -158,7 +158,9 @@ class LatentSpec:
 class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
 
-    norm_affine, norm_bias: whether norms have weights, and LayerNorms biases.
+    norm_affine, norm_bias: whether norms have weights, and LayerNorms biases. qk_norm_affine: whether those of queries
+    and keys have. out_norm_eps: of norms behind attention and MLP, where theirs is not norm_eps. embed_norm: embeddings
+    are normed, without weights. final_offset: norm_offset of the last norm, where that differs.
     mlp_bias: of MLPs, and where a layer has experts of each of them and of the router.
     qk_norm: queries and keys are normed, head by head, or with qk_norm_whole all heads of a row together.
     turn_before_norm: they are rotated first.
@@ -169,7 +171,8 @@ class ModelConfig:
     labels: names of a classifier's outputs, of a checkpoint that has one in place of the head.
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v;
-    gate_of_heads: of one gate a head, whose row stands in the matrix once for each number of the head.
+    gate_of_heads: of one gate a head, whose row stands in the matrix once for each number of the head. gate_apart: in
+    files gates are a matrix of their own, behind those of q, k and v.
     recurrent: of the layers that have a gated delta net, a Mamba-2 layer or a short convolution in place of attention,
     which `recurrent_layers` numbers; `attention.layers` counts the others alone. tiled_values: the columns of a net's
     `out` go through all key heads for their first value heads, then for their second ones, where rows of other matrices
@@ -210,6 +213,10 @@ class ModelConfig:
     final_norm: bool = True
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_norm_affine: bool = True
+    out_norm_eps: float | None = None
+    embed_norm: bool = False
+    final_offset: float | None = None
     turn_before_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -227,6 +234,7 @@ class ModelConfig:
     labels: tuple[str, ...] = ()
     attention_gate: bool = False
     gate_of_heads: bool = False
+    gate_apart: bool = False
     recurrent: RecurrentSpec | None = None
     recurrent_layers: tuple[int, ...] = ()
     tiled_values: bool = False
@@ -243,6 +251,16 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights | None = None
+
+    @property
+    def eps_behind(self) -> float:
+        """Of norms behind attention and MLP."""
+        return self.norm_eps if self.out_norm_eps is None else self.out_norm_eps
+
+    @property
+    def last_offset(self) -> float:
+        """What is added to the weights of the last norm."""
+        return self.norm_offset if self.final_offset is None else self.final_offset
 
     def experts_of(self, layer: int) -> ExpertsSpec | None:
         """The experts of a layer; None: it has a dense MLP."""

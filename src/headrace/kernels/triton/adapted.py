@@ -59,7 +59,7 @@ class GpuPairs:
         if not len(x):
             return made
         inner = self.downs(x, rows.by, sent=True)
-        change = self.ups(inner, rows.by, sent=False)[:, first:]
+        change = self.ups(inner, rows.by, sent=False)[:, first : first + made.shape[1]]
         columns = min(COLUMNS, 1 << (made.shape[1] - 1).bit_length())
         direct(adapted_kernels.add_changes)[(len(made), -(-made.shape[1] // columns))](
             made, change, rows.numbers, rows.by.place, self.has, len(self), made.stride(0), change.stride(0),

@@ -1,9 +1,10 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
+from headrace.models.families.afmoe import AFMOE
 from headrace.models.families.base import Family
 from headrace.models.families.cohere import COHERE
-from headrace.models.families.cohere2 import COHERE2
-from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE, MISTRAL4
+from headrace.models.families.cohere2 import AYA_VISION, COHERE2, COHERE2_VISION
+from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE, KIMI_VISION, MISTRAL4
 from headrace.models.families.dots1 import DOTS1, SOLAR_OPEN
 from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.ernie_moe import ERNIE_MOE
@@ -18,13 +19,15 @@ from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from headrace.models.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
+from headrace.models.families.hyperclovax import HYPERCLOVAX
 from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION, LFM3
 from headrace.models.families.llama import ARCEE, CWM, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.minicpm3 import MINICPM3, YOUTU
 from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
+from headrace.models.families.muse_glimmer import MUSE_GLIMMER
 from headrace.models.families.nemotron_h import NEMOTRON_H
-from headrace.models.families.olmo import EXAONE4, OLMO2, OLMO3
+from headrace.models.families.olmo import EXAONE4, EXAONE4_5, OLMO2, OLMO3
 from headrace.models.families.opt import OPT
 from headrace.models.families.phi import PHI3
 from headrace.models.families.qwen3_next import (
@@ -37,7 +40,7 @@ from headrace.models.families.qwen3_next import (
 from headrace.models.families.qwen3_vl_moe import QWEN3_VL_MOE
 from headrace.models.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from headrace.models.families.smollm import SMOLLM3
-from headrace.models.families.starcoder2 import STARCODER2
+from headrace.models.families.starcoder2 import JAIS2, STARCODER2
 
 __all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
 
@@ -127,7 +130,16 @@ FAMILIES: dict[str, Family] = {
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "HYV3ForCausalLM": HY3,
     "GraniteSWAForCausalLM": GRANITE_SWA,
+    "AfmoeForCausalLM": AFMOE,
+    "AyaVisionForConditionalGeneration": AYA_VISION,
+    "Cohere2VisionForConditionalGeneration": COHERE2_VISION,
+    "Exaone4_5_ForConditionalGeneration": EXAONE4_5,
+    "HyperCLOVAXForCausalLM": HYPERCLOVAX,
+    "Jais2ForCausalLM": JAIS2,
+    "KimiK25ForConditionalGeneration": KIMI_VISION,
+    "Kimi_K25ForConditionalGeneration": KIMI_VISION,  # as transformers calls it
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
+    "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
     **HEADLESS,
     **CLASSIFIERS,
 }

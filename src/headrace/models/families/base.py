@@ -30,6 +30,7 @@ class Family:
     fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
     fused_either_way: they lie either way, by outputs where their shape fits that.
     published_as: another name that modules of the model's code had before transformers took them in.
+    also_called: another model_type that published files have.
     completed: of models with other parts, fills in what a file leaves to their own class.
     layer_fields: what per_layer_config may set. unused: tensors that checkpoints have and the model does not read, as
     they are called behind the prefix.
@@ -52,6 +53,7 @@ class Family:
     layer_fields: tuple[str, ...] = ()
     unused: Callable[[ModelConfig], frozenset[str]] | None = None
     published_as: str | None = None
+    also_called: str | None = None
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Layers with a window rotate pairs of neighbours, the others nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headrace.models.families.base import (
@@ -59,3 +60,21 @@ COHERE2 = Family(
     "cohere2", "transformers.models.cohere2.configuration_cohere2:Cohere2Config", _facts, names, PREFIXES,
     qkv_rows=_rows,
 )  # fmt: skip
+
+
+def _completed(raw: dict[str, Any]) -> dict[str, Any]:
+    """transformers ties the head unless it is told otherwise."""
+    return {"tie_word_embeddings": True} | raw
+
+
+def _with_vision(model_type: str) -> Family:
+    """Of which the text part is computed, and images are refused."""
+    unread = ("vision_tower.", "multi_modal_projector.")
+    return replace(
+        COHERE2, model_type=model_type, text_type="cohere2", completed=_completed,
+        prefixes=("language_model.model.", "model.language_model."),
+        unread=(*unread, *(f"model.{name}" for name in unread)),
+    )  # fmt: skip
+
+
+COHERE2_VISION, AYA_VISION = map(_with_vision, ("cohere2_vision", "aya_vision"))

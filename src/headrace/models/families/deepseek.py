@@ -1,4 +1,5 @@
-"""DeepSeek-V2, V3, GLM-4.7-Flash and Mistral 4: latent attention, experts and a shared one in all layers but the first.
+"""DeepSeek-V2, V3, Kimi K2, GLM-4.7-Flash and Mistral 4: latent attention, experts and a shared one in all layers but
+the first.
 
 The norms of latents have an epsilon of their own, and scores a scale that follows from the rotation where that is
 stretched (yarn's mscale_all_dim).
@@ -175,6 +176,22 @@ def _family(model_type: str, configuration: str, facts: Any) -> Family:
 
 
 DEEPSEEK_V2 = _family("deepseek_v2", "DeepseekV2Config", _v2)
-DEEPSEEK_V3 = _family("deepseek_v3", "DeepseekV3Config", _v3)
+DEEPSEEK_V3 = replace(_family("deepseek_v3", "DeepseekV3Config", _v3), also_called="kimi_k2")
 GLM_LITE = _family("glm4_moe_lite", "Glm4MoeLiteConfig", _glm_lite)
 MISTRAL4 = _family("mistral4", "Mistral4Config", _mistral4)
+
+
+def _completed(raw: dict[str, Any]) -> dict[str, Any]:
+    """Published files call the text part kimi_k2. transformers ties the head unless it is told otherwise."""
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") == "kimi_k2":
+        raw = raw | {"text_config": text | {"model_type": "deepseek_v3"}}
+    return {"tie_word_embeddings": True} | raw
+
+
+KIMI_VISION = replace(
+    DEEPSEEK_V3, model_type="kimi_k25", text_type="deepseek_v3", completed=_completed,
+    prefixes=("language_model.model.", "model.language_model."),
+    unread=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+)  # fmt: skip
+"""Of which the text part is computed, and images are refused."""

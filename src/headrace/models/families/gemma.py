@@ -71,7 +71,8 @@ def _gemma3(config: Any) -> dict[str, Any]:
     return _common(config, turned) | dict(local_rope=local, qk_norm=True)
 
 
-def _names(config: ModelConfig) -> Names:
+def sandwich_names(config: ModelConfig) -> Names:
+    """Names of a model with norms on both sides of attention and MLP."""
     layer = "layers.{}."
     theirs = {
         "attention_out_norm": "post_attention_layernorm",
@@ -82,14 +83,16 @@ def _names(config: ModelConfig) -> Names:
 
 
 GEMMA = Family("gemma", "transformers.models.gemma.configuration_gemma:GemmaConfig", _gemma, names, PREFIXES)
-GEMMA2 = Family("gemma2", "transformers.models.gemma2.configuration_gemma2:Gemma2Config", _gemma2, _names, PREFIXES)
+GEMMA2 = Family(
+    "gemma2", "transformers.models.gemma2.configuration_gemma2:Gemma2Config", _gemma2, sandwich_names, PREFIXES
+)
 GEMMA3_CONFIGURATION = "transformers.models.gemma3.configuration_gemma3:Gemma3TextConfig"
-GEMMA3 = Family("gemma3_text", GEMMA3_CONFIGURATION, _gemma3, _names, PREFIXES)
+GEMMA3 = Family("gemma3_text", GEMMA3_CONFIGURATION, _gemma3, sandwich_names, PREFIXES)
 GEMMA3_WITH_VISION = Family(
     "gemma3",
     GEMMA3_CONFIGURATION,
     _gemma3,
-    _names,
+    sandwich_names,
     ("model.language_model.", "language_model.model."),
     text_type="gemma3_text",
     unread=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),

@@ -125,7 +125,8 @@ def names(config: ModelConfig) -> Names:
     }
 
 
-def _ungated_names(config: ModelConfig) -> Names:
+def ungated_names(config: ModelConfig) -> Names:
+    """The same of MLPs without gates."""
     return {**names(config), "layers.{}.up": ("layers.{}.mlp.up_proj",)}
 
 
@@ -141,4 +142,4 @@ QWEN3 = Family("qwen3", "transformers.models.qwen3.configuration_qwen3:Qwen3Conf
 SEED_OSS = Family(
     "seed_oss", "transformers.models.seed_oss.configuration_seed_oss:SeedOssConfig", _seed_oss, names, PREFIXES
 )
-ARCEE = Family("arcee", "transformers.models.arcee.configuration_arcee:ArceeConfig", _arcee, _ungated_names, PREFIXES)
+ARCEE = Family("arcee", "transformers.models.arcee.configuration_arcee:ArceeConfig", _arcee, ungated_names, PREFIXES)

@@ -1,11 +1,12 @@
 """OLMo 2 and 3: what attention and MLP make is normed, not what they take; queries and keys over all heads together.
 
 OLMo 3 has windows in three of four layers, whose rotation is not stretched with that of the others. EXAONE 4 norms
-queries and keys head by head, and where some layers have windows it rotates those alone.
+queries and keys head by head, and where some layers have windows it rotates those alone; EXAONE 4.5 has images besides.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from headrace.models.families.base import Family, Names, rope, ropes_by_kind
@@ -56,3 +57,18 @@ OLMO3 = Family("olmo3", "transformers.models.olmo3.configuration_olmo3:Olmo3Conf
 EXAONE4 = Family(
     "exaone4", "transformers.models.exaone4.configuration_exaone4:Exaone4Config", _exaone4, names_behind, PREFIXES
 )
+
+
+def _completed(raw: dict[str, Any]) -> dict[str, Any]:
+    """The text part had a name of its own at first."""
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") == "exaone4_5_text":
+        return raw | {"text_config": text | {"model_type": "exaone4"}}
+    return raw
+
+
+EXAONE4_5 = replace(
+    EXAONE4, model_type="exaone4_5", text_type="exaone4", prefixes=("model.language_model.",),
+    unread=("model.visual.",), completed=_completed,
+)  # fmt: skip
+"""Of which the text part is computed, and images are refused."""

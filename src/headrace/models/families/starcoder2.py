@@ -1,4 +1,5 @@
-"""StarCoder2: LayerNorm, biases, an MLP of gelu without gates; in some models a window."""
+"""StarCoder2 and Jais 2: LayerNorm, biases, MLPs without gates, of gelu or of squared relus; StarCoder2 may have a
+window."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from headrace.models.families.base import (
     rope,
     rope_reach,
 )
-from headrace.models.families.llama import PREFIXES, names, uniform_windows
+from headrace.models.families.llama import PREFIXES, names, ungated_names, uniform_windows
 from headrace.models.spec import ModelConfig
 
 
-def _facts(config: Any) -> dict[str, Any]:
-    turned, windows, kv_heads = rope(config), uniform_windows(config, config.sliding_window), config.num_key_value_heads
+def _facts(config: Any, window: int | None, norm_eps: float) -> dict[str, Any]:
+    turned, windows, kv_heads = rope(config), uniform_windows(config, window), config.num_key_value_heads
     return dict(
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
@@ -28,13 +29,20 @@ def _facts(config: Any) -> dict[str, Any]:
         positions="rope",
         rope=turned,
         norm="layer",
-        norm_eps=config.norm_epsilon,
+        norm_eps=norm_eps,
         activation=activation("hidden_act", config.hidden_act, PLAIN_ACTIVATIONS),
         gated=False,
-        qkv_bias=config.use_bias,
-        out_bias=config.use_bias,
-        mlp_bias=config.use_bias,
     )
+
+
+def _starcoder2(config: Any) -> dict[str, Any]:
+    bias = dict(qkv_bias=config.use_bias, out_bias=config.use_bias, mlp_bias=config.use_bias)
+    return _facts(config, config.sliding_window, config.norm_epsilon) | bias
+
+
+def _jais2(config: Any) -> dict[str, Any]:
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+    return _facts(config, None, config.layer_norm_eps) | bias
 
 
 def _names(config: ModelConfig) -> Names:
@@ -42,5 +50,7 @@ def _names(config: ModelConfig) -> Names:
 
 
 STARCODER2 = Family(
-    "starcoder2", "transformers.models.starcoder2.configuration_starcoder2:Starcoder2Config", _facts, _names, PREFIXES
-)
+    "starcoder2", "transformers.models.starcoder2.configuration_starcoder2:Starcoder2Config", _starcoder2, _names,
+    PREFIXES,
+)  # fmt: skip
+JAIS2 = Family("jais2", "transformers.models.jais2.configuration_jais2:Jais2Config", _jais2, ungated_names, PREFIXES)

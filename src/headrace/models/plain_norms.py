@@ -1,0 +1,37 @@
+"""Norms without weights of their own, brought to the form of others as a decoder is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import ops
+from headrace.models.layers import Weights
+from headrace.models.sizes import EMBED
+from headrace.models.spec import ModelConfig
+from headrace.types import UnsupportedModel
+
+AT_ONCE = 4096
+"""Embeddings that are normed together."""
+
+
+def with_plain_norms(config: ModelConfig, weights: Weights) -> Weights:
+    """The weights of a decoder, with those that norms of queries and keys lack [D], which change nothing, and with
+    embeddings [V, H] as they are once they are normed. Raises UnsupportedModel where these are codes."""
+    if config.embed_norm and EMBED not in weights:
+        raise UnsupportedModel("embeddings that are normed cannot be codes")
+    if config.embed_norm:
+        weights = weights | {EMBED: _normed(weights[EMBED], config.norm_eps)}
+    if config.qk_norm and not config.qk_norm_affine:
+        dtype, device = weights["final_norm.weight"].dtype, weights["final_norm.weight"].device
+        same = torch.full((config.attention.head_dim,), 1.0 - config.norm_offset, dtype=dtype, device=device)
+        layers = range(config.layers)
+        weights = weights | {f"layers.{layer}.{each}_norm.weight": same for layer in layers for each in "qk"}
+    return weights
+
+
+def _normed(table: Tensor, eps: float) -> Tensor:
+    ones, made = table.new_ones(table.shape[1]), torch.empty_like(table)
+    for some, into in zip(table.split(AT_ONCE), made.split(AT_ONCE), strict=True):
+        into.copy_(ops.rms_norm(some.contiguous(), ones, eps))
+    return made
