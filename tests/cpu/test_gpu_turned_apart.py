@@ -1,5 +1,5 @@
-"""Families whose queries and keys no single launch turns, norms that stand behind alone, and squared relus, on a fake
-device: the logits of transformers, and decoding that is replayed."""
+"""Families whose queries and keys no single launch turns, norms that stand behind alone or behind experts, gates beside
+keys and values, and squared relus, on a fake device: the logits of transformers, and decoding that is replayed."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan": {},
     "olmo3": dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     "arcee": {},
+    "afmoe": dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"], moe_intermediate_size=32),
+    "muse_glimmer": dict(
+        sliding_window=8, layer_types=["sliding_attention", "full_attention"], layer_rope_theta=[1e4, 0]
+    ),
 }
 TWO = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 
@@ -55,9 +59,10 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path, fake: FakeD
     assert (engine(make_checkpoint(kind, tmp_path, **sizes)).logits(prompt) - theirs).abs().max() <= 1e-4
 
 
-def test_decoding_is_replayed(tmp_path: Path, fake: FakeDevice) -> None:
+@pytest.mark.parametrize("kind", ["ministral3", "afmoe", "muse_glimmer"])
+def test_decoding_is_replayed(kind: str, tmp_path: Path, fake: FakeDevice) -> None:
     """Rows of the table that hold queries' rotation too are looked up by a recording as others are."""
-    llm = engine(make_checkpoint("ministral3", tmp_path, **SIZES | OWN["ministral3"]))
+    llm = engine(make_checkpoint(kind, tmp_path, **SIZES | OWN[kind]))
     prompts = [tokens(1, 1), tokens(1, 2)]
     truth = launched(llm, prompts, TWO)
     same(run(llm, prompts, TWO), truth)

@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.engine.gguf_words import WORDS, Words
-from headrace.files import read_given
+from headrace.engine.tokenizer_file import backed_by, halves, template_beside
 from headrace.logs import shown
 from headrace.models.gguf.header import GgufFile, open_gguf, parts_of
 from headrace.types import UnsupportedModel
@@ -25,7 +25,6 @@ MAX_PIECE = 256
 meant ill have longer ones."""
 SPACE = "\u2581"
 BESIDE = "put the model's tokenizer.json beside the file"
-TEMPLATE, MOST_TEMPLATE = "chat_template.jinja", 1 << 20
 NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """Of Phi-3's special tokens, those that leave the spaces behind them alone."""
 
@@ -43,28 +42,12 @@ def has_vocabulary(model: Path) -> bool:
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer of a GGUF file as transformers' fast tokenizers are. Raises UnsupportedModel for a kind that is not
     read, ValueError (or what the tokenizers library raises) for a vocabulary that is not sound."""
-    from transformers import PreTrainedTokenizerFast
-
-    class FromGguf(PreTrainedTokenizerFast):  # type: ignore[misc]
-        def __init__(self, vocabulary: _Vocabulary) -> None:
-            # Set as transformers' own classes do it: one given as an argument is copied, which takes seconds.
-            self._tokenizer = vocabulary.tokenizer()
-            super().__init__(clean_up_tokenization_spaces=False, **vocabulary.named())
-
-    return FromGguf(_Vocabulary(_file(model)))
+    vocabulary = _Vocabulary(_file(model))
+    return backed_by(vocabulary.tokenizer(), vocabulary.named())
 
 
 def _file(model: Path) -> GgufFile:
     return open_gguf(parts_of(model)[0])
-
-
-def _template_beside(path: Path) -> str | None:
-    """What a folder in safetensors has its template in; for files that bring none."""
-    found = path.with_name(TEMPLATE)
-    try:
-        return read_given(found, MOST_TEMPLATE).decode() if found.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{found} cannot be read: {error}") from None
 
 
 class _Vocabulary:
@@ -109,7 +92,8 @@ class _Vocabulary:
         beside the file that cannot be read."""
         tokens = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         found: dict[str, Any] = {ours: self._token(theirs) for ours, theirs in tokens.items()}
-        found["chat_template"] = self.file.metadata.get("tokenizer.chat_template") or _template_beside(self.file.path)
+        beside = self.file.path.parent
+        found["chat_template"] = self.file.metadata.get("tokenizer.chat_template") or template_beside(beside)
         return {name: value for name, value in found.items() if isinstance(value, str)}
 
     def tokenizer(self) -> Tokenizer:
@@ -172,15 +156,14 @@ class _Vocabulary:
         """All ways to make a token of two, those of the best scores first, as transformers' generate_merges has them.
         Tokens that users have defined go before all others, as in sentencepiece; the converter drops their scores."""
         scores = np.where(self.types == USER_DEFINED, np.inf, self._numbers("scores", 0.0))
-        ids, numbers, pairs = self.ids, [], []
+        ids = self.ids
+        numbers: list[int] = []
+        pairs: list[tuple[str, str]] = []
         for number in np.flatnonzero(~np.isin(self.types, (CONTROL, BYTE, UNKNOWN))).tolist():
             token = self.tokens[number]
-            if len(token) > MAX_PIECE:
-                continue
-            for cut in range(1, len(token)):
-                if (right := token[cut:]) in ids and (left := token[:cut]) in ids:
-                    numbers.append(number)
-                    pairs.append((left, right))
+            found = list(halves(token, ids)) if len(token) <= MAX_PIECE else []
+            numbers += [number] * len(found)
+            pairs += found
         lefts, rights = (np.array([len(pair[side]) for pair in pairs], int) for side in (0, 1))
         order = np.lexsort((-rights, -lefts, -scores[np.array(numbers, int)]))
         return [pairs[each] for each in order.tolist()]

@@ -66,6 +66,14 @@ def _byte_level_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_level_alphabet()
 
 
+_SPELLED = {byte: char for char, byte in _ALPHABET.items()}
+
+
+def spelled(token: bytes) -> str:
+    """As byte-level vocabularies spell it."""
+    return "".join(_SPELLED[byte] for byte in token)
+
+
 def _byte_level(piece: str) -> bytes:
     """An added token with a character outside the alphabet stands for itself, as in the tokenizers library."""
     try:

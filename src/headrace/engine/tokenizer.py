@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.engine import tiktoken_file
 from headrace.engine.pieces import piece_rule
 from headrace.engine.plain_messages import check_text, plain_messages
 from headrace.engine.templates import Renderer
@@ -20,7 +21,9 @@ from headrace.logs import shown
 from headrace.models.files import is_gguf, read_json
 from headrace.types import InvalidRequest, UnsupportedModel
 
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", tiktoken_file.NAME,
+)  # fmt: skip
 _PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 """Names, in tokenizer_config.json, of the class that takes tokenizer.json as it is."""
 _PLAIN_MODELS = {"falcon", "llama", "opt", "qwen3"}
@@ -279,6 +282,8 @@ def _of_gguf(model: Path) -> Any:
 
 
 def _of_folder(folder: Path) -> Any:
+    if tiktoken_file.is_there(folder):
+        return tiktoken_file.load_tokenizer(folder)
     options = dict(trust_remote_code=False, local_files_only=True)
     wrong = _cuts_wrongly(folder)
     made = _loader(folder).from_pretrained(str(folder), **options | ({"fix_mistral_regex": True} if wrong else {}))

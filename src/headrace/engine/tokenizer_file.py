@@ -8,6 +8,7 @@ apart, or Yi, whose texts begin without a space, these are other tokens.
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,39 @@ MODEL = ("ignore_merges", "fuse_unk", "byte_fallback", "unk_token", "continuing_
 """Of a BPE, what changes its tokens beside vocabulary and merges."""
 MAX_TOKENIZER = 256 << 20
 """Bytes; Gemma 3's has 33 MB."""
+TEMPLATE, MOST_TEMPLATE = "chat_template.jinja", 1 << 20
 AS_IT_IS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that take tokenizer.json whole."""
+
+
+def backed_by(backend: Tokenizer, named: dict[str, Any]) -> Any:
+    """A tokenizer of transformers' over one of the tokenizers library, with special tokens and the template by the
+    names of its arguments."""
+    from transformers import PreTrainedTokenizerFast
+
+    class Backed(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def __init__(self) -> None:
+            # Set as transformers' own classes do it: one given as an argument is copied, which takes seconds.
+            self._tokenizer = backend
+            super().__init__(clean_up_tokenization_spaces=False, **named)
+
+    return Backed()
+
+
+def template_beside(folder: Path) -> str | None:
+    """The chat template that lies in a folder as a file of its own. Raises ValueError where it cannot be read."""
+    found = folder / TEMPLATE
+    try:
+        return read_given(found, MOST_TEMPLATE).decode() if found.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{found} cannot be read: {error}") from None
+
+
+def halves(token: str, tokens: Container[str]) -> Iterator[tuple[str, str]]:
+    """All ways to make a token of two others."""
+    for cut in range(1, len(token)):
+        if (right := token[cut:]) in tokens and (left := token[:cut]) in tokens:
+            yield left, right
 
 
 def follow(made: Any, folder: Path) -> None:

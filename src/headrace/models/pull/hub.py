@@ -17,7 +17,7 @@ from headrace.models.hub_names import HubName, chosen, quants
 
 BESIDE = (".json", ".jinja")
 """Endings of what lies beside the weights: configuration, tokenizer, templates."""
-TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "merges.txt")
+TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.txt", "merges.txt", "tiktoken.model")
 NOT_READ = ("pytorch_model.bin.index.json", "tf_model.h5.index.json", "trainer_state.json")
 ADAPTER = "adapter_model.safetensors"
 
