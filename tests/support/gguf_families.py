@@ -97,7 +97,7 @@ OWN: Any = {gguf_granite.ARCHITECTURE: gguf_granite, **dict.fromkeys(gguf_nemotr
 FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (
     "gemma2", "gemma3", "gemma4", "qwen3next", "qwen35", "qwen35moe", "seed_oss", "gpt-oss", "glm4moe", "olmo2",
-    "exaone4",
+    "exaone4", "afmoe",
 )  # fmt: skip
 """Architectures that call post_attention_layernorm so, whatever it is."""
 NAMES = {
@@ -165,7 +165,8 @@ def write_family(
     apart = (
         latent
         or corrected
-        or architecture in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", *HYBRIDS)
+        or architecture
+        in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", "afmoe", *HYBRIDS)
     )
     _describe_whole(writer, model, architecture, old)
     if latent or corrected:
@@ -243,6 +244,8 @@ def _places(name: str, config: Any, kind: str) -> Iterator[Place]:
     prefix = f"blk.{layer[1]}." if layer else ""
     if end in ("A_log", "dt_bias"):
         theirs = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[end]
+    elif end == "expert_bias":
+        theirs = "exp_probs_b.bias"
     else:
         theirs = f"{NAMES[module]}.{end}"
     if module == "post_attention_layernorm" and architecture in NORM_BEHIND_ATTENTION:
@@ -344,7 +347,7 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
             "command-r": windows.cohere, "minimax-m2": gguf_routed.minimax_m2,
             "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe,
             "qwen2moe": gguf_routed.qwen2_moe, "hunyuan-moe": gguf_routed.hunyuan_moe,
-            "exaone-moe": gguf_routed.exaone_moe, "mellum": gguf_routed.mellum,
+            "exaone-moe": gguf_routed.exaone_moe, "mellum": gguf_routed.mellum, "afmoe": gguf_routed.afmoe,
             "minicpm3": gguf_deepseek.minicpm3}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)

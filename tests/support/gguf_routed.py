@@ -1,6 +1,6 @@
-"""GGUF files of Granite 3, MiniMax-M2, ERNIE 4.5, Qwen 2, HunYuan, EXAONE and Mellum with experts, as llama.cpp's
-converter writes them (conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py and mellum.py).
-Nothing here is taken from headrace's reader."""
+"""GGUF files of Granite 3, MiniMax-M2, ERNIE 4.5, Qwen 2, HunYuan, EXAONE, Mellum and Trinity with experts, as
+llama.cpp's converter writes them (conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py,
+mellum.py and afmoe.py). Nothing here is taken from headrace's reader."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ QWEN2 = dict(
 )
 ERNIE = dict(moe_layer_end_index=-1, moe_intermediate_size=96, tie_word_embeddings=False)
 MELLUM = dict(num_hidden_layers=3, moe_intermediate_size=96, mlp_layer_types=["sparse"] * 3, attention_bias=False)
+AFMOE = dict(
+    num_hidden_layers=4, moe_intermediate_size=96,
+    layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+)  # fmt: skip
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", "minimax_m2", dict(intermediate_size=96)),
     "granite_moe": ("granitemoe", "granite_moe", dict(intermediate_size=96)),
@@ -20,6 +24,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie_moe": ("ernie4_5-moe", "ernie_moe", ERNIE),
     "qwen2_moe": ("qwen2moe", "qwen2_moe", QWEN2),
     "hunyuan_moe": ("hunyuan-moe", "hunyuan_moe", dict(intermediate_size=96, attention_bias=False)),
+    "afmoe": ("afmoe", "afmoe", AFMOE),
     "mellum": ("mellum", "mellum", MELLUM),
     "exaone_moe": ("exaone-moe", "exaone_moe", dict(moe_intermediate_size=96, num_hidden_layers=3)),
 }  # fmt: skip
@@ -27,6 +32,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 NAMES = {
     "block_sparse_moe.router": "ffn_gate_inp", "shared_mlp.output_linear": "ffn_down_shexp",
+    "self_attn.gate_proj": "attn_gate", "pre_mlp_layernorm": "ffn_norm", "mlp.router.gate": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp", "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
     "mlp.shared_mlp.up_proj": "ffn_up_shexp", "mlp.shared_mlp.down_proj": "ffn_down_shexp",
 }  # fmt: skip
@@ -69,6 +75,18 @@ def mellum(writer: GGUFWriter, config: Any) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+
+
+def afmoe(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.num_shared_experts)
+    writer.add_expert_weights_scale(config.route_scale)
+    writer.add_expert_weights_norm(True)
 
 
 def exaone_moe(writer: GGUFWriter, config: Any) -> None:

@@ -51,6 +51,10 @@ KIMI = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+THREES = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})+(?!\p{N}))|\p{N}{1,3}"
+WITHOUT_SPACES = (
+    "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+)
 SCRIPTS = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-\u303f︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+"
 PHRASES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}|"
@@ -66,6 +70,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "minicpm5": split("\\p{N}{1,3}", CL100K.replace("{1,3}", "+")),
     "gpt-4o": split(O200K), "minimax-m2": split(O200K), "kanana2": split(O200K), "tekken": split(NEMO),
     "tiny_aya": split(r"\d{1,3}(?=(?:\d{3})*\b)", O200K), "kimi-k2": split(KIMI),
+    "afmoe": split(THREES, WITHOUT_SPACES, V3),
     "youtu": split(SCRIPTS, O200K.replace("{1,3}", "")), "exaone-moe": split(PHRASES), "seed-coder": split(SEED),
     "qwen2": split(CL100K.replace("{1,3}", "")), "deepseek-r1-qwen": split(CL100K.replace("{1,3}", "")),
     "hunyuan": split(CL100K.replace("{1,3}", "")),

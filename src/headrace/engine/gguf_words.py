@@ -75,6 +75,14 @@ DEEPSEEK_V3 = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
+AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    r"[\u4E00-\u9FFF\u3400-\u4DBF\uF900-\uFAFF\u3040-\u309F\u30A0-\u30FF\uFF65-\uFF9F\u2F00-\u2FDF\u0E40-\u0E7F"
+    r"\u0E80-\u0EFF\u1780-\u17FF\u1000-\u109F\uAA60-\uAA7F\uA9E0-\uA9FF\uAC00-\uD7AF\u1100-\u11FF]+",
+    DEEPSEEK_V3[-1],
+)
+"""Digits by three, counted from their end; scripts without spaces."""
+
 Step = Callable[[], Any]
 
 
@@ -135,7 +143,7 @@ WORDS = {
     "tekken": Words(_cut(TEKKEN), whole=True, begins=True),
     **dict.fromkeys(("gpt-4o", "minimax-m2", "kanana2"), Words(_cut(GPT4O))),
     "tiny_aya": Words(_cut(*TINY_AYA)), "kimi-k2": Words(_cut(KIMI_K2), whole=True),
-    "youtu": Words(_cut(*YOUTU), whole=True), "exaone-moe": Words(_cut(EXAONE_MOE)),
+    "afmoe": Words(_cut(*AFMOE)), "youtu": Words(_cut(*YOUTU), whole=True), "exaone-moe": Words(_cut(EXAONE_MOE)),
     "deepseek-llm": Words(_cut(*DEEPSEEK, then=(_digits(True),))),
     "deepseek-coder": Words(_cut(*DEEPSEEK_CODER, then=(_digits(True),))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), V3),

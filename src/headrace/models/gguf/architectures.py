@@ -152,6 +152,9 @@ ARCHITECTURES = {
     "exaone-moe": Architecture(
         "ExaoneMoeForCausalLM", "exaone_moe", EXPERT_NAMES | routed.EXAONE_NAMES, fields=routed.exaone_moe, routed=False
     ),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM", "afmoe", {**EXPERT_NAMES, **routed.AFMOE_NAMES}, fields=routed.afmoe, routed=False
+    ),
     "mellum": Architecture("MellumForCausalLM", "mellum", EXPERT_NAMES, fields=routed.mellum),
     "gemma": Architecture("GemmaForCausalLM", "gemma", LLAMA_NAMES, added_one=True),
     "olmoe": Architecture("OlmoeForCausalLM", "olmoe", EXPERT_NAMES),

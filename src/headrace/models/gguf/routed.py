@@ -1,8 +1,10 @@
-"""GGUF files of Granite 3, Qwen 2, HunYuan and Mellum 2 with experts, and of MiniMax-M2, ERNIE 4.5 with experts and
-K-EXAONE, whose routers have corrections: what config.json would say, and what Granite's tensors are. Imports no torch.
+"""GGUF files of Granite 3, Qwen 2, HunYuan and Mellum 2 with experts, and of MiniMax-M2, ERNIE 4.5 with experts,
+K-EXAONE and Trinity, whose routers have corrections: what config.json would say, and what Granite's tensors are.
+Imports no torch.
 
-Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py and mellum.py, and
-src/models/minimax-m2.cpp, ernie4-5-moe.cpp, qwen2moe.cpp, hunyuan-moe.cpp, exaone-moe.cpp and mellum.cpp.
+Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py, mellum.py and afmoe.py,
+and src/models/minimax-m2.cpp, ernie4-5-moe.cpp, qwen2moe.cpp, hunyuan-moe.cpp, exaone-moe.cpp, mellum.cpp and
+afmoe.cpp.
 """
 
 from __future__ import annotations
@@ -26,6 +28,14 @@ CORRECTIONS = "blk.{}.exp_probs_b.bias"
 MINIMAX_NAMES = {CORRECTIONS: LAYER + "block_sparse_moe.e_score_correction_bias"}
 ERNIE_NAMES = SHARED | {CORRECTIONS: LAYER + "mlp.moe_statics.e_score_correction_bias"}
 EXAONE_NAMES = SHARED | {CORRECTIONS: LAYER + "mlp.e_score_correction_bias"}
+AFMOE_NAMES = SHARED | {
+    "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
+    "blk.{}.ffn_norm": LAYER + "pre_mlp_layernorm",
+    "blk.{}.post_ffw_norm": LAYER + "post_mlp_layernorm",
+    "blk.{}.attn_gate": LAYER + "self_attn.gate_proj",
+    "blk.{}.ffn_gate_inp": LAYER + "mlp.router.gate",
+    CORRECTIONS: LAYER + "mlp.expert_bias",
+}
 HUNYUAN_NAMES = families.HUNYUAN_NAMES | {
     "blk.{}.ffn_gate_inp": LAYER + "mlp.gate.wg",
     "blk.{}.ffn_gate_shexp": LAYER + "mlp.shared_mlp.gate_proj",
@@ -123,6 +133,22 @@ def mellum(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return windows | {
         "rope_parameters": dict(zip(families.LAYER_TYPES, (rope, local), strict=True)),
         "mlp_layer_types": ["sparse"] * len(windows["layer_types"]),
+    }
+
+
+def afmoe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """Every fourth layer has no window, and embeddings are multiplied, whatever the file says, as llama.cpp has it."""
+    _check(facts, READ | OF_SHARED | {"expert_weights_scale"}, SIGMOID)
+    return {
+        "num_experts": facts.count("expert_count"),
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
+        "num_shared_experts": facts.count("expert_shared_count", 0),
+        "num_dense_layers": facts.count("leading_dense_block_count", 0),
+        "route_scale": facts.number("expert_weights_scale", 1.0),
+        "sliding_window": facts.count("attention.sliding_window"),
+        "global_attn_every_n_layers": 4,
+        "mup_enabled": True,
     }
 
 
