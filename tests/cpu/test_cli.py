@@ -355,3 +355,28 @@ def test_demo_ends_well() -> None:
 def test_demo_fails_when_the_server_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.bench.demo.MODEL", "/no/such/model")
     check_error(run("demo"), 1, "the server ended with 2", "/no/such/model")
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "headrace.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from headrace.cli.entry import main
+sys.argv = ["headrace", "--version"]
+main()
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_ctrl_c_while_commands_are_imported_says_nothing(ignored: bool) -> None:
+    """Behind nohup it is no end."""
+    before = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=before)
+    assert (done.returncode, done.stderr) == (0 if ignored else -signal.SIGINT, "")
+    assert done.stdout.startswith("headrace ") == ignored
