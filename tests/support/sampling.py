@@ -4,7 +4,7 @@ A function with many cases in three parameters or more keeps some of them: each 
 together in one at least (pairwise cover). With two parameters each value is met. Before that, of parameters in SPREAD a
 function keeps some values, others than the next function does. The draw is seeded: HEADRACE_TEST_SEED, or 1. A case
 marked `matrix`, one that differs from others in little and takes long, is not kept either, and a function of the files
-in SLOW keeps one case alone. Of what is then left of the slow functions of a file (slow_tests) every fourth case is
+in SLOW keeps one case alone. Of what is then left of the slow functions of a file (slow_tests) every eighth case is
 kept. With --matrices rest (`make test-matrix`) exactly the cases run that the sample leaves out. Without this plugin
 everything does.
 """
@@ -46,7 +46,7 @@ SLOW = frozenset(
 )
 """Files whose cases take seconds each, and of a function do much the same."""
 
-EVERY = 4
+EVERY = 8
 """Of so many slow cases of a file one is kept."""
 
 Case = dict[str, str]
@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def thinned(nodeids: Sequence[str]) -> set[str]:
-    """Slow ones that are left out: of each file all but every fourth, of which one is the first that is drawn."""
+    """Slow ones that are left out: of each file all but every eighth, of which one is the first that is drawn."""
     slow = slow_tests()
     files: dict[str, list[str]] = {}
     for nodeid in nodeids:

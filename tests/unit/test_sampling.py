@@ -108,7 +108,7 @@ def collected(folder: Path, matrices: str) -> list[tuple[str, str]]:
     return [(file, name) for file, name in found]
 
 
-def test_of_slow_tests_a_file_keeps_every_fourth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_slow_tests_a_file_keeps_one_in_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at least, others with another seed, and none that is not slow is left out."""
     monkeypatch.setattr("tests.support.sampling.slow_tests", lambda: {"cpu/test_x.py::test_a", "cpu/test_y.py::test_b"})
     cases = [f"tests/cpu/test_x.py::test_a[{case}]" for case in range(40)]
@@ -118,7 +118,7 @@ def test_of_slow_tests_a_file_keeps_every_fourth(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("HEADRACE_TEST_SEED", seed)
         left_out = thinned([*cases, *others, "tests/cpu/test_y.py::test_b"])
         kept[seed] = [case for case in cases if case not in left_out]
-        assert len(left_out) == 30 and len(kept[seed]) == 40 // EVERY and left_out < set(cases)
+        assert len(left_out) == 35 and len(kept[seed]) == 40 // EVERY and left_out < set(cases)
     assert sorted({case for each in kept.values() for case in each}) == sorted(cases)
 
 
