@@ -91,7 +91,7 @@ struct Norm {
 };
 
 // out[t, i] = f(x[t, i]); those named _mul read rows of 2 * width, or where there are second halves [T, width] of their own, which
-// may be where they go, the first ones of rows x_stride apart.
+// may be where they go, the first ones of rows x_stride apart. xielu: second is its two numbers, fp32.
 struct Unary {
   const void *x;
   void *out;
@@ -406,7 +406,7 @@ extern const bool multiplies_bf16;
 // Each in two types, of Unary, and in Python by the same name. To add one: its name here, activations.cpp.
 #define HEADRACE_ACTIVATIONS(ACTIVATION) \
   ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(swiglu_oai_mul) ACTIVATION(sigmoid_mul) \
-  ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu) ACTIVATION(relu2)
+  ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu) ACTIVATION(relu2) ACTIVATION(xielu)
 
 struct Kernels {
 #define HEADRACE_PER_TYPE(name, Arguments) void (*name[2])(const Arguments &);

@@ -91,13 +91,14 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
                 int64_t turned, float residual_scale, float out_eps, bool norm_whole, const Experts *experts, bool gated,
                 const DeltaNet *net, int64_t query_first, bool turn_before_norm, const Latent *latent,
-                const ShortConvolution *convolution, const MambaNet *mamba) {
+                const ShortConvolution *convolution, const MambaNet *mamba, Address alphas) {
   const bool normed = order == Order::sandwich || order == Order::after;
   if (out_norms.size() != (normed ? 2 : 0)) refuse("a block of this order has other norms");
   if (!up != !down || (!up && (experts || order != Order::pre))) refuse("a block of this order has an MLP");
   new (self) DecoderLayer{
       .order = order,
       .activation = activation,
+      .alphas = at<float>(alphas),
       .heads = heads,
       .kv_heads = kv_heads,
       .dim = dim,
@@ -275,7 +276,7 @@ void bind_model(nb::module_ &m) {
            "out"_a, "up"_a.none(), "down"_a.none(), "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a,
            "turn_first"_a, "turned"_a, "residual_scale"_a, "out_eps"_a, "norm_whole"_a = false, "experts"_a = nb::none(),
            "gated"_a = false, "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false, "latent"_a = nb::none(),
-           "convolution"_a = nb::none(), "mamba"_a = nb::none())
+           "convolution"_a = nb::none(), "mamba"_a = nb::none(), "alphas"_a = 0)
       .def("scratch", &DecoderLayer::scratch)
       .def("mixed_size", &DecoderLayer::mixed_size)
       .def("gates_at", &DecoderLayer::gates_at)

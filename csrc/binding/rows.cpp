@@ -100,8 +100,9 @@ void layer_norm(int type, Address x, Address weight, Address bias, Address out, 
       {at<void>(x), at<void>(weight), at<void>(bias), at<void>(out), rows, width, 1, width, eps, threads});
 }
 
-template <auto operation> void activate(int type, Address x, Address out, int64_t rows, int64_t width, int threads) {
-  (kernels().*operation)[type]({at<void>(x), at<void>(out), rows, width, threads});
+template <auto operation>
+void activate(int type, Address x, Address out, int64_t rows, int64_t width, int threads, Address alphas) {
+  (kernels().*operation)[type]({at<void>(x), at<void>(out), rows, width, threads, at<void>(alphas)});
 }
 
 void rotary(int type, Address x, Address cos_sin, Address out, int64_t rows, int64_t x_stride, int64_t heads, int64_t dim,
@@ -147,7 +148,7 @@ void bind_rows(nb::module_ &m) {
   nb::enum_<Activation> activations(m, "Activation");
 #define HEADRACE_DEFINE(name)                        \
   activations.value(#name, Activation::name);        \
-  m.def(#name, activate<&Kernels::name>, unlocked);
+  m.def(#name, activate<&Kernels::name>, unlocked, "type"_a, "x"_a, "out"_a, "rows"_a, "width"_a, "threads"_a, "alphas"_a = 0);
   HEADRACE_ACTIVATIONS(HEADRACE_DEFINE)
 #undef HEADRACE_DEFINE
 }

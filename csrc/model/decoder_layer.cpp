@@ -78,7 +78,7 @@ struct Buffers {
 
 // MLP(x) up to its activation, into buffers.active. Not of experts.
 void activate_mlp(const DecoderLayer &block, const Operations &run, const bf16 *x, const Buffers &buffers) {
-  run.multiply_activated(block.up, block.activation, x, buffers.inner, buffers.active, block.down.inputs);
+  run.multiply_activated(block.up, block.activation, x, buffers.inner, buffers.active, block.down.inputs, block.alphas);
 }
 
 // y += scale * MLP(x); y may be x.

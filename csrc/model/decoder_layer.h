@@ -85,6 +85,7 @@ struct AttentionGates {
 struct DecoderLayer {
   Order order;
   Activation activation;
+  Borrowed<const float> alphas;  // of xielu
   int64_t heads, kv_heads, dim;
   float eps;
   Matrix qkv, out, up, down;  // with experts, up and down are the first one's; without an MLP they have no outputs

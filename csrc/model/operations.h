@@ -48,12 +48,14 @@ struct Operations {
     multiply(m, x, y, {nullptr, false, tops}, true);
   }
 
-  // f of the products with `up`: y [T, width]. inner [T, outputs of up] is used where f is no part of the product.
-  void multiply_activated(const Matrix &up, Activation f, const bf16 *x, bf16 *inner, bf16 *y, int64_t width) const {
+  // f of the products with `up`: y [T, width]. inner [T, outputs of up] is used where f is no part of the product; alphas: see
+  // `activate`.
+  void multiply_activated(const Matrix &up, Activation f, const bf16 *x, bf16 *inner, bf16 *y, int64_t width,
+                          const float *alphas = nullptr) const {
     if (up.gated && adapts(up)) return multiply_adapted_gated(*this, up, f, x, y, width);
     if (up.gated) return multiply_gated(up, f, x, y);
     multiply(up, x, inner);
-    activate(f, inner, y, width);
+    activate(f, inner, y, width, alphas);
   }
 
   // y [T, width] times the sigmoid of gates, whose rows lie `stride` apart.
@@ -97,8 +99,9 @@ struct Operations {
     kernels.add[BF16]({x, y, x, rows * width, threads, scale});
   }
 
-  void activate(Activation f, const bf16 *x, bf16 *y, int64_t width) const {
-    const Unary a = {x, y, rows, width, threads};
+  // alphas: of xielu, which alone reads them.
+  void activate(Activation f, const bf16 *x, bf16 *y, int64_t width, const float *alphas = nullptr) const {
+    const Unary a = {x, y, rows, width, threads, alphas};
     switch (f) {
 #define HEADRACE_CASE(name) \
   case Activation::name: return kernels.name[BF16](a);

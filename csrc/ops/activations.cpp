@@ -46,15 +46,32 @@ struct ReluSquared {
   }
 };
 
-template <typename T, typename F> void map(const Unary &a) {
+// e^x - 1 for x < 0: a series near 0, where the difference would leave few digits.
+HEADRACE_INLINE vf expm1_below(vf x) {
+  vf p = splat(1.0f / 40320.0f);
+  for (const float next : {1.0f / 5040.0f, 1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f})
+    p = madd(p, x, splat(next));
+  return x > -0.5f ? madd(p * x, x, x) : exp(x) - 1.0f;
+}
+
+// xIELU (arXiv 2411.13010), of a layer's own two numbers: above 0 p x x + x / 2, below n (e^x - 1 - x) + x / 2.
+struct Xielu {
+  vf p, n;
+  vf apply(vf x) const {
+    const vf below = x < -1e-6f ? x : splat(-1e-6f), half = x * splat(0.5f);
+    return half + (x > 0.0f ? p * x * x : (expm1_below(below) - x) * n);
+  }
+};
+
+template <typename T, typename F> void map(const Unary &a, F f = {}) {
   const int64_t total = a.rows * a.width, vectors = (total + W - 1) / W;
   const T *x = static_cast<const T *>(a.x);
   T *out = static_cast<T *>(a.out);
   share_ranges(vectors, total > MANY_ELEMENTS ? a.threads : 1, [&](int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const int64_t at = i * W, n = total - at;
-      if (n >= W) store(out + at, F::apply(load(x + at)));
-      else store_part(out + at, F::apply(load_part(x + at, n)), n);
+      if (n >= W) store(out + at, f.apply(load(x + at)));
+      else store_part(out + at, f.apply(load_part(x + at, n)), n);
     }
   });
 }
@@ -65,6 +82,10 @@ template <typename T> void gelu(const Unary &a) { map<T, Gelu>(a); }
 template <typename T> void gelu_tanh(const Unary &a) { map<T, GeluTanh>(a); }
 template <typename T> void relu(const Unary &a) { map<T, Relu>(a); }
 template <typename T> void relu2(const Unary &a) { map<T, ReluSquared>(a); }
+template <typename T> void xielu(const Unary &a) {
+  const float *alphas = static_cast<const float *>(a.second);
+  map<T>(a, Xielu{splat(alphas[0]), splat(alphas[1])});
+}
 
 template <typename T> void add(const Sum &a) {
   const int64_t vectors = (a.elements + W - 1) / W;
@@ -162,6 +183,7 @@ HEADRACE_BOTH_TYPES(gelu, Unary)
 HEADRACE_BOTH_TYPES(gelu_tanh, Unary)
 HEADRACE_BOTH_TYPES(relu, Unary)
 HEADRACE_BOTH_TYPES(relu2, Unary)
+HEADRACE_BOTH_TYPES(xielu, Unary)
 HEADRACE_BOTH_TYPES(add, Sum)
 HEADRACE_BOTH_TYPES(embed, Embed)
 HEADRACE_BOTH_TYPES(silu_mul, Unary)

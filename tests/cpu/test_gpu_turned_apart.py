@@ -31,6 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan": {},
     "olmo3": dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     "arcee": {},
+    "apertus": {},
     "afmoe": dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"], moe_intermediate_size=32),
     "muse_glimmer": dict(
         sliding_window=8, layer_types=["sliding_attention", "full_attention"], layer_rope_theta=[1e4, 0]

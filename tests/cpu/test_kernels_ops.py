@@ -46,6 +46,15 @@ def of_gpt_oss(x: Tensor) -> Tensor:
     return GptOssExperts._apply_gate(experts, x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
 
 
+ALPHAS = torch.tensor([0.75, 1.25])
+
+
+def xielu(x: Tensor) -> Tensor:
+    """By its definition."""
+    p, n = ALPHAS.to(x.dtype)
+    return torch.where(x > 0, p * x * x + 0.5 * x, (torch.expm1(x.clamp(max=-1e-6)) - x) * n + 0.5 * x)
+
+
 def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
     """Each operation on x [T, H] of this type: (ours, the same in fp64)."""
     weight, bias = random(width, dtype=dtype, seed=1), random(width, dtype=dtype, seed=2)
@@ -76,6 +85,7 @@ def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
         "gelu": (ops.gelu, F.gelu),
         "relu": (ops.relu, F.relu),
         "relu2": (ops.relu2, lambda x: F.relu(x).square()),
+        "xielu": (partial(ops.xielu, alphas=ALPHAS), xielu),
         "gelu tanh": (partial(ops.gelu, approximate="tanh"), partial(F.gelu, approximate="tanh")),
     }
 
@@ -180,6 +190,20 @@ def test_activations_at_the_ends(isa: str) -> None:
         assert torch.equal(out[:5].abs(), torch.zeros(5)) and torch.equal(out[5:8], x[5:8]) and out[8].isnan()
     out = ops.silu_mul(torch.cat((x, torch.ones_like(x)))[None])[0]
     assert torch.equal(out[1:5].abs(), torch.zeros(4)) and torch.equal(out[5:8], x[5:8]) and out[8].isnan()
+
+
+@needs_extension
+def test_xielu_near_0_and_at_the_ends(isa: str) -> None:
+    """Where e^x - 1 has few digits left of e^x, too."""
+    x = -torch.logspace(-7, 1, 4001)
+    exact = xielu(x.double())
+    with dispatch.force("torch"):
+        plain = ops.xielu(x, ALPHAS)
+    for ours in (ops.xielu(x, ALPHAS), plain):
+        assert float(((ours.double() - exact) / x.double()).abs().max()) < 2e-6
+    ends = ops.xielu(torch.tensor([-1e4, -0.0, 0.0, 1e3, math.inf, math.nan]), ALPHAS)
+    assert ends[0] == 1.25 * 9999 - 5000 and (ends[1:3] + 1.25e-6).abs().max() < 1e-11 and ends[3] == 750500
+    assert ends[4] == math.inf and ends[5].isnan()
 
 
 @needs_extension

@@ -253,6 +253,7 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "groups of experts": ("glm4_moe_groups", _routed_otherwise(groups=1, met_groups=1)),
     "two best experts of a group": ("glm4_moe_groups", _routed_otherwise(summed=1)),
     "factor of shares": ("glm4_moe", _routed_otherwise(scale=1.0)),
+    "xIELU": ("apertus", dict(activation="relu2")),
     "norm of embeddings": ("muse_glimmer", dict(embed_norm=False)),
     "epsilon of norms behind": ("muse_glimmer", dict(out_norm_eps=None)),
     "offset of the last norm": ("muse_glimmer", dict(final_offset=None)),

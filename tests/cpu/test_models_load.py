@@ -110,6 +110,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("afmoe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
     ("hyperclovax", dict(residual_multiplier=None), "transformers does not accept it as hyperclovax"),
     ("jais2", dict(hidden_act="silu"), "hidden_act 'silu'"),
+    ("apertus", dict(hidden_act="silu"), "hidden_act 'silu'"),
     ("muse_glimmer", dict(tie_word_embeddings=True), "tie_word_embeddings true is not supported"),
     ("kimi_k25", dict(text_config=dict(model_type="llama")), "not of model_type 'deepseek_v3'"),
     ("exaone4_5", dict(text_config=dict(model_type="exaone_moe")), "not of model_type 'exaone4'"),

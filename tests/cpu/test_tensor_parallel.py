@@ -80,6 +80,7 @@ MODELS: dict[str, Model] = {
     "LayerNorm and biases": ("starcoder2", {}),
     "sinks and two bases": ("granite_swa", {}),
     "norms behind the rotation": ("hunyuan_moe", dict(intermediate_size=128)),
+    "xIELU": ("apertus", {}),
     "gates, norms behind experts": ("afmoe", dict(moe_intermediate_size=128)),
     "queries and embeddings normed without weights": ("muse_glimmer", {}),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     Cohere2Config,
@@ -83,6 +85,7 @@ _granite_swa = of(GraniteSWAForCausalLM, GraniteSWAConfig, **MULTIPLIERS, slidin
 
 _hyperclovax = of(HyperCLOVAXForCausalLM, HyperCLOVAXConfig, **MULTIPLIERS | dict(logits_scaling=0.125))
 _jais2 = of(Jais2ForCausalLM, Jais2Config)
+_apertus = of(ApertusForCausalLM, ApertusConfig, rope_parameters=None, dtype="float32")
 
 DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "seed_oss": (_seed_oss, dict(mlp_bias=True)),
@@ -105,4 +108,5 @@ DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "hyperclovax": (_hyperclovax, dict(mlp_bias=True)),
     "hyperclovax_plain": (_hyperclovax, dict(use_post_norm=False, attention_multiplier=None)),
     "jais2": (_jais2, {}),
+    "apertus": (_apertus, dict(attention_bias=True)),
 }

@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2": dict(block="after", qk_norm=True, qk_norm_whole=True),
     "hunyuan": dict(qk_norm=True, turn_before_norm=True, head_dim=64),
     "arcee": dict(gated=False, activation="relu2"),
+    "apertus": dict(gated=False, activation="xielu", qk_norm=True),
     "experts": dict(experts=EXPERTS),
     "experts of an odd width": dict(experts=replace(EXPERTS, inner=90, normalised=False)),
     "scaled experts": dict(experts=EXPERTS, residual_scale=0.22),

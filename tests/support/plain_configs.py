@@ -325,6 +325,8 @@ GIVEN: list[dict[str, Any]] = [
     ),
     dict(architectures=["MuseGlimmerForConditionalGeneration"], layer_rope_theta=[0, 1e4], num_hidden_layers=2),
     dict(architectures=["MuseGlimmerForConditionalGeneration"], layer_rope_theta=[0, 5e4], num_hidden_layers=2),
+    dict(architectures=["ApertusForCausalLM"], num_key_value_heads=8, rope_theta=1e6),
+    dict(architectures=["ApertusForCausalLM"], hidden_act="silu", attention_bias=True),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

@@ -43,7 +43,7 @@ class Gate:
 
 class Activation:
     """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name, with the
-    arguments of silu_mul."""
+    arguments of silu_mul, and xielu the address of its two numbers besides."""
 
 class Form:
     """How a weight lies: named in csrc/kernels.h, HEADRACE_FORMS."""
@@ -207,8 +207,9 @@ class Block:
         latent: Latent | None = None,
         convolution: ShortConvolution | None = None,
         mamba: MambaNet | None = None,
+        alphas: int = 0,
     ) -> None:
-        """query_first: where the rotation of queries begins; below 0: where that of keys does."""
+        """query_first: where the rotation of queries begins; below 0: where that of keys does. alphas: of xielu."""
 
     def scratch(self, rows: int) -> int: ...
     def mixed_size(self, rows: int) -> int: ...

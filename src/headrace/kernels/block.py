@@ -21,7 +21,7 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
 from headrace.kernels.extension import address, check, require
-from headrace.kernels.layer_shape import Experts, LayerShape, LayerWeights, Net
+from headrace.kernels.layer_shape import ALPHAS, Experts, LayerShape, LayerWeights, Net
 from headrace.kernels.ops import Weight
 from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
 from headrace.kernels.recurrent import Recur, check_weights, fits_cpp, gates_behind
@@ -248,8 +248,18 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         query_first=layer.query_first, norm_whole=shape.qk_norm_whole,
         experts=None if experts is None else _experts(shape, layer, experts, mlps),
         gated=shape.gated and query and layer.net is None, net=_net(shape, layer), mamba=_mamba(shape, layer),
-        convolution=_convolution(shape, layer), latent=_latent(shape, layer), **shape.more,
+        convolution=_convolution(shape, layer), latent=_latent(shape, layer), alphas=_alphas(shape, layer),
+        **shape.more,
     )  # fmt: skip
+
+
+def _alphas(shape: LayerShape, layer: LayerWeights) -> int:
+    """Address of the two numbers of the layer's xIELU; 0: it has another activation."""
+    if shape.activation != "xielu":
+        return 0
+    alphas = layer.weights[ALPHAS]
+    check(ALPHAS, alphas, torch.float32, (2,))
+    return alphas.data_ptr()
 
 
 def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:

@@ -53,7 +53,7 @@ capabilities = Capabilities(
 
 OPERATIONS = (
     "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "sigmoid_mul", "gelu", "relu", "relu2",
-    "rotary", "gated_delta", "greatest", "softmax_sums", "soft_cap",
+    "xielu", "rotary", "gated_delta", "greatest", "softmax_sums", "soft_cap",
 )  # fmt: skip
 """The row-wise ones."""
 
@@ -293,12 +293,18 @@ def relu2(x: Tensor) -> Tensor:
     return _elementwise("relu2", x)
 
 
-def _elementwise(name: str, x: Tensor) -> Tensor:
+def xielu(x: Tensor, alphas: Tensor) -> Tensor:
+    """See ops.xielu."""
+    _check("alphas", alphas, torch.float32, (2,))
+    return _elementwise("xielu", x, alphas)
+
+
+def _elementwise(name: str, x: Tensor, alphas: Tensor | None = None) -> Tensor:
     """A C++ activation that takes each element alone, by its name in csrc/kernels.h."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    run = getattr(_require(), name)
-    run(_type_of(x), x.data_ptr(), out.data_ptr(), 1, x.numel(), torch.get_num_threads())
+    run, more = getattr(_require(), name), () if alphas is None else (alphas.data_ptr(),)
+    run(_type_of(x), x.data_ptr(), out.data_ptr(), 1, x.numel(), torch.get_num_threads(), *more)
     return out
 
 

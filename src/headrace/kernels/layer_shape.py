@@ -61,14 +61,18 @@ class Net(Protocol):
         """Something where value heads go to the output in another order, as in GGUF's files of Qwen3.5."""
 
 
+ALPHAS = "activation.alphas"
+"""The two numbers of a layer's xIELU among its vectors, fp32 [2]."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What the layers of a model have in common. order: as models.spec.Block. activation: silu_mul or gelu_tanh_mul
-    (gated MLPs), gelu, gelu_tanh, relu or relu2. rms: the norm is RMS norm where it has weights, to which norm_offset
-    is added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a router. gated:
-    attention is let through by gates, which lie behind q, k and v. recurrent: of layers that have a net. latent: of
-    attention over latents (models.latent). more: facts that C++ alone needs, by the names of its Block
-    (csrc/binding/model.cpp)."""
+    (gated MLPs), gelu, gelu_tanh, relu, relu2 or xielu. rms: the norm is RMS norm where it has weights, to which
+    norm_offset is added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a
+    router. gated: attention is let through by gates, which lie behind q, k and v. recurrent: of layers that have a
+    net. latent: of attention over latents (models.latent). more: facts that C++ alone needs, by the names of its
+    Block (csrc/binding/model.cpp)."""
 
     attention: AttentionSpec
     hidden: int

@@ -146,17 +146,23 @@ def halves_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
     return cpu.by_halves(linear(x, weight.by_columns(), turned))
 
 
-def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, kind: str = "relu") -> Tensor:
-    """f of x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N]. kind: relu, relu2, gelu or gelu_tanh."""
-    if isinstance(weight, Tensor) and dispatch.on_gpu(x) and kind != "relu2":
+def activated_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, kind: str = "relu", alphas: Tensor | None = None
+) -> Tensor:
+    """f of x [T, H] times weight [N, H] transposed, plus bias [N]: [T, N]. kind: relu, relu2, gelu, gelu_tanh, or xielu
+    with its alphas."""
+    if isinstance(weight, Tensor) and dispatch.on_gpu(x) and kind not in ("relu2", "xielu"):
         from headrace.kernels.triton import products
 
         return products.activated_linear(x, weight, bias, kind)
-    return activated(linear(x, weight, bias), kind)
+    return activated(linear(x, weight, bias), kind, alphas)
 
 
-def activated(out: Tensor, kind: str) -> Tensor:
+def activated(out: Tensor, kind: str, alphas: Tensor | None = None) -> Tensor:
     """f of out [T, N], as `activated_linear` has it."""
+    if kind == "xielu":
+        assert alphas is not None, "a layer has its own"
+        return xielu(out, alphas)
     if kind in ("relu", "relu2"):
         return relu(out) if kind == "relu" else relu2(out)
     return gelu(out, "tanh" if kind == "gelu_tanh" else "none")
@@ -320,6 +326,16 @@ def whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
     return cpu.relu(x) if dispatch.native(x) else F.relu(x)
+
+
+def xielu(x: Tensor, alphas: Tensor) -> Tensor:
+    """xIELU (arXiv 2411.13010) of two numbers p and n, fp32 [2]: above 0 p x^2 + x / 2, else
+    n (e^x - 1 - x) + x / 2."""
+    if dispatch.native(x):
+        return cpu.xielu(x, alphas)
+    wide, (p, n) = x.float(), alphas
+    curved = torch.where(wide > 0, p * wide * wide, (torch.expm1(wide.clamp(max=-1e-6)) - wide) * n)
+    return (curved + 0.5 * wide).to(x.dtype)
 
 
 def relu2(x: Tensor) -> Tensor:

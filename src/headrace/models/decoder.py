@@ -31,9 +31,9 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.latent import LatentLayer, of_each_head
 from headrace.models.layers import Layer, OneByOne, Weights, norm, shape_of
+from headrace.models.made_weights import made_weights
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
 from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
-from headrace.models.plain_norms import with_plain_norms
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import EMBED, HEAD, refuse_rounding
@@ -97,7 +97,7 @@ class Decoder:
     ) -> None:
         self.share = share = _share(config, tensor)
         self.turns = XTurns(None if share is None else tensor)
-        weights = with_plain_norms(config, weights)
+        weights = made_weights(config, weights)
         table = weights[EMBED] if EMBED in weights else torch.empty(0, dtype=dtype)
         self.config = config if share is None else replace(config, attention=share.attention)
         self.dtype, self.device, tied = table.dtype, table.device, is_tied(weights)

@@ -18,7 +18,7 @@ from headrace.config.routing import CORRECTION
 from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.adapted_rows import AdaptedRows, PlacedPairs
 from headrace.kernels.backend import Attend
-from headrace.kernels.layer_shape import LayerShape
+from headrace.kernels.layer_shape import ALPHAS, LayerShape
 from headrace.kernels.records import QKRotary
 from headrace.kernels.recurrent import Recur
 from headrace.kernels.triton.weights import GpuWeight
@@ -211,10 +211,13 @@ class Layer:
     def _inner(self, name: str, x: Tensor) -> Tensor:
         """x [T, H] -> [T, this rank's share of I]: up and the activation."""
         weight, bias, kind = self.matrices[name + ".weight"], self.weights.get(name + ".bias"), self.config.activation
+        alphas = self.weights.get(ALPHAS)
         if self.adapted is None or name not in self.pairs:
-            return (ops.gated_linear if self.config.gated else ops.activated_linear)(x, weight, bias, kind)
+            if self.config.gated:
+                return ops.gated_linear(x, weight, bias, kind)
+            return ops.activated_linear(x, weight, bias, kind, alphas)
         made = self.adapted.added(self.pairs[name], x, ops.halves_linear(x, weight, bias))
-        return (ops.gated if self.config.gated else ops.activated)(made, kind)
+        return ops.gated(made, kind) if self.config.gated else ops.activated(made, kind, alphas)
 
     def _met_experts(self, x: Tensor, spec: ExpertsSpec) -> Tensor:
         """x [T, H] -> [T, this rank's share of H]: the sum of what each row's experts make of it."""

@@ -214,6 +214,12 @@ DENSE: dict[str, dict[str, Any]] = {
         layer_types=None, final_logit_softcapping=20.0, qk_scale_factor=3.87, output_multiplier=0.19611613513818404,
         post_norm_eps=1e-8, layer_rope_theta=None,
     ),
+    "apertus": COMMON
+    | dict(
+        vocab_size=131072, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=None, hidden_act="xielu", max_position_embeddings=65536, rms_norm_eps=1e-5, bos_token_id=1,
+        eos_token_id=2, attention_bias=False,
+    ),
     "hyperclovax": GRANITE | dict(attention_multiplier=None, use_post_norm=True),
     "jais2": COMMON
     | dict(

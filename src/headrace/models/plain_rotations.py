@@ -28,10 +28,17 @@ CWM_ROPE = dict(
     rope_type="llama3", rope_theta=1e6, factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )  # fmt: skip
+APERTUS_ROPE = CWM_ROPE | dict(rope_theta=12_000_000.0, factor=8.0)
 MELLUM_ROPES = {
     KINDS[0]: dict(rope_type="default", rope_theta=500_000.0), KINDS[1]: dict(rope_type="default", rope_theta=THETA),
 }  # fmt: skip
-ROPES = {"cwm": CWM_ROPE, "gpt_oss": GPT_OSS_ROPE, "ministral3": MINISTRAL3_ROPE, "mistral4": MISTRAL4_ROPE}
+ROPES = {
+    "apertus": APERTUS_ROPE,
+    "cwm": CWM_ROPE,
+    "gpt_oss": GPT_OSS_ROPE,
+    "ministral3": MINISTRAL3_ROPE,
+    "mistral4": MISTRAL4_ROPE,
+}
 """Where the class has more than a base."""
 LFM3_ROPES = {
     KINDS[0]: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1_000_000.0),

@@ -59,6 +59,8 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots |= _norm(config, f"layers.{index}.attention_norm") if config.block != "after" else {}
         slots |= _mixer(config, index)
         slots |= _mlp(config, index)
+        if config.activation == "xielu":
+            slots |= {f"layers.{index}.activation.alpha_{each}": Slot((1,), wide=True) for each in "pn"}
         if config.layer_inputs is not None:
             slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
         if config.layer_scale:

@@ -34,8 +34,9 @@ Block = Literal["pre", "post", "parallel", "sandwich", "after"]
 sandwich: x + norm(f(norm(x))), each norm with weights of its own. after: x + norm(f(x)), attention then MLP."""
 NORMED_BEHIND: tuple[Block, ...] = ("sandwich", "after")
 """Those that norm what is added to the residual stream."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"]
-"""relu2: the square of relu. swiglu_oai, of gated MLPs alone, takes both halves: see kernels.ops.swiglu_oai_mul."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai"]
+"""relu2: the square of relu. xielu: of two numbers of each layer, see kernels.ops.xielu. swiglu_oai, of gated MLPs
+alone, takes both halves: see kernels.ops.swiglu_oai_mul."""
 Positions = Literal["rope", "learned", "alibi"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")

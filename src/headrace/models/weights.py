@@ -28,10 +28,10 @@ OnProgress = Callable[[int, int], None]
 
 HARMLESS = re.compile(
     r"^mtp\.|(^|\.)(rotary_emb\.inv_freq|decoder\.version|masked_bias|rope_(freqs|factors_long|factors_short)\.weight|"
-    r"input_scale|input_zero_point|activation_scale|[kv]_scale)$"
+    r"input_scale|input_zero_point|activation_scale|[kv]_scale|act_fn\.(beta|eps))$"
 )
-"""Layers that guess further tokens; buffers that old checkpoints carry and no forward pass reads; what
-models.gguf.architectures has read; scales of activations, which are not rounded."""
+"""Layers that guess further tokens; numbers of xIELU that are the same in all models; buffers that old checkpoints have
+and no forward pass reads; what models.gguf.architectures has read; scales of activations, which are not rounded."""
 
 AT_ONCE = 4096
 """Rows of codes that are multiplied out together."""

@@ -1,6 +1,7 @@
 """The families that the decoder knows, by the architecture that config.json names."""
 
 from headrace.models.families.afmoe import AFMOE
+from headrace.models.families.apertus import APERTUS
 from headrace.models.families.base import Family
 from headrace.models.families.cohere import COHERE
 from headrace.models.families.cohere2 import AYA_VISION, COHERE2, COHERE2_VISION
@@ -131,6 +132,7 @@ FAMILIES: dict[str, Family] = {
     "HYV3ForCausalLM": HY3,
     "GraniteSWAForCausalLM": GRANITE_SWA,
     "AfmoeForCausalLM": AFMOE,
+    "ApertusForCausalLM": APERTUS,
     "AyaVisionForConditionalGeneration": AYA_VISION,
     "Cohere2VisionForConditionalGeneration": COHERE2_VISION,
     "Exaone4_5_ForConditionalGeneration": EXAONE4_5,

@@ -78,6 +78,7 @@ PLAIN_ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
