@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,26 @@ def test_what_did_not_take_place_shows_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert found["cached"] is None
     restored = report.verdicts[-1]
     assert restored.equal is None and restored.note.startswith("does not go with these settings: ")
+
+
+def test_given_tiers_and_drafts_are_those_that_are_tried(tmp_path: Path) -> None:
+    given = dict(kv_offload_path=str(tmp_path), kv_offload_activations="on", speculative="ngram")
+    report = verify.verify(config_from_env(model="tiny", **given))
+    assert report.equal and report.verdicts[-1].note.endswith("tokens from disk")
+    group = next(each for each in verify.GROUPS if each.schedules[0][0] == "speculated")
+    assert group.settings(config_from_env(model="tiny", **given), 1) == {"speculative": "ngram"}
+
+
+def test_streaming_is_tried_where_it_is_asked_for() -> None:
+    given = dict(offload_schedule="column", kv_offloading_size=0.1, weight_offload=True)
+    report = verify.verify(config_from_env(model="tiny", **given))
+    assert report.equal and verdicts(report)["streamed"] is True
+
+
+def test_rounded_tiers_are_told_to_be_so() -> None:
+    report = verify.verify(config_from_env(model="tiny", kv_offloading_size=0.1, kv_host_format="int4"))
+    assert report.equal and verdicts(report)["restored from a tier"] is None
+    assert "kv_host_format int4 rounds what is kept" in report.verdicts[-1].note
 
 
 def test_chunks_that_the_pool_had_no_time_to_store_are_stored_while_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:

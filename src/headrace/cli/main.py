@@ -229,8 +229,8 @@ def verify(
 ) -> None:
     """Whether every schedule gives the same bits here.
 
-    With this model and these settings: the same prompts cold, cached, batched, cut, preempted, speculated and
-    restored. Tokens and log probabilities are compared. Ends with 1 if any differ.
+    With this model and these settings: the same prompts cold, cached, batched, cut, preempted, speculated, restored
+    and, with --offload-schedule, streamed. Tokens and log probabilities are compared. Ends with 1 if any differ.
     """
     from headrace.cli.verify import run
 

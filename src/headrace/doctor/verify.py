@@ -14,7 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from headrace.config import EngineConfig
-from headrace.config.tiers import NO_DISK
+from headrace.config.fields import settings_of
+from headrace.config.offload import LinkSettings, OffloadSettings
+from headrace.config.streaming import StreamSettings
+from headrace.config.tiers import NO_DISK, TIERS
+from headrace.config.together import SETTINGS
 from headrace.engine.llm import LLM
 from headrace.outputs import RequestOutput
 from headrace.types import CHUNK, SamplingParams
@@ -32,9 +36,13 @@ READS = 24
 STORED_S = 30.0
 """Longest wait for chunks on their way to a tier."""
 
-PLAIN: dict[str, Any] = {
-    "kv_offloading_size": 0.0, "kv_offload_path": NO_DISK, "kv_remote_url": None, "offload_schedule": "off",
-    "enable_prefix_caching": True, "speculative": "off",
+OUTSIDE = tuple(
+    item.name for record in (*TIERS, OffloadSettings, LinkSettings, StreamSettings) for item in settings_of(record)
+)
+"""Settings of KV outside the pool, and of weights: as given where chunks are restored or streamed."""
+
+PLAIN: dict[str, Any] = {name: SETTINGS[name].default for name in OUTSIDE} | {
+    "kv_offload_path": NO_DISK, "enable_prefix_caching": True, "speculative": "off",
 }  # fmt: skip
 """What schedules set by themselves; all else is as given."""
 
@@ -142,7 +150,14 @@ class Engine:
         self._until_stored()
         answers = self.alone("restored")
         found = sum(each.metrics.restored_tokens for each in answers)
-        return Asked(answers, f"{found:,} tokens from host memory", "" if found else "nothing was restored")
+        tiers = self.llm.config.tiers
+        places = " and ".join(tier.label for tier in tiers.each) if tiers else "nowhere"
+        return Asked(answers, f"{found:,} tokens from {places}", "" if found else "nothing was restored")
+
+    def streamed(self) -> Asked:
+        answers = self.together("streamed")
+        steps = sum(sum(rank.steps.values()) for rank in self.llm.engine.stats().stream.values())
+        return Asked(answers, f"{steps:,} steps on KV outside the pool", "" if steps else "nothing was streamed")
 
     def _until_stored(self) -> None:
         """Asks something else, since chunks are stored as they leave the pool, and has the others stored as an idle
@@ -154,26 +169,41 @@ class Engine:
 
 
 class Group(NamedTuple):
-    """Schedules of one engine. settings: beside PLAIN, by the chunks of the longest prompt with its answer."""
+    """Schedules of one engine. settings: beside PLAIN, by those given and the chunks of the longest prompt with its
+    answer."""
 
     schedules: Sequence[tuple[str, Callable[[Engine], Asked]]]
-    settings: Callable[[int], dict[str, Any]]
+    settings: Callable[[EngineConfig, int], dict[str, Any]]
 
 
-def _crowded(chunks: int) -> dict[str, Any]:
+def _crowded(given: EngineConfig, chunks: int) -> dict[str, Any]:
     """Room for the prompts on their prefix, and for one of them to go on."""
     return {"kv_cache_tokens": (chunks + PROMPTS - 1) * CHUNK, "max_batch_tokens": 2 * CHUNK}
 
 
-def _beside_host(chunks: int) -> dict[str, Any]:
-    return {"kv_cache_tokens": (chunks + PROMPTS) * CHUNK, "kv_offloading_size": 1.0}
+def _drafting(given: EngineConfig, chunks: int) -> dict[str, Any]:
+    return {"speculative": given.speculation.method if given.speculation.on else "suffix"}
+
+
+def _outside(given: EngineConfig, chunks: int) -> dict[str, Any]:
+    found = {name: given.flat[name] for name in OUTSIDE}
+    lossy = next((name for name, value in found.items() if name.endswith("_format") and value != "raw"), None)
+    if lossy is not None:
+        raise ValueError(f"{lossy} {found[lossy]} rounds what is kept; raw gives it back")
+    return found
+
+
+def _beside_tiers(given: EngineConfig, chunks: int) -> dict[str, Any]:
+    places = _outside(given, chunks) if given.tiers else {"kv_offloading_size": 1.0}
+    return places | {"kv_cache_tokens": (chunks + PROMPTS) * CHUNK}
 
 
 GROUPS = (
     Group((("prompts cut into steps", Engine.chunked), ("preempted", Engine.preempted)), _crowded),
-    Group((("speculated", Engine.speculated),), lambda chunks: {"speculative": "suffix"}),
-    Group((("restored from a tier", Engine.restored),), _beside_host),
+    Group((("speculated", Engine.speculated),), _drafting),
+    Group((("restored from a tier", Engine.restored),), _beside_tiers),
 )
+STREAMED = Group((("streamed", Engine.streamed),), _outside)
 FIRST = (("cached", Engine.cached), ("batched", Engine.batched), ("prefilled, not decoded", Engine.prefilled))
 
 
@@ -191,16 +221,17 @@ def verify(config: EngineConfig, tell: Told = lambda doing: None, seconds: float
         verdicts = [_verdict(name, Engine(llm, prompts, truth), ask, tell) for name, ask in FIRST]
         told, fingerprint = llm.capacity.told, llm.capacity.fingerprint
     chunks = -(-(len(prompts[0].tokens) + ANSWER) // CHUNK)
-    for group in GROUPS:
-        verdicts += _of_group(group, base, chunks, prompts, truth, tell)
+    for group in (*GROUPS, STREAMED) if config.streaming else GROUPS:
+        verdicts += _of_group(group, config, base, chunks, prompts, truth, tell)
     return Report(told, fingerprint, prefix, verdicts)
 
 
 def _of_group(
-    group: Group, base: EngineConfig, chunks: int, prompts: list[Prompt], truth: list[RequestOutput], tell: Told
-) -> list[Verdict]:
+    group: Group, given: EngineConfig, base: EngineConfig, chunks: int, prompts: list[Prompt],
+    truth: list[RequestOutput], tell: Told,
+) -> list[Verdict]:  # fmt: skip
     try:
-        llm = LLM(**base.replace(**group.settings(chunks)).flat)
+        llm = LLM(**base.replace(**group.settings(given, chunks)).flat)
     except ValueError as error:  # these settings do not go together with those given
         return [Verdict(name, None, 0.0, f"does not go with these settings: {error}") for name, _ in group.schedules]
     with llm:
