@@ -95,6 +95,11 @@ def test_a_text_far_beyond_the_context_is_refused_by_its_beginning() -> None:
     check_length(lambda piece: [1] * (len(piece) // 100), text, 250_000, "input")
 
 
+def test_a_text_that_was_read_to_its_end_is_told_as_a_whole() -> None:
+    with pytest.raises(InvalidRequest, match=r"^a text of 18,000 characters has 18,000 tokens, and 100 are possible"):
+        check_length(list, "x" * 18_000, 100, "prompt")  # type: ignore[arg-type]
+
+
 def test_routes_refuse_such_texts() -> None:
     text = "a" * 600_000
     with serving() as running:

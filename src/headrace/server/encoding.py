@@ -39,7 +39,11 @@ def check_length(encode: Callable[[str], list[int]], text: str, most: int, param
     for at in range(0, len(text), PIECE):
         count += len(encode(text[at : at + PIECE]))
         if count > SPARE * most + PIECE // 256:
-            told = f"a text of {len(text):,} characters: its first {at + PIECE:,} have {count:,} tokens already"
+            read = min(at + PIECE, len(text))
+            part = (
+                f": its first {read:,} have {count:,} tokens already" if read < len(text) else f" has {count:,} tokens"
+            )
+            told = f"a text of {len(text):,} characters{part}"
             raise InvalidRequest(
                 f"{told}, and {most:,} are possible here; shorten it", param, "context_length_exceeded"
             )
