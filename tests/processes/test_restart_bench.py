@@ -27,6 +27,15 @@ def test_other_ranks_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_is_a_folder_or_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(restart, "checkpoint", lambda model: Path("shapes") / model)
+    monkeypatch.setattr(restart, "_Run", lambda model, *_: asked.append(model))
+    for model in ("S1", "models/mine", "tiny"):
+        assert not list(RestartBench(model=model, repeats=0).cases())
+    assert asked == ["shapes/S1", "models/mine", "tiny"]
+
+
 def test_counts_of_ranks() -> None:
     with pytest.raises(ValueError, match=r"--again must be at least 1 each, got '1,0'"):
         restart.rank_counts("--again", "1,0")

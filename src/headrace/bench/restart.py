@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace.bench.benchmark import Benchmark, Case, integers, option, token_count
 from headrace.bench.server_process import ServerProcess
-from headrace.bench.shapes import checkpoint
+from headrace.bench.shapes import SHAPES, checkpoint
 from headrace.bench.table import Column
 
 READY_S = 300.0
@@ -57,7 +57,8 @@ class RestartBench(Benchmark):
     def cases(self) -> Iterator[Case]:
         """One case for each way to end, repetition and restoring server; each way has a new directory each time."""
         restoring = self.again or (self.ranks,)
-        run = _Run("tiny" if self.model == "tiny" else str(checkpoint(self.model)), self.tokens, self.prefault)
+        model = str(checkpoint(self.model)) if self.model in SHAPES else self.model
+        run = _Run(model, self.tokens, self.prefault)
         for repeat in range(self.repeats):
             for name, sign in ENDS.items():
                 with tempfile.TemporaryDirectory(dir=self.directory) as directory:
