@@ -42,6 +42,13 @@ def test_conversations(tmp_path: Path) -> None:
     assert found["cached_tokens"] == found["common_tokens"] // CHUNK * CHUNK > 0
 
 
+def test_short_prompts_are_told_alike_on_the_screen_and_as_json(tmp_path: Path) -> None:
+    told = "they have no whole chunk of 64 tokens in common"
+    found = json.loads(why(tmp_path, chat("Is it red?"), chat("Is it 9?")).stdout)
+    assert (found["cause"], found["told"]) == ("first", told)
+    assert told in " ".join(why(tmp_path, chat("Is it red?"), chat("Is it 9?"), options=()).stdout.split())
+
+
 def test_a_conversation_that_goes_on(tmp_path: Path) -> None:
     later = chat(SYSTEM, "Is it red?", "No.", "What then?")
     found = json.loads(why(tmp_path, chat(SYSTEM, "Is it red?"), later).stdout)

@@ -41,15 +41,16 @@ def run(model: str, first: Path, second: Path, as_json: bool) -> None:
     cached = min(near.common, len(ids) - 1, len(one) - 1) // CHUNK * CHUNK
     reuse = Reuse(len(ids), max(0, cached), near)
     before = decode(ids[: near.common].tolist())[-AROUND:]
+    told = f"they have no whole chunk of {CHUNK} tokens in common" if reuse.cause == "first" else reuse.told
     if as_json:
         sizes = {"tokens": [len(one), len(ids)], "cached_tokens": reuse.cached, "before": before}
-        print(json.dumps(reuse.asdict() | {"common_tokens": near.common} | sizes, indent=1))
+        print(json.dumps(reuse.asdict() | {"told": told, "common_tokens": near.common} | sizes, indent=1))
         return
     rows = [
         (str(first), f"{len(one):,} tokens"),
         (str(second), f"{len(ids):,} tokens"),
         ("alike", f"{near.common:,} tokens; in whole chunks of {CHUNK}: {reuse.cached:,}"),
-        ("why", f"they have no whole chunk of {CHUNK} tokens in common" if reuse.cause == "first" else reuse.told),
+        ("why", told),
         ("behind", repr(before)),
     ]
     out.print(Trimmed(rows_of(rows)), end="")
