@@ -26,6 +26,12 @@ AROUND = 60
 """Characters that are shown before the place where two requests part."""
 
 MOST_BYTES = 256 << 20
+LONGEST_PATH = 24
+
+
+def _end_of(path: Path) -> str:
+    """Of a long path its end, so that there is room for what is told of it."""
+    return str(path) if len(str(path)) <= LONGEST_PATH else f"..{str(path)[2 - LONGEST_PATH :]}"
 
 
 def run(model: str, first: Path, second: Path, as_json: bool) -> None:
@@ -47,8 +53,8 @@ def run(model: str, first: Path, second: Path, as_json: bool) -> None:
         print(json.dumps(reuse.asdict() | {"told": told, "common_tokens": near.common} | sizes, indent=1))
         return
     rows = [
-        (str(first), f"{len(one):,} tokens"),
-        (str(second), f"{len(ids):,} tokens"),
+        (_end_of(first), f"{len(one):,} tokens"),
+        (_end_of(second), f"{len(ids):,} tokens"),
         ("alike", f"{near.common:,} tokens; in whole chunks of {CHUNK}: {reuse.cached:,}"),
         ("why", told),
         ("behind", repr(before)),
