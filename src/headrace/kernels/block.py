@@ -6,7 +6,7 @@ The bits are those of `ops`, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from headrace.config import RecurrentSpec
 from headrace.config.routing import CORRECTION
 from headrace.kernels import cpu, dispatch
-from headrace.kernels.adapted_rows import AdaptedRows, PlacedPairs
+from headrace.kernels.adapted_rows import AdaptedRows
 from headrace.kernels.backend import Attend
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.experts import OUTSIDE, OutsideColumn, native_routing
 from headrace.kernels.extension import address, check, require
 from headrace.kernels.layer_shape import ALPHAS, Experts, LayerShape, LayerWeights, Net
-from headrace.kernels.ops import Weight
+from headrace.kernels.native_weights import matrix, norm_of, vector
 from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
 from headrace.kernels.recurrent import Recur, check_weights, fits_cpp, gates_behind
 from headrace.kernels.routing import check_routing
@@ -218,7 +218,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
     if shape.latent is not None:
         sizes = {"latent": (kv, shape.hidden), "out": (shape.hidden, spec.heads * shape.latent.value)}
     qkv, out = (
-        _matrix(layer, name, size, *((heads, 2 * kv) if name == "qkv" and not query else ()))
+        matrix(layer, name, size, *((heads, 2 * kv) if name == "qkv" and not query else ()))
         for name, size in sizes.items()
     )
     experts = shape.experts if "router.weight" in layer.matrices else None
@@ -237,7 +237,7 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         {"q_norm": heads, "k_norm": kv} if shape.qk_norm_whole else dict.fromkeys(("q_norm", "k_norm"), spec.head_dim)
     )
     q_norm, k_norm = (
-        _vector(layer.weights, f"{name}.weight", width) if shape.qk_norm and (query or name == "k_norm") else 0
+        vector(layer.weights, f"{name}.weight", width) if shape.qk_norm and (query or name == "k_norm") else 0
         for name, width in widths.items()
     )
     return ext.Block(
@@ -268,7 +268,7 @@ def _net(shape: LayerShape, layer: LayerWeights) -> native.DeltaNet | None:
     if spec is None or not isinstance(vectors, DeltaWeights):
         return None
     check_weights(spec, vectors)
-    gates = _matrix(layer, "gates", (spec.gates, shape.hidden))
+    gates = matrix(layer, "gates", (spec.gates, shape.hidden))
     return require().DeltaNet(gates, [each.data_ptr() for each in vectors[:4]], eps=vectors.eps, **_sizes(spec))
 
 
@@ -278,7 +278,7 @@ def _mamba(shape: LayerShape, layer: LayerWeights) -> native.MambaNet | None:
     if spec is None or not isinstance(vectors, MambaWeights):
         return None
     check_weights(spec, vectors)
-    gates = _matrix(layer, "gates", (spec.gates, shape.hidden))
+    gates = matrix(layer, "gates", (spec.gates, shape.hidden))
     return require().MambaNet(gates, vectors.addresses, eps=vectors.eps, **_sizes(spec))
 
 
@@ -305,17 +305,17 @@ def _latent(shape: LayerShape, layer: LayerWeights) -> native.Latent | None:
     if spec is None:
         return None
 
-    def matrix(name: str, outputs: int, inputs: int) -> native.Matrix:
-        return _matrix(layer, name, (outputs, inputs))
+    def own(name: str, outputs: int, inputs: int) -> native.Matrix:
+        return matrix(layer, name, (outputs, inputs))
 
     width = spec.query_rank
     return require().Latent(
-        matrix("queries", heads * spec.query, width or shape.hidden),
-        [matrix(f"keys.{head}", spec.rank, spec.plain) for head in range(heads)],
-        [matrix(f"values.{head}", spec.value, spec.rank) for head in range(heads)],
-        latent_norm=_vector(vectors, "latent_norm.weight", spec.rank), eps=spec.norm_eps,
-        query_in=None if width is None else matrix("query_in", width, shape.hidden),
-        query_norm=0 if width is None else _vector(vectors, "query_norm.weight", width),
+        own("queries", heads * spec.query, width or shape.hidden),
+        [own(f"keys.{head}", spec.rank, spec.plain) for head in range(heads)],
+        [own(f"values.{head}", spec.value, spec.rank) for head in range(heads)],
+        latent_norm=vector(vectors, "latent_norm.weight", spec.rank), eps=spec.norm_eps,
+        query_in=None if width is None else own("query_in", width, shape.hidden),
+        query_norm=0 if width is None else vector(vectors, "query_norm.weight", width),
     )  # fmt: skip
 
 
@@ -329,18 +329,18 @@ def _mlps(shape: LayerShape, layer: LayerWeights, experts: Experts | None) -> li
 def _mlp(shape: LayerShape, layer: LayerWeights, prefix: str, inner: int) -> tuple[native.Matrix, native.Matrix]:
     """Up and down of the layer's MLP, or of an expert."""
     wide = inner * (2 if shape.activation.endswith("_mul") else 1)
-    up = _matrix(layer, f"{prefix}up", (wide, shape.hidden))
-    return up, _matrix(layer, f"{prefix}down", (shape.hidden, inner))
+    up = matrix(layer, f"{prefix}up", (wide, shape.hidden))
+    return up, matrix(layer, f"{prefix}down", (shape.hidden, inner))
 
 
 def _experts(
     shape: LayerShape, layer: LayerWeights, experts: Experts, mlps: Sequence[tuple[native.Matrix, native.Matrix]]
 ) -> native.Experts:
-    router = _matrix(layer, "router", (experts.count, shape.hidden))
+    router = matrix(layer, "router", (experts.count, shape.hidden))
     ups, downs = zip(*mlps, strict=True)
     shared = [*_mlp(shape, layer, "shared.", experts.shared)] if experts.shared else []
     if shared and experts.shared_gate:
-        shared.append(_matrix(layer, "shared_gate", (1, shape.hidden)))
+        shared.append(matrix(layer, "shared_gate", (1, shape.hidden)))
     outside = layer.weights.get(OUTSIDE)
     if outside is not None:
         check(OUTSIDE, outside, torch.int64, (experts.count, len(OutsideColumn)))
@@ -358,51 +358,3 @@ def numbers_of(adapted: AdaptedRows | None, rows: int) -> int:
         return 0
     check("adapters", adapted.numbers, torch.int64, (rows,))
     return adapted.numbers.data_ptr()
-
-
-def _matrix(
-    layer: LayerWeights, name: str, shape: tuple[int, int], first: int = 0, count: int | None = None
-) -> native.Matrix:
-    """So many outputs (None: all) of a layer's matrix from `first` on, as C++ takes them, with what adapters have for
-    them."""
-    matrix = matrix_of(layer.weights, layer.matrices, name, shape, first, count)
-    return _adapted(matrix, layer.pairs[name], first, count) if name in layer.pairs else matrix
-
-
-def _adapted(matrix: native.Matrix, pairs: PlacedPairs, first: int, count: int | None) -> native.Matrix:
-    assert isinstance(pairs, Sequence), "those of a GPU have no layers in C++"
-    met = [(number, pair) for number, pair in enumerate(pairs) if pair is not None]
-    down, up = [_low_rank(pair.down) for _, pair in met], [_low_rank(pair.up, first, count) for _, pair in met]
-    return matrix.adapted([number for number, _ in met], down, up, count=len(pairs))
-
-
-def _low_rank(weight: Weight, first: int = 0, count: int | None = None) -> native.Matrix:
-    if isinstance(weight, Tensor | GpuWeight):
-        raise ValueError("matrices of adapters must be packed")
-    return weight.outputs_from(first, count).matrix(0)
-
-
-def matrix_of(
-    weights: Mapping[str, Tensor], matrices: Mapping[str, Weight], name: str, shape: tuple[int, int], first: int = 0,
-    count: int | None = None,
-) -> native.Matrix:  # fmt: skip
-    """So many outputs (None: all) of a matrix of this shape from `first` on, as C++ takes it."""
-    weight = matrices[f"{name}.weight"]
-    if isinstance(weight, Tensor | GpuWeight) or weight.shape != shape:
-        raise ValueError(f"{name}.weight must be packed and {list(shape)}, got {list(weight.shape)}")
-    return weight.outputs_from(first, count).matrix(_vector(weights, f"{name}.bias", shape[0], first))
-
-
-def norm_of(shape: LayerShape, weights: Mapping[str, Tensor], name: str) -> native.Scale:
-    """The norm of that name, as C++ takes it."""
-    weight, bias = (_vector(weights, f"{name}.{kind}", shape.hidden) for kind in ("weight", "bias"))
-    return require().Scale(shape.rms and weight != 0, weight, bias, shape.norm_offset)
-
-
-def _vector(weights: Mapping[str, Tensor], name: str, size: int, first: int = 0) -> int:
-    """Address of a vector's element `first`; 0 where there is none of that name."""
-    vector = weights.get(name)
-    if vector is None:
-        return 0
-    check(name, vector, torch.bfloat16, (size,))
-    return vector[first:].data_ptr()

@@ -16,6 +16,7 @@ from headrace.kernels import block
 from headrace.kernels.cpu_step import StepOver
 from headrace.kernels.extension import check, require
 from headrace.kernels.layer_shape import LayerShape
+from headrace.kernels.native_weights import matrix_of, norm_of
 from headrace.kernels.ops import Table, Weight
 from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
 
@@ -54,11 +55,11 @@ class Ends:
             check("embed.weight", embed, torch.bfloat16, (rows, shape.hidden))
         elif embed.shape[1] != shape.hidden:
             raise ValueError(f"embed.weight must be [{rows}, {shape.hidden}], got {list(embed.shape)}")
-        norm, matrix = block.norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
+        norm, matrix = norm_of(shape, weights, "final_norm"), (head.shape[0], shape.hidden)
         self.width = head.shape[0]
         self.handle = require().Ends(
             embed.data_ptr() if isinstance(embed, Tensor) else 0, rows, norm, shape.eps,
-            block.matrix_of(weights, matrices, "head", matrix), embed_scale=embed_scale, logit_scale=logit_scale,
+            matrix_of(weights, matrices, "head", matrix), embed_scale=embed_scale, logit_scale=logit_scale,
             logit_cap=logit_cap or 0.0, packed=None if isinstance(embed, Tensor) else embed.matrix(0),
         )  # fmt: skip
         # The addresses are theirs.
