@@ -18,7 +18,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.executor import Computed
 from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.writeback import Writeback
-from headrace.types import SamplingParams
+from headrace.types import CHUNK, SamplingParams
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,13 @@ def test_given_tiers_and_drafts_are_those_that_are_tried(tmp_path: Path) -> None
     assert report.equal and report.verdicts[-1].note.endswith("tokens from disk")
     group = next(each for each in verify.GROUPS if each.schedules[0][0] == "speculated")
     assert group.settings(config_from_env(model="tiny", **given), 1) == {"speculative": "ngram"}
+
+
+def test_the_crowded_pool_is_that_of_all_context_ranks() -> None:
+    group = next(each for each in verify.GROUPS if each.schedules[-1][0] == "preempted")
+    for ranks, chunks in ((1, 13), (2, 7), (3, 5)):
+        found = group.settings(config_from_env(model="tiny", context_parallel_size=ranks), 10)
+        assert found["kv_cache_tokens"] == chunks * CHUNK
 
 
 def test_streaming_is_tried_where_it_is_asked_for() -> None:

@@ -177,8 +177,9 @@ class Group(NamedTuple):
 
 
 def _crowded(given: EngineConfig, chunks: int) -> dict[str, Any]:
-    """Room for the prompts on their prefix, and for one of them to go on."""
-    return {"kv_cache_tokens": (chunks + PROMPTS - 1) * CHUNK, "max_batch_tokens": 2 * CHUNK}
+    """Room on all context ranks for the prompts on their prefix, and for one of them to go on."""
+    each = -(-(chunks + PROMPTS - 1) // given.ranks.context)
+    return {"kv_cache_tokens": each * CHUNK, "max_batch_tokens": 2 * CHUNK}
 
 
 def _drafting(given: EngineConfig, chunks: int) -> dict[str, Any]:
