@@ -24,6 +24,7 @@ Content = str | bytes | Path
 TINY = SHIPPED["tiny"]
 CONFIG: dict[str, Any] = json.loads((TINY / "config.json").read_text())
 WEIGHTS = TINY / "model.safetensors"
+WORDLESS: dict[str, Content] = {"w/config.json": json.dumps(CONFIG), "w/model.safetensors": WEIGHTS}
 CUT = WEIGHTS.read_bytes()[:100_000]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 5610040\n"
 
@@ -100,6 +101,13 @@ FLAGS = (
     WrongUse("a share above one", "generate hi --top-p 2", "top_p must be"),
     WrongUse("an answer's length in words", "generate hi --max-tokens some", "--max-tokens must be a number of tokens"),
     WrongUse("no token asked for", "generate hi --max-tokens 0", "max_tokens must be"),
+    WrongUse(
+        "a text for a model without a tokenizer",
+        "generate hi -m w",
+        "w has no tokenizer, and so takes no text; put the model's tokenizer.json there",
+        files=WORDLESS,
+    ),
+    WrongUse("a chat with one", "chat w", "w has no tokenizer, and so takes no text", files=WORDLESS),
     WrongUse("a prompt and a file", "generate hi --file p.txt", "give prompts or --file, not both"),
     WrongUse("a prompt file that is not there", "generate --file p.txt", "cannot read p.txt: "),
     WrongUse("an empty prompt", "generate ''", "the prompt is empty"),

@@ -40,8 +40,6 @@ async def _enter(stack: AsyncExitStack, config: EngineConfig, quiet: bool) -> An
     from headrace.engine.tokenizer import NO_TEMPLATE
 
     llm = await stack.enter_async_context(engine(config, quiet))
-    if llm.tokenizer is None:
-        raise ValueError("the model folder has no tokenizer, so there is nothing to chat with")
     if not llm.tokenizer.has_chat_template:
         raise ValueError(NO_TEMPLATE)
     return llm

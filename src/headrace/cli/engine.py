@@ -16,9 +16,11 @@ from headrace.types import Delta, Metrics
 
 @asynccontextmanager
 async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
+    """Started, for texts. Raises ValueError for a model without a tokenizer."""
     from headrace.engine.async_llm import AsyncLLM
 
     llm = AsyncLLM(config)
+    _check_tokenizer(config)
     with nullcontext() if quiet else loading(config.model.folder) as progress:
         await llm.start(phases=progress)
     try:
@@ -26,6 +28,17 @@ async def engine(config: EngineConfig, quiet: bool) -> AsyncIterator[Any]:
     finally:
         with nullcontext() if quiet else ProgressLine(_ending(llm), after_s=ENDING_S):
             await llm.shutdown()
+
+
+def _check_tokenizer(config: EngineConfig) -> None:
+    """Raises ValueError for a model that takes no text, before an engine is started."""
+    from headrace.engine.folders import model_folder
+    from headrace.engine.tokenizer import has_tokenizer
+
+    model = model_folder(config.model.folder)
+    if not has_tokenizer(model):
+        place = "beside it" if model.is_file() else "there"
+        raise ValueError(f"{model} has no tokenizer, and so takes no text; put the model's tokenizer.json {place}")
 
 
 def _ending(llm: Any) -> Callable[[], str]:
