@@ -375,8 +375,10 @@ main()
 @pytest.mark.parametrize("ignored", [False, True])
 def test_ctrl_c_while_commands_are_imported_says_nothing(ignored: bool) -> None:
     """Behind nohup it is no end."""
-    before = (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) if ignored else None
-    command = [sys.executable, "-c", INTERRUPTED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=before)
+    handled = signal.SIG_IGN if ignored else signal.SIG_DFL
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handled),
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0 if ignored else -signal.SIGINT, "")
     assert done.stdout.startswith("headrace ") == ignored
