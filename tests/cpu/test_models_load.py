@@ -114,6 +114,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("muse_glimmer", dict(tie_word_embeddings=True), "tie_word_embeddings true is not supported"),
     ("kimi_k25", dict(text_config=dict(model_type="llama")), "not of model_type 'deepseek_v3'"),
     ("exaone4_5", dict(text_config=dict(model_type="exaone_moe")), "not of model_type 'exaone4'"),
+    ("cohere2_vision", dict(text_config=dict(model_type=None)), "not of model_type 'cohere2'"),
     ("cohere2", dict(hidden_act="relu"), "hidden_act 'relu'"),
     ("cohere2", dict(layer_types=["chunked_attention"] * 3), "chunked_attention"),
     ("olmoe", dict(clip_qkv=8.0), "clip_qkv 8.0"),

@@ -83,7 +83,8 @@ def thinned(nodeids: Sequence[str]) -> set[str]:
         if name in slow:
             files.setdefault(name.split("::")[0], []).append(nodeid)
     first = {file: Random(f"{seed()}/{file}").randrange(min(EVERY, len(cases))) for file, cases in files.items()}
-    return {each for file, cases in files.items() for each in cases if each not in cases[first[file] :: EVERY]}
+    placed = ((file, place, each) for file, cases in files.items() for place, each in enumerate(cases))
+    return {each for file, place, each in placed if place % EVERY != first[file]}
 
 
 def pytest_report_header(config: pytest.Config) -> str:

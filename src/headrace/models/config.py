@@ -81,7 +81,7 @@ def _family(raw: dict[str, Any]) -> Family:
         remote = "; its auto_map asks for remote code, which is never run" if raw.get("auto_map") else ""
         name = ", ".join(map(str, architectures))
         raise UnsupportedModel(f"architecture {name} is not supported{remote}; supported: {supported}")
-    if raw.get("model_type") not in (family.model_type, family.also_called or family.model_type):
+    if raw.get("model_type") not in family.model_types:
         # transformers picks the class by model_type: the two must agree, or ours would not be the class it runs
         raise UnsupportedModel(f"model_type {raw.get('model_type')!r} is not supported for {architectures[0]}")
     text = (raw.get("text_config") or {}).get("model_type")
@@ -91,7 +91,7 @@ def _family(raw: dict[str, Any]) -> Family:
 def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """The fields of text_config, with those that stand beside it: what is said of the whole model."""
     text = raw.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") != family.text_type:
+    if not isinstance(text, dict) or text.get("model_type") not in family.text_types:
         known = " or ".join(repr(each.text_type) for each in (family, *family.other_texts))
         raise UnsupportedModel(f"text_config is missing, or not of model_type {known}")
     for name in (*OF_THE_WHOLE, *QUANTISED_FIELDS):

@@ -1,4 +1,4 @@
-"""Trinity (Arcee's AFMoE): attended heads behind gates, norms on both sides of attention and MLP, windows in three of
+"""Trinity (Arcee's AFMoE): gated attention, norms on both sides of attention and MLP, windows in three of
 four layers, which alone are rotated; behind the first layers experts chosen by corrected sigmoids, and shared ones.
 """
 
@@ -11,7 +11,7 @@ from headrace.config.routing import CORRECTION
 from headrace.models.families.base import Family, Names
 from headrace.models.families.experts import APART, TOGETHER, given, mixture
 from headrace.models.families.glm4_moe import SHARED
-from headrace.models.families.llama import PREFIXES, common, mixed_windows, names
+from headrace.models.families.llama import GATED_QKV, PREFIXES, common, mixed_windows, names
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
@@ -53,12 +53,11 @@ def _names(config: ModelConfig, experts: Names) -> Names:
         "router": "mlp.router.gate",
         CORRECTION: "mlp.expert_bias",
     }
-    gated = {layer + "qkv": tuple(layer + f"self_attn.{part}_proj" for part in ("q", "k", "v", "gate"))}
     return {
         **names(config),
         **experts,
         **SHARED,
-        **gated,
+        **GATED_QKV,
         **{layer + ours: (layer + name,) for ours, name in theirs.items()},
     }
 

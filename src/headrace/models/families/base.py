@@ -30,7 +30,7 @@ class Family:
     fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
     fused_either_way: they lie either way, by outputs where their shape fits that.
     published_as: another name that modules of the model's code had before transformers took them in.
-    also_called: another model_type that published files have.
+    also_called: another model_type that published files have; of models with other parts, of text_config.
     completed: of models with other parts, fills in what a file leaves to their own class.
     layer_fields: what per_layer_config may set. unused: tensors that checkpoints have and the model does not read, as
     they are called behind the prefix.
@@ -61,9 +61,25 @@ class Family:
         return (self.model_type,) if self.published_as is None else (self.model_type, self.published_as)
 
     @property
+    def model_types(self) -> set[str]:
+        """What files call it; of models with other parts, what they call the whole."""
+        return {self.model_type} if self.text_type or not self.also_called else {self.model_type, self.also_called}
+
+    @property
+    def text_types(self) -> set[str]:
+        """What files call the text part of a model with others."""
+        return {name for name in (self.text_type, self.also_called) if name}
+
+    @property
     def fields_of(self) -> str:
         """The model_type whose fields `facts` reads."""
         return self.text_type or self.model_type
+
+
+def tied_unless_told(raw: dict[str, Any]) -> dict[str, Any]:
+    """Of models with other parts (Family.completed): where a file does not say it, transformers ties the head; a stored
+    head counts all the same."""
+    return {"tie_word_embeddings": True} | raw
 
 
 GATED_ACTIVATIONS: Mapping[str, Activation] = {

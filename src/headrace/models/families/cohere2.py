@@ -17,6 +17,7 @@ from headrace.models.families.base import (
     paired_rows,
     rope,
     rope_reach,
+    tied_unless_told,
 )
 from headrace.models.families.llama import PREFIXES, mixed_windows, names
 from headrace.models.spec import ModelConfig
@@ -62,16 +63,11 @@ COHERE2 = Family(
 )  # fmt: skip
 
 
-def _completed(raw: dict[str, Any]) -> dict[str, Any]:
-    """transformers ties the head unless it is told otherwise."""
-    return {"tie_word_embeddings": True} | raw
-
-
 def _with_vision(model_type: str) -> Family:
     """Of which the text part is computed, and images are refused."""
     unread = ("vision_tower.", "multi_modal_projector.")
     return replace(
-        COHERE2, model_type=model_type, text_type="cohere2", completed=_completed,
+        COHERE2, model_type=model_type, text_type="cohere2", completed=tied_unless_told,
         prefixes=("language_model.model.", "model.language_model."),
         unread=(*unread, *(f"model.{name}" for name in unread)),
     )  # fmt: skip

@@ -22,6 +22,7 @@ from headrace.models.families.base import (
     rope,
     rope_reach,
     tempered,
+    tied_unless_told,
 )
 from headrace.models.families.experts import APART, TOGETHER, corrected, given, kinds_of_mlp, mixture
 from headrace.models.families.llama import PREFIXES, names
@@ -181,16 +182,8 @@ GLM_LITE = _family("glm4_moe_lite", "Glm4MoeLiteConfig", _glm_lite)
 MISTRAL4 = _family("mistral4", "Mistral4Config", _mistral4)
 
 
-def _completed(raw: dict[str, Any]) -> dict[str, Any]:
-    """Published files call the text part kimi_k2. transformers ties the head unless it is told otherwise."""
-    text = raw.get("text_config")
-    if isinstance(text, dict) and text.get("model_type") == "kimi_k2":
-        raw = raw | {"text_config": text | {"model_type": "deepseek_v3"}}
-    return {"tie_word_embeddings": True} | raw
-
-
 KIMI_VISION = replace(
-    DEEPSEEK_V3, model_type="kimi_k25", text_type="deepseek_v3", completed=_completed,
+    DEEPSEEK_V3, model_type="kimi_k25", text_type="deepseek_v3", completed=tied_unless_told,
     prefixes=("language_model.model.", "model.language_model."),
     unread=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
 )  # fmt: skip

@@ -37,15 +37,15 @@ def _gemma(config: Any) -> dict[str, Any]:
     return facts | dict(norm_offset=1.0, embed_scale=config.hidden_size**0.5)
 
 
-def _common(config: Any, turned: RopeSpec) -> dict[str, Any]:
-    _refuse_both_ways(config)
+def sandwiched(config: Any, turned: RopeSpec) -> dict[str, Any]:
+    """What models with such norms on both sides of attention and MLP have in common."""
     windows, kv_heads = mixed_windows(config), config.num_key_value_heads
     spec = attention(config, kv_heads=kv_heads, head_dim=head_dim_of(config), windows=windows)
     return dict(
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
         max_model_len=rope_reach(config, turned),
-        attention=replace(spec, scale=config.query_pre_attn_scalar**-0.5),
+        attention=spec,
         positions="rope",
         rope=turned,
         norm="rms",
@@ -54,11 +54,17 @@ def _common(config: Any, turned: RopeSpec) -> dict[str, Any]:
         activation=activation("hidden_activation", config.hidden_activation, GATED_ACTIVATIONS),
         gated=True,
         block="sandwich",
-        embed_scale=config.hidden_size**0.5,
         logit_cap=config.final_logit_softcapping,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
     )
+
+
+def _common(config: Any, turned: RopeSpec) -> dict[str, Any]:
+    _refuse_both_ways(config)
+    facts = sandwiched(config, turned)
+    spec = replace(facts["attention"], scale=config.query_pre_attn_scalar**-0.5)
+    return facts | dict(attention=spec, embed_scale=config.hidden_size**0.5)
 
 
 def _gemma2(config: Any) -> dict[str, Any]:

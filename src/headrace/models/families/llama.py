@@ -130,6 +130,8 @@ def ungated_names(config: ModelConfig) -> Names:
     return {**names(config), "layers.{}.up": ("layers.{}.mlp.up_proj",)}
 
 
+GATED_QKV: Names = {"layers.{}.qkv": tuple(f"layers.{{}}.self_attn.{part}_proj" for part in ("q", "k", "v", "gate"))}
+"""Of models whose attended heads go through gates (gated attention), with a matrix of their own."""
 PREFIXES = ("model.", "")
 LLAMA = Family("llama", "headrace.models.families.llama_config:LlamaConfig", _llama, names, PREFIXES)
 MISTRAL = Family("mistral", "transformers.models.mistral.configuration_mistral:MistralConfig", mistral, names, PREFIXES)

@@ -9,18 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.models.families.base import Family, tempered
+from headrace.models.families.base import Family, tempered, tied_unless_told
 from headrace.models.families.deepseek import MISTRAL4
 from headrace.models.families.llama import MISTRAL, PREFIXES, common, names, uniform_windows
 
 
 def _facts(config: Any) -> dict[str, Any]:
     return common(config, uniform_windows(config, config.sliding_window), turned=tempered(config))
-
-
-def _completed(raw: dict[str, Any]) -> dict[str, Any]:
-    """transformers' Mistral3Config ties the head unless it is told otherwise; a stored head counts all the same."""
-    return {"tie_word_embeddings": True} | raw
 
 
 MINISTRAL3 = Family(
@@ -33,8 +28,9 @@ def _with_vision(text: Family) -> Family:
     """Of which the text part is computed, and images are refused."""
     prefixes = ("language_model.model.", "model.language_model.")
     return replace(
-        text, model_type="mistral3", text_type=text.model_type, prefixes=prefixes, unread=UNREAD, completed=_completed
-    )
+        text, model_type="mistral3", text_type=text.model_type, prefixes=prefixes, unread=UNREAD,
+        completed=tied_unless_told,
+    )  # fmt: skip
 
 
 MISTRAL3 = replace(_with_vision(MISTRAL), other_texts=(_with_vision(MINISTRAL3), _with_vision(MISTRAL4)))

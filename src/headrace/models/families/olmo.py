@@ -59,16 +59,8 @@ EXAONE4 = Family(
 )
 
 
-def _completed(raw: dict[str, Any]) -> dict[str, Any]:
-    """The text part had a name of its own at first."""
-    text = raw.get("text_config")
-    if isinstance(text, dict) and text.get("model_type") == "exaone4_5_text":
-        return raw | {"text_config": text | {"model_type": "exaone4"}}
-    return raw
-
-
 EXAONE4_5 = replace(
     EXAONE4, model_type="exaone4_5", text_type="exaone4", prefixes=("model.language_model.",),
-    unread=("model.visual.",), completed=_completed,
+    unread=("model.visual.",), also_called="exaone4_5_text",
 )  # fmt: skip
 """Of which the text part is computed, and images are refused."""
