@@ -1,6 +1,7 @@
 // New keys and values into the pools. T: rows, K pool [slots, Hkv, D, 64] (keys contiguous), V pool [slots, Hkv, 64, D];
 // in bf16 pairs [slots, Hkv, D/2, 64, 2] and [slots, Hkv, 32, D, 2]. int8 pools lie as those of the type computed in. Where there
 // is no K pool, values are the keys too.
+#include "attention/transposed.h"
 #include "attention/vnni.h"
 #include "common/arena.h"
 #include "common/shares.h"
@@ -46,36 +47,13 @@ template <typename S> void place_value(const S *v_new, S *v, int64_t dim, int64_
 
 constexpr int RUN = 16;  // rows whose keys fill a vector of pairs
 
-// Words x[i][j] -> x[j][i].
-HEADRACE_INLINE void turn(__m512i (&x)[RUN]) {
-  __m512i t[RUN], u[RUN];
-  each<RUN / 2>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    t[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-  });
-  each<RUN / 2>([&](auto i) HEADRACE_ALWAYS_INLINE {
-    constexpr int from = i / 2 * 4 + i % 2, to = i / 2 * 4 + i % 2 * 2;
-    u[to] = _mm512_unpacklo_epi64(t[from], t[from + 2]);
-    u[to + 1] = _mm512_unpackhi_epi64(t[from], t[from + 2]);
-  });
-  each<4>([&](auto c) HEADRACE_ALWAYS_INLINE {
-    const __m512i even = _mm512_shuffle_i32x4(u[c], u[c + 4], 0x88), odd = _mm512_shuffle_i32x4(u[c], u[c + 4], 0xdd);
-    const __m512i even2 = _mm512_shuffle_i32x4(u[c + 8], u[c + 12], 0x88);
-    const __m512i odd2 = _mm512_shuffle_i32x4(u[c + 8], u[c + 12], 0xdd);
-    x[c] = _mm512_shuffle_i32x4(even, even2, 0x88);
-    x[c + 4] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
-    x[c + 8] = _mm512_shuffle_i32x4(even, even2, 0xdd);
-    x[c + 12] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
-  });
-}
-
 // Keys of 16 rows at keys offset .. offset + 15 of a chunk in pairs: vectors where `place_key` writes single words.
 void place_keys(const bf16 *k_new, int64_t k_stride, bf16 *k, int64_t dim, int64_t offset) {
   for (int64_t d = 0; d + 32 <= dim; d += 32) {
-    __m512i words[RUN];
-    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { words[i] = _mm512_loadu_si512(k_new + i * k_stride + d); });
-    turn(words);
-    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { _mm512_storeu_si512(k + (d + 2 * i) * CHUNK + 2 * offset, words[i]); });
+    Words<4, RUN>::Row x[RUN];
+    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { memcpy(&x[i], k_new + i * k_stride + d, sizeof x[i]); });
+    transpose<4, RUN>(x);
+    each<RUN>([&](auto i) HEADRACE_ALWAYS_INLINE { memcpy(k + (d + 2 * i) * CHUNK + 2 * offset, &x[i], sizeof x[i]); });
   }
   for (int64_t d = dim / 32 * 32; d < dim; d += 2)
     for (int64_t i = 0; i < RUN; ++i) memcpy(k + d * CHUNK + 2 * (offset + i), k_new + i * k_stride + d, 4);
