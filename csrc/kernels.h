@@ -80,6 +80,33 @@ struct Append {
   float *k_scale, *v_scale;  // as in Attend
 };
 
+// What an indexer makes of keys, by which rows choose those that they attend to: indexer.cpp. N: heads of the indexer, I: their
+// size. out[r][key] = sum over its heads of weights[r][n] * max(q[r][n] . k, 0), -inf for keys behind the row.
+struct IndexScores {
+  const void *q;             // [R, N, I]
+  const float *weights;      // [R, N]
+  const void *v;             // [slots, 64, D], as in Attend with one KV head: the first I numbers of each are the indexer's key
+  const float *v_scale;      // [slots, 64] of int8, else null
+  const Item *items;         // [n]
+  const int64_t *positions;  // [R]
+  float *out;                // [R, keys], of the items alone
+  int64_t rows, item_count, heads, size, dim, keys;
+  int threads;
+};
+
+// What rows have chosen, side by side in chunks of their own: numbers first .. D - 1 of each value of [slots, 64, D]. Both pools
+// lie as their own D says (vnni.h).
+struct Gather {
+  const void *v;
+  const float *v_scale;   // [slots, 64] of int8, else null
+  void *to;               // [R, chunks, 64, D - first]
+  float *to_scale;        // [R, chunks, 64] of int8, else null
+  const int32_t *tables;  // [R, table]: slots of each row's chunks
+  const int32_t *chosen;  // [R, count]: keys, ascending
+  int64_t rows, count, table, chunks, dim, first;
+  int threads;
+};
+
 // out = norm(x) * (weight + offset) + bias, head by head: `width` contiguous elements each. out may be x. offset: of rms_norm alone.
 struct Norm {
   const void *x, *weight, *bias;  // [T, heads, H] rows `stride` apart, [H], [H] or null
@@ -377,6 +404,8 @@ extern const bool multiplies_bf16;
 #define HEADRACE_OPERATIONS(PER_TYPE, FUNCTION, PAIRS)                        \
   PER_TYPE(attend, Attend)                                                    \
   PER_TYPE(append, Append)                                                    \
+  PER_TYPE(index_scores, IndexScores)                                         \
+  PER_TYPE(gather, Gather)                                                    \
   PER_TYPE(finish, Finish)                                                    \
   PER_TYPE(rms_norm, Norm)                                                    \
   PER_TYPE(layer_norm, Norm)                                                  \

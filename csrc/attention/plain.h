@@ -106,6 +106,9 @@ template <typename T, typename S = T> struct Plain {
     wide_v = space.scratch;
   }
 
+  // Keys that lie in a cache already, for scores alone.
+  Plain(const S *k, int64_t dim) : k(k), v(nullptr), stored(k), dim(dim), padded(dim), ahead(0), lanes(1) {}
+
   // Lanes read K, then V, and L1 holds little more than both: what is fetched meanwhile lies half a chunk ahead. Several
   // groups of lanes read them in turn: a whole chunk ahead.
   bool one_group() const { return lanes <= LANES; }

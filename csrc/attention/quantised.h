@@ -210,7 +210,7 @@ ChunkOf<S> chunk_of(const Attend &a, int64_t index, const typename Math::Space &
     return {k, v, k};
   }
   S *keys = static_cast<S *>(space.keys) + place * numbers;
-  keys_of_values<Math::PAIRS>(v, a.dim, keys);
+  keys_of_values<Math::PAIRS>(v, a.dim, a.dim, keys);
   return {keys, v, v};
 }
 

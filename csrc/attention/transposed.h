@@ -86,14 +86,15 @@ template <int SIDE, typename S> HEADRACE_INLINE void transpose_pairs(const S *va
   }
 }
 
-// Values of a chunk [64, D] as keys. PAIRS: of tokens, and of elements.
-template <bool PAIRS, typename S> HEADRACE_APART void keys_of_values(const S *values, int64_t dim, S *keys) {
+// The first `count` numbers of each value of a chunk [64, D] as keys. PAIRS: of tokens, and of elements.
+template <bool PAIRS, typename S>
+HEADRACE_APART void keys_of_values(const S *values, int64_t dim, int64_t count, S *keys) {
   constexpr int SIDE = side_of(PAIRS ? 2 * sizeof(S) : sizeof(S)), COLUMNS = PAIRS ? 2 * SIDE : SIDE;
   int64_t d = 0;
-  for (; d + COLUMNS <= dim; d += COLUMNS)
+  for (; d + COLUMNS <= count; d += COLUMNS)
     if constexpr (PAIRS) transpose_pairs<SIDE>(values + 2 * d, dim, keys + d * CHUNK);
     else transpose_columns<SIDE>(values + d, dim, keys + d * CHUNK);
-  for (; d < dim; ++d)
+  for (; d < count; ++d)
     for (int64_t j = 0; j < CHUNK; ++j)
       if constexpr (PAIRS) keys[d / 2 * 2 * CHUNK + 2 * j + d % 2] = values[j / 2 * 2 * dim + 2 * d + j % 2];
       else keys[d * CHUNK + j] = values[j * dim + d];

@@ -97,6 +97,49 @@ void append(int type, const Pool &pool, Address k_new, Address v_new, Address sl
   kernels().append[type](a);
 }
 
+void index_scores(int type, const Pool &pool, Address q, Address weights, Address items, Address positions, Address out,
+                  int64_t rows, int64_t count, int64_t heads, int64_t size, int64_t keys, int threads) {
+  const IndexScores a = {
+      .q = at<void>(q),
+      .weights = at<float>(weights),
+      .v = pool.v,
+      .v_scale = pool.v_scale,
+      .items = at<Item>(items),
+      .positions = at<int64_t>(positions),
+      .out = at<float>(out),
+      .rows = rows,
+      .item_count = count,
+      .heads = heads,
+      .size = size,
+      .dim = pool.dim,
+      .keys = keys,
+      .threads = threads,
+  };
+  check_items(Attend{.items = a.items, .rows = rows, .item_count = count}, pool.slots);
+  kernels().index_scores[type](a);
+}
+
+void gather(int type, const Pool &pool, const Pool &to, Address tables, Address chosen, int64_t rows, int64_t count,
+            int64_t table, int64_t chunks, int threads) {
+  const Gather g = {
+      .v = pool.v,
+      .v_scale = pool.v_scale,
+      .to = to.v,
+      .to_scale = to.v_scale,
+      .tables = at<int32_t>(tables),
+      .chosen = at<int32_t>(chosen),
+      .rows = rows,
+      .count = count,
+      .table = table,
+      .chunks = chunks,
+      .dim = pool.dim,
+      .first = pool.dim - to.dim,
+      .threads = threads,
+  };
+  check_chosen(g, pool.slots);
+  kernels().gather[type](g);
+}
+
 void finish(int type, const Addresses &from, Address out, Address lse, Address sinks, int64_t lanes, int64_t heads, int64_t dim,
             bool base2, int threads) {
   const RunningState state = running_at(from);
@@ -149,6 +192,10 @@ void bind_attention(nb::module_ &m) {
         "start"_a, "left"_a, "threads"_a);
   m.def("append", append, unlocked, "type"_a, "pool"_a, "k_new"_a, "v_new"_a, "slots"_a, "offsets"_a, named, "rows"_a,
         "k_stride"_a, "v_stride"_a, "threads"_a);
+  m.def("index_scores", index_scores, unlocked, "type"_a, "pool"_a, "q"_a, "weights"_a, "items"_a, "positions"_a, "out"_a,
+        named, "rows"_a, "count"_a, "heads"_a, "size"_a, "keys"_a, "threads"_a);
+  m.def("gather", gather, unlocked, "type"_a, "pool"_a, "to"_a, "tables"_a, "chosen"_a, named, "rows"_a, "count"_a, "table"_a,
+        "chunks"_a, "threads"_a);
   m.def("finish", finish, unlocked, "type"_a, "state"_a, "out"_a, "lse"_a, "sinks"_a, named, "lanes"_a, "heads"_a, "dim"_a,
         "base2"_a, "threads"_a);
   m.def("merge_partials", merge_partials, unlocked, "total"_a, "block"_a, named, "lanes"_a, "dim"_a, "base2"_a, "threads"_a);

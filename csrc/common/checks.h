@@ -30,6 +30,15 @@ inline void check_items(const Attend &a, int64_t slots) {
   }
 }
 
+inline void check_chosen(const Gather &g, int64_t slots) {
+  for (int64_t r = 0; r < g.rows; ++r)
+    for (int64_t n = 0; n < g.count; ++n) {
+      const int64_t key = g.chosen[r * g.count + n];
+      const int64_t slot = 0 <= key && key < g.table * CHUNK ? g.tables[r * g.table + key / CHUNK] : -1;
+      if (slot < 0 || slot >= slots) refuse("row ", r, " has chosen key ", key, ", which lies in none of its chunks");
+    }
+}
+
 inline void check_bias(const Attend &a) {
   if (!a.bias) return;
   for (int64_t r = 0; r < a.rows; ++r)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import KeepActivations, PlanAttention
+from headrace.attention.execute import KeepActivations
+from headrace.attention.steps import attention_of
 from headrace.config import Quantization
 from headrace.kernels import chunk_formats, cpu, dispatch, ops, quantized
 from headrace.kernels.backend import Attend, backend_of
 from headrace.kernels.block import Blocks
+from headrace.kernels.indexer import IndexQueries
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch, load_decoder
 from headrace.models.layers import OneByOne
@@ -51,6 +53,14 @@ class Seen(Attend):
         assert layer == len(self.kv)
         self.kv.append((k.clone(), v.clone()))
         out: Tensor = self.attend(layer, q, k, v)
+        return out if rows is None else out[rows]
+
+    def sparse(
+        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+    ) -> Tensor:
+        assert layer == len(self.kv)
+        self.kv.append((k.clone(), k.clone()))
+        out: Tensor = self.attend.sparse(layer, q, k, index)
         return out if rows is None else out[rows]
 
     def watch(self, layer: int, x: Tensor) -> None:
@@ -236,7 +246,7 @@ def step_of(
         for s, start, count in step
     ]
     plan = planning.build(spans)
-    attend = PlanAttention(plan, storage, decoder.config.attention, backend_of(backend), decoder.key_bias)
+    attend = attention_of(plan, storage, decoder.config.attention, backend_of(backend), decoder.key_bias)
     ids = [token for s, start, count in step for token in tokens[s][start : start + count]]
     batch = TokenBatch(torch.tensor(ids), torch.from_numpy(plan.positions))
     decoder.forward(batch, attend, torch.tensor([0]), KeepActivations(plan.row_slots, plan.row_offsets, storage))

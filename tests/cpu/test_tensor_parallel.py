@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import PlanAttention
+from headrace.attention.steps import attention_of
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, ops
 from headrace.kernels.backend import backend_of
@@ -50,6 +50,7 @@ MODELS: dict[str, Model] = {
     "experts": ("qwen3_moe_mixed", dict(moe_intermediate_size=128)),
     "norm over all heads": ("olmoe", dict(intermediate_size=128)),
     "experts with biases, sinks": ("gpt_oss", dict(intermediate_size=128)),
+    "sparse attention": ("glm_dsa", dict(moe_intermediate_size=128)),
     "shared expert": ("granite_moe_shared", dict(intermediate_size=128, shared_intermediate_size=192)),
     "experts by corrected sigmoids": ("glm4_moe", dict(moe_intermediate_size=128)),
     "opt": ("opt", {}),
@@ -124,7 +125,7 @@ def run(decoder: Decoder, backend: str = "cpu") -> tuple[list[Tensor], KVStorage
             if count
         ]
         plan = planning.build(spans)
-        attend = PlanAttention(plan, storage, spec, backend_of(backend), decoder.key_bias, decoder.sinks)
+        attend = attention_of(plan, storage, spec, backend_of(backend), decoder.key_bias, decoder.sinks)
         positions = torch.from_numpy(plan.positions)
         batch = TokenBatch((positions * 7 + 3) % VOCAB, positions, (positions + 1).clamp(min=200))
         hidden.append(decoder.forward(batch, attend).clone())

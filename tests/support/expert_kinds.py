@@ -11,6 +11,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Dots1Config,
     Dots1ForCausalLM,
     Ernie4_5_MoeConfig,
@@ -21,6 +23,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteMoeConfig,
@@ -165,6 +169,15 @@ _deepseek_v3 = of(DeepseekV3ForCausalLM, DeepseekV3Config, **LATENT)
 _glm_lite = of(Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig, **LATENT, mlp_layer_types=["dense", "sparse", "sparse"])
 
 
+INDEXED = LATENT | dict(
+    q_lora_rank=64, index_topk=40, index_head_dim=32, index_n_heads=16, n_group=1, topk_group=1,
+)  # fmt: skip
+_deepseek_v32 = of(DeepseekV32ForCausalLM, DeepseekV32Config, **INDEXED)
+
+
+_glm_dsa = of(GlmMoeDsaForCausalLM, GlmMoeDsaConfig, **INDEXED, indexer_types=["full", "shared", "full"])
+
+
 _deepseek_v2 = of(DeepseekV2ForCausalLM, DeepseekV2Config, **LATENT)
 
 
@@ -207,6 +220,8 @@ EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "deepseek_v2": (_deepseek_v2, LATENT_YARN),
     "deepseek_v2_groups": (_deepseek_v2, dict(topk_method="group_limited_greedy", n_group=4, topk_group=2)),
     "deepseek_v3": (_deepseek_v3, LATENT_YARN | dict(q_lora_rank=64, n_group=4, topk_group=2)),
+    "deepseek_v32": (_deepseek_v32, LATENT_YARN | dict(n_group=4, topk_group=2)),
+    "glm_dsa": (_glm_dsa, dict(attention_bias=True)),
     "mistral4": (_mistral4, TEMPERED | dict(q_lora_rank=64, n_group=4, topk_group=2)),
     "glm_lite": (_glm_lite, dict(n_group=1, topk_group=1, rope_interleave=False)),
     "deepseek_v2_lora": (_deepseek_v2, dict(q_lora_rank=64, attention_bias=True)),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend
+from headrace.kernels.indexer import IndexQueries
 from headrace.models.decoder import Decoder, TokenBatch
 
 
@@ -40,9 +41,30 @@ class NaiveAttend(Attend):
         self.key_bias = key_bias
         self.keys = [Rows() for _ in range(spec.layers)]
         self.values = [Rows() for _ in range(spec.layers)]
+        self.chosen: list[Tensor] = []
+        """By the last layer with an indexer, of each row of the step: bool [keys that it sees]."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         return self.attend(layer, q, self.keys[layer].add(k), self.values[layer].add(v))
+
+    def sparse(
+        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """As Attend has it: rows one after another, over what each has chosen."""
+        assert self.spec.index is not None
+        size, keys = self.spec.index.size, self.keys[layer].add(k)
+        seen = range(len(keys) - len(q) + 1, len(keys) + 1)
+        if index is not None:
+            self.chosen = [self._choice(*row, keys[:n, 0, :size]) for *row, n in zip(*index, seen, strict=True)]
+        met = [keys[:n, :, size:][self.chosen[row]] for row, n in enumerate(seen)]
+        return torch.cat([self.attend(layer, q[row : row + 1], each, each) for row, each in enumerate(met)])
+
+    def _choice(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        """q [N, I], weights [N], keys [n, I] -> bool [n]."""
+        assert self.spec.index is not None
+        scores = weights @ (q.float() @ keys.float().T).relu()
+        best = scores.argsort(descending=True, stable=True)[: self.spec.index.chosen]
+        return torch.zeros(len(keys), dtype=torch.bool).index_fill(0, best, True)
 
     def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [T, Hq, D] are the last T rows over keys and values [N, Hkv, D]: [T, Hq, D]."""
@@ -87,6 +109,15 @@ class BatchAttend(Attend):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         parts = zip(self.sequences, q.split(self.counts), k.split(self.counts), v.split(self.counts), strict=True)
         return torch.cat([sequence(layer, *rows) for sequence, *rows in parts])
+
+    def sparse(
+        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+    ) -> Tensor:
+        every: list[IndexQueries] | list[None] = [None] * len(self.counts)
+        if index is not None:
+            every = [IndexQueries(*both) for both in zip(*(each.split(self.counts) for each in index), strict=True)]
+        parts = zip(self.sequences, q.split(self.counts), k.split(self.counts), every, strict=True)
+        return torch.cat([sequence.sparse(layer, *each) for sequence, *each in parts])
 
 
 def naive(decoder: Decoder, kind: type[NaiveAttend] = NaiveAttend) -> NaiveAttend:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from headrace.attention.plan import Int32, Plan, PlannedStep
+from headrace.attention.plan import Int32, Plan
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
 from headrace.kernels.cpu_step import Pools
@@ -18,7 +17,7 @@ from headrace.kernels.records import QKRotary, StepInputs
 from headrace.kv.storage import KVStorage, LayerPools
 from headrace.types import CHUNK
 
-__all__ = ["Attend", "KeepActivations", "PlanAttention", "StepAttention", "items_of"]
+__all__ = ["Attend", "KeepActivations", "PlanAttention", "items_of"]
 
 
 class PlanAttention(Attend):
@@ -89,30 +88,6 @@ class PlanAttention(Attend):
             return super().projected(layer, heads, rotary, rows)
         sinks = None if self.sinks is None else self.sinks[layer]
         return step.projected(self.storage.pool(layer), heads, rotary, self.spec.windows[layer], sinks)
-
-
-class StepAttention:
-    """The PlanAttention of one step after another, made once for each run of steps (plan.PlannedStep)."""
-
-    def __init__(
-        self,
-        storage: KVStorage,
-        spec: AttentionSpec,
-        backend: Backend,
-        key_bias: Tensor | None = None,
-        sinks: Sequence[Tensor] | None = None,
-    ) -> None:
-        self._make = partial(PlanAttention, storage=storage, spec=spec, backend=backend, key_bias=key_bias, sinks=sinks)
-        self._first: Plan | None = None
-        self._attention: PlanAttention | None = None
-
-    def at(self, step: PlannedStep) -> PlanAttention:
-        """Attention of the step; valid until the next call."""
-        if self._attention is None or step.first is not self._first:
-            self._first, self._attention = step.first, self._make(step.plan)
-        else:
-            self._attention.advance(step.plan)
-        return self._attention
 
 
 _known: WeakKeyDictionary[KVStorage, Pools] = WeakKeyDictionary()

@@ -5,7 +5,7 @@ Each setting is a field of its room's record. Its flat name (kv_cache_tokens) is
 records. Imports no torch.
 """
 
-from headrace.config.attention import AttentionSpec, RecurrentSpec
+from headrace.config.attention import AttentionSpec, IndexSpec, RecurrentSpec
 from headrace.config.cache import KVDType
 from headrace.config.engine import EngineConfig, config_from_env
 from headrace.config.fields import Setting, env_name
@@ -24,6 +24,7 @@ __all__ = [
     "DType",
     "DistributedBackend",
     "EngineConfig",
+    "IndexSpec",
     "KVDType",
     "KVStreaming",
     "KVTiers",

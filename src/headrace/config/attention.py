@@ -10,6 +10,21 @@ RecurrentKind = Literal["delta", "mamba2", "conv"]
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """Indexers, by whose scores a row chooses the keys that it attends to (DSA; DeepSeek-V3.2, arXiv 2512.02556, 2.1).
+
+    heads, size: of an indexer's queries; its key of a token is the first `size` numbers that are stored of it. chosen:
+    keys that a row attends to at most. own: layers with an indexer; in others a row attends to those that it has chosen
+    in the nearest such layer before, and the numbers of an indexer's key are 0.
+    """
+
+    heads: int
+    size: int
+    chosen: int
+    own: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """What attention needs to know of a model. `windows[layer]` is the number of latest keys a row sees (None: all).
 
@@ -21,7 +36,7 @@ class AttentionSpec:
     With `shapes` layer l has its own number of KV heads and head size, shapes[l]; kv_heads and head_dim are then those
     of most layers, for estimates. The last len(`shared`) layers have no keys and values of their own: each attends to
     those of the layer that stands in `shared`. once: keys and values are the same numbers (latent attention), which lie
-    once in pools and tiers, as values.
+    once in pools and tiers, as values. index: rows attend to some keys alone, whose size `head_dim` has in it.
     """
 
     layers: int
@@ -36,6 +51,7 @@ class AttentionSpec:
     shapes: tuple[tuple[int, int], ...] = ()
     shared: tuple[int, ...] = ()
     once: bool = False
+    index: IndexSpec | None = None
 
     @property
     def group(self) -> int:
@@ -87,7 +103,10 @@ class AttentionSpec:
     def first(self, layers: int) -> AttentionSpec:
         """Of the first layers alone."""
         shared = self.shared[: max(0, layers - self.stored)]
-        return replace(self, layers=layers, windows=self.windows[:layers], shapes=self.shapes[:layers], shared=shared)
+        index = self.index and replace(self.index, own=self.index.own[:layers])
+        return replace(
+            self, layers=layers, windows=self.windows[:layers], shapes=self.shapes[:layers], shared=shared, index=index
+        )
 
     def _stored_shapes(self) -> list[tuple[int, int]]:
         return [self.shape(layer) for layer in range(self.stored)]

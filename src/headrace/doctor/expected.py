@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention import recurrence
-from headrace.attention.execute import PlanAttention
+from headrace.attention.steps import attention_of
 from headrace.config import EngineConfig, Quantization
 from headrace.kernels.backend import Backend, backend_of
 from headrace.kernels.block import Blocks, obstacle
@@ -147,7 +147,7 @@ class _Step:
         lengths = torch.full((count,), end) if decoder.config.rope_depends_on_length else None
         self.batch = TokenBatch(torch.arange(count) % CHUNK, torch.arange(start, end), lengths)
         plan = planning.build([planning.Span(slots, start, count)])
-        self.attend = PlanAttention(plan, storage, decoder.config.attention, backend, decoder.key_bias)
+        self.attend = attention_of(plan, storage, decoder.config.attention, backend, decoder.key_bias)
         self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count, decoder.device)
         self.hidden = torch.zeros(1, decoder.config.embed_size, dtype=decoder.dtype)
 

@@ -107,6 +107,21 @@ def refuse_for_mixed(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"attention_backend 'triton' with several ranks: {why}; use one rank, or 'auto'")
 
 
+def refuse_for_indexed(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ValueError for what a model whose rows choose the keys that they attend to does not do."""
+    if model.attention.index is None:
+        return
+    found = {
+        "attention_backend triton": config.model.on_gpu,
+        "context_parallel_size": config.ranks.context > 1,
+        "offload_schedule": config.streaming is not None,
+    }
+    asked = next((name for name, on in found.items() if on), None)
+    if asked is not None:
+        told = "rows choose the keys that they attend to, among all of one rank's on a CPU"
+        raise ValueError(f"{asked}: of {model.architecture} {told}; leave it out")
+
+
 def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for what several ranks on GPUs do not do yet."""
     if config.ranks.transport == "nccl" and not config.model.on_gpu:
@@ -125,11 +140,13 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     longer than the model's, or than the KV cache holds, products of FP8 on a CPU."""
     refuse_for_hybrids(config, model)
     refuse_for_mixed(config, model)
+    refuse_for_indexed(config, model)
     refuse_for_gpu_ranks(config, model)
     refuse_rounding(model, config.model.quantization)
     if (draft := DraftFacts.of(config)) is not None:
         draft.check(model)
         refuse_for_mixed(config, draft.model)
+        refuse_for_indexed(config, draft.model)
     asked, tokens, kv_dtype = config.model.max_len, config.cache.tokens, config.cache.dtype
     compute = compute_type(model, config.model.dtype)
     if kv_dtype not in ("auto", "int8", compute):

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import KeepActivations, StepAttention
+from headrace.attention.execute import KeepActivations
 from headrace.attention.plan import Int64, Plan, PlannedStep
 from headrace.attention.recurrence import StepRecurrence, prepared_recurrence
+from headrace.attention.steps import StepAttention
 from headrace.engine.adapters import NO_ADAPTER
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kernels.adapted_rows import row_numbers

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import StepAttention
 from headrace.attention.recurrence import segment_rows
+from headrace.attention.steps import StepAttention
 from headrace.engine import graphs
 from headrace.engine.executor import Computed, Executor, table_of, wanted_rows
 from headrace.engine.graph_buckets import PromptGraphs

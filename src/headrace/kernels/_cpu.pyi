@@ -421,6 +421,39 @@ class Extension(Protocol):
         v_stride: int,
         threads: int,
     ) -> None: ...
+    def index_scores(
+        self,
+        type: int,
+        pool: _Pool,
+        q: int,
+        weights: int,
+        items: int,
+        positions: int,
+        out: int,
+        *,
+        rows: int,
+        count: int,
+        heads: int,
+        size: int,
+        keys: int,
+        threads: int,
+    ) -> None:
+        """See kernels.indexer. count: of the items; size: of an indexer's head; keys: columns of `out`."""
+    def gather(
+        self,
+        type: int,
+        pool: _Pool,
+        to: _Pool,
+        tables: int,
+        chosen: int,
+        *,
+        rows: int,
+        count: int,
+        table: int,
+        chunks: int,
+        threads: int,
+    ) -> None:
+        """See kernels.indexer. table: columns of `tables`; chunks: of each row in `to`."""
     def finish(
         self,
         type: int,

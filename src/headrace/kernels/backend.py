@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.kernels.cpu_step import Pools, StepOver
+from headrace.kernels.indexer import IndexQueries
 from headrace.kernels.records import Layout, Mask, Pool, QKRotary, StepInputs
 from headrace.kernels.registry import BACKENDS
 from headrace.kernels.state import AttnState, Partial, RunningState, StateRows
@@ -35,10 +36,10 @@ class Capabilities:
 
     devices: types of torch devices, none: any; dtypes: those computed in, none: any; int8: whether keys and values may
     be stored so; capped: whether scores may be capped, or have sinks; pieces: whether it is a PiecewiseBackend, whose
-    canonical order merges chunks left to right inside blocks of `block_chunks` chunks, and these left to right;
-    prepared_step: whether `prepare` gives a step, for pools of the rows' own type, prepared_int8, whether for those of
-    int8, and all_layers, whether it has `over`; graphs: whether steps are recorded as CUDA graphs; automatic: whether
-    'auto' may choose it.
+    canonical order merges chunks left to right inside blocks of `block_chunks` chunks, and these left to right; sparse:
+    whether it is a SparseBackend; prepared_step: whether `prepare` gives a step, for pools of the rows' own type,
+    prepared_int8, whether for those of int8, and all_layers, whether it has `over`; graphs: whether steps are recorded
+    as CUDA graphs; automatic: whether 'auto' may choose it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Capabilities:
     capped: bool = False
     pieces: bool = False
     block_chunks: int = BLOCK_CHUNKS
+    sparse: bool = False
     prepared_step: bool = False
     prepared_int8: bool = False
     all_layers: bool = False
@@ -95,6 +97,14 @@ class Attend(Protocol):
     prepared: StepOver | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
+
+    def sparse(
+        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Attention of a model whose rows choose keys (AttentionSpec.index), by `index` if the layer has an indexer: q
+        [T, Hq, D - I] and the result are without the I numbers of its key, which come first in k [T, 1, D]. Raises
+        ValueError where it is not known."""
+        raise ValueError("this way to compute a step knows no sparse attention; leave out several ranks and streaming")
 
     def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
         """The same from projected heads [T, Hq + 2 Hkv, D], which `rotary` norms and rotates; to the same bits."""
@@ -244,6 +254,16 @@ class GraphBackend(Backend, Protocol):
         """The same of recurrent layers, and whether their bits depend on how sequences are cut."""
 
 
+class SparseBackend(Backend, Protocol):
+    """A backend with which rows choose the keys that they attend to: kernels.indexer."""
+
+    def index_scores(self, index: IndexQueries, pool: Pool, items: Tensor, positions: Tensor, keys: int) -> Tensor:
+        """By which rows choose among the first `keys` keys: fp32 [R, keys]."""
+
+    def gather(self, pool: Pool, tables: Tensor, chosen: Tensor, first: int, dtype: torch.dtype) -> Pool:
+        """What rows have chosen, in chunks of their own."""
+
+
 class PiecewiseBackend(Backend, Protocol):
     """A backend that also attends in pieces: docs/attention.md. For the meaning see kernels.state."""
 
@@ -294,6 +314,13 @@ def verify(kernels: Backend, spec: AttentionSpec, computed: torch.dtype, stored:
     """GraphBackend.verify, of kernels that run on a device."""
     if kernels.capabilities.graphs:
         recorded(kernels).verify(spec, computed, stored)
+
+
+def choosing(kernels: Backend) -> SparseBackend:
+    """The same backend, with which rows must be able to choose keys: ValueError otherwise."""
+    if not kernels.capabilities.sparse:
+        raise ValueError(f"attention backend {kernels.capabilities.name!r} has no indexer; use 'cpu'")
+    return cast(SparseBackend, kernels)
 
 
 def in_pieces(kernels: Backend) -> PiecewiseBackend:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.kernels.backend import Capabilities, PiecewiseBackend
 from headrace.kernels.cpu_attention import append, arrange, attend, layout, partial
+from headrace.kernels.cpu_indexer import gather, index_scores
 from headrace.kernels.cpu_states import empty_running, finish, merge_blocks, merge_into, merge_states, states_of
 from headrace.kernels.cpu_step import Step as prepare
 from headrace.kernels.extension import (
@@ -41,14 +42,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append", "arrange", "attend", "available", "available_isas", "capabilities", "describe", "described",
-    "empty_running", "finish", "isa", "layout", "merge_blocks", "merge_into", "merge_states", "missing", "partial",
-    "prepare", "states_of", "supports", "unavailable_reason", "use_isa", "use_l1",
+    "empty_running", "finish", "gather", "index_scores", "isa", "layout", "merge_blocks", "merge_into",
+    "merge_states", "missing", "partial", "prepare", "states_of", "supports", "unavailable_reason", "use_isa",
+    "use_l1",
 ]  # fmt: skip
 """What comes from the other files: callers need to know of one module only. It is a backend (kernels.backend)."""
 
 capabilities = Capabilities(
     name="cpu", kernels="the C++ kernels", spoken_of="they", devices=("cpu",), dtypes=tuple(TYPES), int8=True,
-    capped=True, pieces=True, prepared_step=True, all_layers=True, automatic=True,
+    capped=True, pieces=True, prepared_step=True, all_layers=True, sparse=True, automatic=True,
 )  # fmt: skip
 
 OPERATIONS = (

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.backend import Capabilities, PiecewiseBackend, PreparedStep
+from headrace.kernels.indexer import gather, index_scores
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.state import (
     AttnState,
@@ -31,13 +32,20 @@ from headrace.kernels.state import empty_running as state_of_none
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 __all__ = [
-    "append", "attend", "capabilities", "described", "empty_running", "finish", "layout", "merge_blocks", "merge_into",
-    "merge_states", "missing", "partial", "prepare", "states_of",
+    "append", "attend", "capabilities", "described", "empty_running", "finish", "gather", "index_scores", "layout",
+    "merge_blocks", "merge_into", "merge_states", "missing", "partial", "prepare", "states_of",
 ]  # fmt: skip
 """What a backend has (kernels.backend)."""
 
 capabilities = Capabilities(
-    name="reference", kernels="the reference", spoken_of="it", int8=True, capped=True, pieces=True, automatic=True
+    name="reference",
+    kernels="the reference",
+    spoken_of="it",
+    int8=True,
+    capped=True,
+    pieces=True,
+    sparse=True,
+    automatic=True,
 )
 
 ROW_TILE = 16

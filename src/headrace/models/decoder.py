@@ -29,6 +29,7 @@ from headrace.models.adapter_files import AdapterFacts
 from headrace.models.adapters import Adapters, load_adapters
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
+from headrace.models.indexed import IndexedLayer
 from headrace.models.latent import LatentLayer, of_each_head
 from headrace.models.layers import Layer, OneByOne, Weights, norm, shape_of
 from headrace.models.made_weights import made_weights
@@ -136,12 +137,16 @@ class Decoder:
         if self.config.value_norm:
             return self._mixed_layers(share, tensor)
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
-        kind = Layer if self.config.latent is None else LatentLayer
+        kind: type[Layer] = Layer if self.config.latent is None else LatentLayer
+        if self.config.attention.index is not None:
+            kind = IndexedLayer
         layers = [kind(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if share is not None:
             reason: str | None = f"shared by {share.size} tensor ranks"
         elif self.config.rope is not None and self.config.rope.factor_alone:
             reason = "queries of latents are multiplied by a factor of their position"
+        elif self.config.attention.index is not None:
+            reason = "rows choose the keys that they attend to"
         else:
             reason = block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:

@@ -51,15 +51,19 @@ class LatentLayer(Layer):
 
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, value]."""
-        q, k = self._queries(x, cos_sin), self._keys(x, cos_sin)
+        q, k = self._queries(self._narrow(x), cos_sin), self._keys(x, cos_sin)
         attended = attend(self.place, q, k, k) if rows is None else attend(self.place, q, k, k, rows)
         return latents.values(attended, self.latent, self._of_heads())
 
+    def _narrow(self, x: Tensor) -> Tensor:
+        """x [T, H] -> what queries are made of: x, or [T, query_rank]."""
+        if self.latent.query_rank is None:
+            return x
+        return ops.rms_norm(self._linear("query_in", x), self.weights["query_norm.weight"], self.latent.norm_eps)
+
     def _queries(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
-        """x [T, H] -> [T, Hq, D], rotated, and multiplied by what makes keys of latents."""
+        """x, as `_narrow` gives it -> [T, Hq, D], rotated, and multiplied by what makes keys of latents."""
         spec = self.latent
-        if spec.query_rank is not None:
-            x = ops.rms_norm(self._linear("query_in", x), self.weights["query_norm.weight"], spec.norm_eps)
         heads, turns = self._linear("queries", x), self._turns(cos_sin)
         if cos_sin is not None and cos_sin.shape[1] > spec.rotated:
             heads = heads * cos_sin[:, spec.rotated :].to(heads.dtype)  # see RopeSpec.factor_alone

@@ -48,6 +48,17 @@ def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:
     if values.get("mlp_layer_types", ()) is None:
         dense = 0 if model_type == "mellum" else values.get("first_k_dense_replace", 1)
         values["mlp_layer_types"] = [MLP_TYPES[layer >= dense] for layer in range(values["num_hidden_layers"])]
+    if values.get("indexer_types", ()) is None:
+        values["indexer_types"] = _indexer_kinds(values)
+
+
+def _indexer_kinds(values: dict[str, Any]) -> list[str]:
+    """Of GLM-5: by letters or names of its pattern, or every so many layers behind the first ones."""
+    pattern, layers = values["index_topk_pattern"], range(values["num_hidden_layers"])
+    if pattern is not None:
+        return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    every, first = max(values["index_topk_freq"], 1), values["index_skip_topk_offset"] - 1
+    return ["shared" if max(layer - first, 0) % every else "full" for layer in layers]
 
 
 def _fill_in_granite(values: dict[str, Any]) -> None:

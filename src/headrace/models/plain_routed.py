@@ -10,6 +10,11 @@ from typing import Any
 
 from headrace.models.plain_defaults import COMMON, GLM, GRANITE, LATENT, LFM2, LLAMA, QWEN
 
+INDEXED: dict[str, Any] = LATENT | dict(
+    bos_token_id=0, eos_token_id=1, n_routed_experts=256, n_shared_experts=1, routed_scaling_factor=2.5,
+    norm_topk_prob=True, num_experts_per_tok=8, moe_intermediate_size=2048, mlp_layer_types=None,
+    first_k_dense_replace=3, index_topk=2048, index_head_dim=128,
+)  # fmt: skip
 QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
     num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
@@ -116,6 +121,18 @@ ROUTED: dict[str, dict[str, Any]] = {
         num_key_value_heads=128, max_position_embeddings=4096, bos_token_id=0, eos_token_id=1, first_k_dense_replace=3,
         n_group=8, n_routed_experts=256, n_shared_experts=1, routed_scaling_factor=2.5, topk_group=4,
         norm_topk_prob=True, num_experts_per_tok=8, moe_intermediate_size=2048, rope_interleave=True,
+    ),
+    "deepseek_v32": INDEXED
+    | dict(
+        vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
+        num_key_value_heads=128, max_position_embeddings=163840, n_group=8, topk_group=4, index_n_heads=64,
+    ),
+    "glm_moe_dsa": INDEXED
+    | dict(
+        vocab_size=154880, hidden_size=6144, intermediate_size=12288, num_hidden_layers=78, num_attention_heads=64,
+        num_key_value_heads=64, max_position_embeddings=202752, rms_norm_eps=1e-5, q_lora_rank=2048,
+        qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1, index_n_heads=32, indexer_types=None,
+        index_topk_pattern=None, index_topk_freq=1, index_skip_topk_offset=2, indexer_rope_interleave=True,
     ),
     "glm4_moe_lite": LATENT
     | dict(

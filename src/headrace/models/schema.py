@@ -167,6 +167,14 @@ class ConfigFields(msgspec.Struct):
     qk_rope_head_dim: Count = UNSET
     v_head_dim: Count = UNSET
     rope_interleave: Flag = UNSET
+    index_topk: Count = UNSET
+    index_head_dim: Count = UNSET
+    index_n_heads: Count = UNSET
+    index_topk_freq: Count = UNSET
+    index_skip_topk_offset: Count = UNSET
+    index_topk_pattern: Annotated[str, Meta(max_length=4096)] | list[ShortText] | UnsetType | None = UNSET
+    indexer_types: Annotated[list[ShortText], Meta(max_length=4096)] | UnsetType | None = UNSET
+    indexer_rope_interleave: Flag = UNSET
     clip_qkv: Factor = UNSET
     swiglu_alpha: Factor = UNSET
     swiglu_limit: Factor = UNSET

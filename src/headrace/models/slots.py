@@ -92,7 +92,7 @@ def _mixer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     if layer in config.recurrent_layers:
         return _recurrent_layer(config, layer)
     if config.latent is not None:
-        return _latent_layer(config, config.latent, f"layers.{layer}.")
+        return _latent_layer(config, config.latent, f"layers.{layer}.") | _indexer(config, layer)
     return _attention_layer(config, layer)
 
 
@@ -106,6 +106,17 @@ def _latent_layer(config: ModelConfig, spec: LatentSpec, prefix: str) -> dict[st
     slots[prefix + "latent_norm.weight"] = Slot((spec.rank,))
     slots |= _linear(prefix + "heads", (heads * (spec.plain + spec.value),), spec.rank, False)
     return slots | _linear(prefix + "out", (hidden,), heads * spec.value, config.out_bias)
+
+
+def _indexer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+    spec, prefix = config.attention.index, f"layers.{layer}.index_"
+    if spec is None or not spec.own[layer]:
+        return {}
+    assert config.latent is not None and config.latent.query_rank is not None, "an indexer has the queries' way"
+    slots = _linear(prefix + "queries", (spec.heads * spec.size,), config.latent.query_rank, False)
+    slots |= _linear(prefix + "keys", (spec.size,), config.hidden_size, False)
+    slots |= _linear(prefix + "weights", (spec.heads,), config.hidden_size, False)
+    return slots | {prefix + f"norm.{kind}": Slot((spec.size,)) for kind in ("weight", "bias")}
 
 
 def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
@@ -188,8 +199,9 @@ def expert_of(name: str) -> tuple[int, int] | None:
 
 def is_exact(name: str) -> bool:
     """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, how
-    much a state forgets, a text's class, or what heads make of latents. They are small, and what they decide lasts."""
-    exact = (".router.weight", ".shared_gate.weight", ".gates.weight")
+    much a state forgets, what an indexer's heads count, a text's class, or what heads make of latents. They are small,
+    and what they decide lasts."""
+    exact = (".router.weight", ".shared_gate.weight", ".gates.weight", ".index_weights.weight")
     return name == CLASSIFIER or name.endswith(exact) or is_of_heads(name)
 
 

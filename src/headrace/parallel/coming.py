@@ -17,6 +17,7 @@ from headrace.arrival import Arrival
 from headrace.config import AttentionSpec
 from headrace.device import Device
 from headrace.kernels.backend import Attend
+from headrace.kernels.indexer import IndexQueries
 
 
 class Coming(Protocol):
@@ -58,9 +59,18 @@ class WaitingAttend(Attend):
         self.attend, self.coming, self.slots, self.spec = attend, coming, slots, spec
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        self._wait(layer)
+        return self.attend(layer, q, k, v, rows)
+
+    def sparse(
+        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+    ) -> Tensor:
+        self._wait(layer)
+        return self.attend.sparse(layer, q, k, index, rows)
+
+    def _wait(self, layer: int) -> None:
         for each in self.coming.pending(self.slots, self.spec.source(layer)):
             each.wait()
-        return self.attend(layer, q, k, v, rows)
 
 
 class SideStream:

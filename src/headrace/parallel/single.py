@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.attention import plan as planning
-from headrace.attention.execute import PlanAttention
+from headrace.attention.steps import attention_of
 from headrace.kernels.backend import Attend
 from headrace.parallel.chain import Chain
 from headrace.parallel.coming import WaitingAttend
@@ -28,7 +28,7 @@ def make(context: GroupContext) -> Attend | None:
         planning.Span((slots_of(group, run) - rank * per_rank).astype(np.int32), run.start, run.rows) for run in mine
     ]
     plan, kernels = planning.build(spans), context.kernels
-    attend = PlanAttention(plan, context.storage, kernels.spec, kernels.backend, kernels.bias, kernels.sinks)
+    attend = attention_of(plan, context.storage, kernels.spec, kernels.backend, kernels.bias, kernels.sinks)
     own = context.own_slots() if context.coming else []
     waits = any(context.pending(own, layer) for layer in range(context.layers))
     return WaitingAttend(attend, context.coming, own, kernels.spec) if waits else attend

@@ -6,6 +6,7 @@ from headrace.models.families.base import Family
 from headrace.models.families.cohere import COHERE
 from headrace.models.families.cohere2 import AYA_VISION, COHERE2, COHERE2_VISION
 from headrace.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE, KIMI_VISION, MISTRAL4
+from headrace.models.families.deepseek_sparse import DEEPSEEK_V32, GLM_DSA
 from headrace.models.families.dots1 import DOTS1, SOLAR_OPEN
 from headrace.models.families.ernie import ERNIE4_5
 from headrace.models.families.ernie_moe import ERNIE_MOE
@@ -95,6 +96,8 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": GLM_LITE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "DeepseekV32ForCausalLM": DEEPSEEK_V32,
+    "GlmMoeDsaForCausalLM": GLM_DSA,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,

@@ -80,18 +80,19 @@ def _v2(config: Any) -> dict[str, Any]:
 
 
 def _v3(config: Any) -> dict[str, Any]:
-    return _routed_by_sigmoids(config, _behind_dense(config))
+    return routed_by_sigmoids(config, _behind_dense(config), bool(config.rope_interleave))
 
 
 def _glm_lite(config: Any) -> dict[str, Any]:
-    return _routed_by_sigmoids(config, kinds_of_mlp(config))
+    return routed_by_sigmoids(config, kinds_of_mlp(config), bool(config.rope_interleave))
 
 
-def _routed_by_sigmoids(config: Any, layers: tuple[bool, ...]) -> dict[str, Any]:
+def routed_by_sigmoids(config: Any, layers: tuple[bool, ...], paired: bool) -> dict[str, Any]:
+    """Of DeepSeek-V3 and those that are routed alike. layers: which have experts; paired: see latent_facts."""
     for name in ("n_group", "topk_group", "routed_scaling_factor"):
         given(config, name)
     mixed = _mixture(config, layers, bool(config.norm_topk_prob), corrected(config))
-    return latent_facts(config, bool(config.rope_interleave)) | mixed
+    return latent_facts(config, paired) | mixed
 
 
 def _mistral4(config: Any) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def latent_rows(config: ModelConfig, name: str) -> list[int] | None:
     return [head * latent.query + row for head in range(heads) for row in own]
 
 
-def _unused(config: ModelConfig) -> frozenset[str]:
+def unused(config: ModelConfig) -> frozenset[str]:
     """The layer behind the last one, which published checkpoints have to guess a further token."""
     return frozenset((f"layers.{config.layers}.",))
 
@@ -171,7 +172,7 @@ def _unused(config: ModelConfig) -> frozenset[str]:
 def _family(model_type: str, configuration: str, facts: Any) -> Family:
     module = f"transformers.models.{model_type}.configuration_{model_type}:{configuration}"
     return Family(
-        model_type, module, facts, _apart, PREFIXES, rows=latent_rows, other_names=_together, unused=_unused,
+        model_type, module, facts, _apart, PREFIXES, rows=latent_rows, other_names=_together, unused=unused,
         published_as="deepseek",
     )  # fmt: skip
 

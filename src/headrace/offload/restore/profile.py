@@ -14,7 +14,7 @@ import torch
 from headrace import host
 from headrace.attention import plan as planning
 from headrace.attention import recurrence
-from headrace.attention.execute import PlanAttention
+from headrace.attention.steps import attention_of
 from headrace.device import Device
 from headrace.kernels import ops
 from headrace.kernels.backend import Backend
@@ -188,7 +188,7 @@ class _Forward:
         self.batch = TokenBatch(torch.zeros(count, dtype=torch.int64), torch.arange(start, end), lengths)
         plan = planning.build([planning.Span(slots, start, count)])
         spec = decoder.config.attention
-        self.attend = PlanAttention(plan, storage, spec, backend, decoder.key_bias, decoder.sinks)
+        self.attend = attention_of(plan, storage, spec, backend, decoder.key_bias, decoder.sinks)
         self.last = torch.tensor([count - 1])
         self.recur = recurrence.alone(decoder.config.recurrent, decoder.dtype, count, decoder.device)
 

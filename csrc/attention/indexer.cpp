@@ -1,0 +1,151 @@
+// Sparse attention by an indexer (DSA; DeepSeek-V3.2, arXiv 2512.02556, section 2.1): scores by which a row chooses keys, and
+// what it has chosen side by side. A row's scores are chains of their own, whoever else meets the chunk.
+#include <type_traits>
+
+#include "attention/plain.h"
+#include "attention/transposed.h"
+#include "attention/vnni.h"
+#include "common/arena.h"
+#include "common/shares.h"
+
+namespace headrace::HEADRACE_NS {
+
+namespace {
+
+template <typename T> bool in_pairs(int64_t dim) { return sizeof(T) == 2 && is_vnni(dim); }
+
+// Number d of token j in a chunk [64, D], or in pairs of tokens.
+template <typename S> const S *element(const S *chunk, int64_t dim, int64_t j, int64_t d, bool pairs) {
+  return pairs ? chunk + j / 2 * 2 * dim + 2 * d + j % 2 : chunk + j * dim + d;
+}
+
+// Scores of a chunk's keys for one row after another. The kernels that multiply pairs take these, all others fp32.
+template <typename T> class IndexerChunk {
+ public:
+  static int64_t bytes(const IndexScores &a) {
+    return 3 * room<float>(CHUNK * a.size) + room<float>(LANES * CHUNK) + room<float>(LANES * a.size);
+  }
+
+  IndexerChunk(const IndexScores &a, Scratch scratch, int64_t slot)
+      : a(a), pairs(in_pairs<T>(a.dim) && in_pairs<T>(a.size)), scale(a.v_scale ? a.v_scale + slot * CHUNK : nullptr),
+        keys(scratch.take<float>(CHUNK * a.size)), wide(scratch.take<float>(LANES * a.size)),
+        scores(scratch.take<float>(LANES * CHUNK)) {
+    const int64_t at = slot * CHUNK * a.dim;
+    if (scale) take(static_cast<const int8_t *>(a.v) + at, scratch);
+    else take(static_cast<const T *>(a.v) + at, scratch);
+  }
+
+  // out [64], of keys key_start .. key_start + 63.
+  void of(int64_t row, int64_t key_start, float *out) const {
+    const T *q = static_cast<const T *>(a.q) + row * a.heads * a.size;
+    vf sum[N] = {};
+    for (int64_t head = 0; head < a.heads; head += LANES) {
+      const int lanes = static_cast<int>(a.heads - head < LANES ? a.heads - head : LANES);
+      multiply(lanes, q + head * a.size);
+      for (int lane = 0; lane < lanes; ++lane) add(scores + lane * CHUNK, a.weights[row * a.heads + head + lane], sum);
+    }
+    const int64_t seen = a.positions[row] - key_start + 1;
+    each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      vi index;
+      for (int i = 0; i < W; ++i) index[i] = c * W + i;
+      store(out + c * W, index < static_cast<int>(seen < CHUNK ? seen : CHUNK) ? sum[c] : splat(-__builtin_inff()));
+    });
+  }
+
+ private:
+  static constexpr int N = CHUNK / W;
+
+  // The keys as they are multiplied: [I/2][64][2], or in fp32 [I][64].
+  template <typename S> void take(const S *values, Scratch &scratch) {
+    S *turned = scratch.take<S>(CHUNK * a.size);
+    if (pairs) {
+      if constexpr (sizeof(T) == 2) {
+        keys_of_values<true>(values, a.dim, a.size, turned);
+        for (int64_t i = 0; i < CHUNK * a.size; ++i) reinterpret_cast<T *>(keys)[i] = as_type(turned[i]);
+      }
+      return;
+    }
+    const bool stored = in_pairs<T>(a.dim);
+    for (int64_t d = 0; d < a.size; ++d)
+      for (int64_t j = 0; j < CHUNK; ++j) turned[d * CHUNK + j] = *element(values, a.dim, j, d, stored);
+    widen(turned, keys, CHUNK * a.size);
+  }
+
+  static bf16 as_type(bf16 x) { return x; }
+  static bf16 as_type(int8_t x) {
+    const float wide = x;
+    uint32_t bits;
+    memcpy(&bits, &wide, sizeof bits);
+    return static_cast<bf16>(bits >> 16);
+  }
+
+  // scores [lanes, 64] = q [lanes, I] . keys
+  void multiply(int lanes, const T *q) const {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2)
+      if (pairs) {
+        const bf16 *turned = reinterpret_cast<const bf16 *>(keys);
+        return Vnni(turned, turned, a.size).scores(lanes, q, scores, 0);
+      }
+#endif
+    widen(q, wide, lanes * a.size);
+    Plain<float>(keys, a.size).scores(lanes, wide, scores, 0);
+  }
+
+  void add(const float *s, float weight, vf (&sum)[N]) const {
+    each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
+      vf x = load(s + c * W);
+      if (scale) x = x * load(scale + c * W);
+      sum[c] = madd(splat(weight), x > vf{} ? x : vf{}, sum[c]);
+    });
+  }
+
+  const IndexScores &a;
+  const bool pairs;
+  const float *scale;
+  float *keys, *wide, *scores;
+};
+
+// The numbers of `count` <= 64 chosen tokens, to the tokens of one chunk.
+template <typename S> void gather_chunk(const Gather &g, int64_t row, int64_t chunk, int64_t count, bool stored, bool made) {
+  const int32_t *table = g.tables + row * g.table, *chosen = g.chosen + row * g.count + chunk * CHUNK;
+  const int64_t width = g.dim - g.first, index = row * g.chunks + chunk;
+  S *to = static_cast<S *>(g.to) + index * CHUNK * width;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t slot = table[chosen[j] / CHUNK], at = chosen[j] % CHUNK;
+    const S *from = element(static_cast<const S *>(g.v) + slot * CHUNK * g.dim, g.dim, at, g.first, stored);
+    S *here = const_cast<S *>(element(to, width, j, 0, made));
+    if (!stored && !made) memcpy(here, from, width * sizeof(S));
+    else if (stored && made)
+      for (int64_t d = 0; d < width; ++d) here[2 * d] = from[2 * d];
+    else
+      for (int64_t d = 0; d < width; ++d) here[d << made] = from[d << stored];
+    if (g.to_scale) g.to_scale[index * CHUNK + j] = g.v_scale[slot * CHUNK + at];
+  }
+}
+
+}  // namespace
+
+template <typename T> void index_scores(const IndexScores &a) {
+  share_out(a.item_count, a.threads, [&](int64_t n) {
+    const Item &item = a.items[n];
+    const IndexerChunk<T> chunk(a, arena(IndexerChunk<T>::bytes(a)), item.slot);
+    for (int64_t row = item.row_begin; row < item.row_end; ++row)
+      chunk.of(row, item.key_start, a.out + row * a.keys + item.key_start);
+  });
+}
+
+HEADRACE_BOTH_TYPES(index_scores, IndexScores)
+
+template <typename T> void gather(const Gather &g) {
+  const bool stored = in_pairs<T>(g.dim), made = in_pairs<T>(g.dim - g.first);
+  share_out(g.rows * g.chunks, g.threads, [&](int64_t n) {
+    const int64_t row = n / g.chunks, chunk = n % g.chunks, left = g.count - chunk * CHUNK;
+    const int64_t count = left < CHUNK ? left : CHUNK;
+    g.v_scale ? gather_chunk<int8_t>(g, row, chunk, count, stored, made) : gather_chunk<T>(g, row, chunk, count, stored, made);
+  });
+}
+
+HEADRACE_BOTH_TYPES(gather, Gather)
+
+}  // namespace headrace::HEADRACE_NS

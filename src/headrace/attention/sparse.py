@@ -1,0 +1,127 @@
+"""Attention of a step whose rows choose their keys by an indexer (DSA; DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+
+A row attends to the keys that it has chosen as if they were its whole past: in the order of their positions, in chunks
+of 64. So a row that sees no more keys than it may choose, attends as any other model's does, over the chunks that it
+shares; its bits follow from its own past alone either way, whatever else a step computes.
+
+T: rows of a step; F: of these those that see more keys than they may choose; C: how many these are; D: numbers stored
+of a token, I of them the indexer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.attention.execute import PlanAttention, items_of
+from headrace.attention.plan import Plan
+from headrace.config import AttentionSpec
+from headrace.kernels.backend import Backend, choosing
+from headrace.kernels.indexer import IndexQueries, choose, chunks_of
+from headrace.kernels.records import Mask, Pool
+from headrace.kv.storage import LayerPools
+from headrace.types import CHUNK
+
+AT_ONCE = 1 << 26
+"""Bytes of scores, or of chosen keys, that are made at once: rows come in as many turns as that takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Keys int32 [n, C] that rows of a step, int64 [n], have chosen, both ascending."""
+
+    rows: Tensor
+    keys: Tensor
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Of some of the rows."""
+        return self.keys[torch.searchsorted(self.rows, rows)]
+
+
+class SparseAttention(PlanAttention):
+    """PlanAttention of a model with indexers. What a layer's rows choose is kept for those behind it without one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        storage: LayerPools,
+        spec: AttentionSpec,
+        backend: Backend,
+        key_bias: Tensor | None = None,
+        sinks: Sequence[Tensor] | None = None,
+    ) -> None:
+        assert spec.index is not None, "the model has indexers"
+        super().__init__(plan, storage, spec, backend, key_bias, sinks)
+        self.index, self.choosing, self.prepared = spec.index, choosing(backend), None
+        self.tables = _tables(self.items[None], plan.rows)
+        self._choice: Choice | None = None
+
+    def advance(self, plan: Plan) -> None:
+        super().advance(plan)
+        self._choice = None
+
+    def sparse(
+        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+    ) -> Tensor:
+        wanted = torch.arange(len(q)) if rows is None else rows
+        is_far = self.positions[wanted] >= self.index.chosen
+        wide = torch.nn.functional.pad(q, (self.index.size, 0))
+        if not is_far.any():
+            return self(layer, wide, k, k, rows)[..., self.index.size :]
+        far, near = wanted[is_far], wanted[~is_far]
+        out = q.new_empty(len(wanted), *q.shape[1:])
+        if len(near):
+            out[~is_far] = self(layer, wide, k, k, near)[..., self.index.size :]
+        else:
+            self.kernels.append(self.storage.pool(layer), k, k, self.row_slots, self.row_offsets)
+        pool = self.storage.pool(layer)
+        if index is not None:
+            self._choice = Choice(far, self._chosen(pool, index, far))
+        assert self._choice is not None, "the first layer has an indexer"
+        out[is_far] = self._attended(pool, q, far, self._choice.of(far))
+        return out
+
+    def _chosen(self, pool: Pool, index: IndexQueries, rows: Tensor) -> Tensor:
+        """What rows [F] choose: int32 [F, C]."""
+        keys = self.tables.shape[1] * CHUNK
+        chosen = []
+        for some in rows.split(max(1, AT_ONCE // (4 * keys))):
+            items = items_of(self.items[None], some)
+            scores = self.choosing.index_scores(index.of(some), pool, items, self.positions[some], keys)
+            chosen.append(choose(scores, self.index.chosen))
+        return torch.cat(chosen)
+
+    def _attended(self, pool: Pool, q: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+        """Attention of rows [F] over keys [F, C]: [F, Hq, D - I]. q [T, Hq, D - I]."""
+        chunks = chunks_of(self.index.chosen)
+        bytes_of_row = chunks * CHUNK * q.shape[2] * self.storage.dtype.itemsize
+        parts = []
+        for some, theirs in zip(*(each.split(max(1, AT_ONCE // bytes_of_row)) for each in (rows, keys)), strict=True):
+            made = self.choosing.gather(pool, self.tables[some], theirs, self.index.size, q.dtype)
+            mask = Mask(_own_items(len(some), chunks), _last(len(some), self.index.chosen), scale=self.spec.scale)
+            parts.append(self.kernels.attend(q[some], made, mask))
+        return torch.cat(parts)
+
+
+def _tables(items: Tensor, rows: int) -> Tensor:
+    """Slots of each row's chunks, int32 [T, chunks], -1 for none, from the items of a plan."""
+    chunks = int(items[:, 1].max()) // CHUNK + 1 if len(items) else 0
+    tables = torch.full((rows, chunks), -1, dtype=torch.int32)
+    for slot, key, begin, end in items.tolist():
+        tables[begin:end, key // CHUNK] = slot
+    return tables
+
+
+def _own_items(rows: int, chunks: int) -> Tensor:
+    """Items of rows each of which has so many chunks of its own, one row's behind another's."""
+    slots = torch.arange(rows * chunks, dtype=torch.int32)
+    row = slots // chunks
+    return torch.stack((slots, slots % chunks * CHUNK, row, row + 1), dim=1)
+
+
+def _last(rows: int, keys: int) -> Tensor:
+    """Positions of rows that see so many keys."""
+    return torch.full((rows,), keys - 1)

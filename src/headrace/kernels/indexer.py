@@ -1,0 +1,101 @@
+"""Keys that rows choose by an indexer's scores (DSA; DeepSeek-V3.2, arXiv 2512.02556, section 2.1), in plain torch.
+
+R: rows; N, I: heads of the indexer and their size; D: numbers stored of a token, the indexer's key first; C: keys that
+a row chooses. A row's scores and choice depend on nothing but the row and the keys before it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.records import Pool
+from headrace.types import CHUNK
+
+TOGETHER = 64
+"""Rows of a product: torch adds up fewer in another order."""
+
+
+class IndexQueries(NamedTuple):
+    """What an indexer makes of rows: q [R, N, I], of the type that is computed in, and weights fp32 [R, N] of its
+    heads."""
+
+    q: Tensor
+    weights: Tensor
+
+    def of(self, rows: Tensor) -> IndexQueries:
+        """Of some rows alone, int64 [n]."""
+        return IndexQueries(self.q[rows], self.weights[rows])
+
+
+def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tensor, keys: int) -> Tensor:
+    """fp32 [R, keys]: sum over heads of weights * max(q . k, 0), -inf for keys behind a row's position.
+
+    items int32 [n, 4], positions int64 [R]: as in kernels.records.Mask. What no item offers is -inf.
+    """
+    size = index.q.shape[2]
+    scores = torch.full((len(index.q), keys), -torch.inf)
+    for slot, key, begin, end in items.tolist():
+        k = pool.v[slot, 0, :, :size].float()
+        if pool.v_scale is not None:
+            k = k * pool.v_scale[slot, 0, :, None]
+        of_chunk = _of_chunk(index.q[begin:end].float(), index.weights[begin:end], k)
+        at = torch.arange(key, key + CHUNK)
+        scores[begin:end, key : key + CHUNK] = of_chunk.masked_fill(at > positions[begin:end, None], -torch.inf)
+    return scores
+
+
+def _of_chunk(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+    """q [r, N, I], weights [r, N], k [64, I] -> [r, 64]."""
+    rows, heads, size = q.shape
+    flat = torch.nn.functional.pad(q.reshape(rows * heads, size), (0, 0, 0, -(rows * heads) % TOGETHER))
+    products = torch.cat([part @ k.t() for part in flat.split(TOGETHER)])[: rows * heads]
+    met = products.view(rows, heads, CHUNK).clamp(min=0.0)
+    total = torch.zeros(rows, CHUNK)
+    for head in range(heads):
+        total = total + weights[:, head, None] * met[:, head]
+    return total
+
+
+def choose(scores: Tensor, count: int) -> Tensor:
+    """The keys of the greatest `count` scores of each row, int32 [R, C], ascending; the first of equal ones. scores
+    [R, keys], of which no row has fewer; one that is no number counts as the greatest."""
+    scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    least = scores.topk(count, dim=-1).values[:, -1:]
+    above, level = scores > least, scores == least
+    open_places = count - above.sum(-1, keepdim=True)
+    kept = above | (level & (level.cumsum(-1) <= open_places))
+    return kept.nonzero()[:, 1].view(len(scores), count).int()
+
+
+def gather(pool: Pool, tables: Tensor, chosen: Tensor, first: int, dtype: torch.dtype) -> Pool:
+    """What rows have chosen, in chunks of their own: a pool of R ceil(C / 64) slots, those of a row one behind the
+    other, with numbers first .. D - 1 of each token. Places behind the last key hold anything.
+
+    tables int32 [R, chunks]: the slots of each row's chunks; chosen int32 [R, C]; dtype: of the rows that attend to it.
+    """
+    slots, offsets = tables.gather(1, (chosen // CHUNK).long()).long(), (chosen % CHUNK).long()
+
+    def taken(stored: Tensor, whole: Tensor) -> Tensor:
+        """stored [slots, 1, 64, ...] at those places, in `whole`, which is alike."""
+        whole.view(len(chosen), -1, *whole.shape[3:])[:, : chosen.shape[1]] = stored[slots, 0, offsets]
+        return whole
+
+    made = room(pool, len(chosen), chosen.shape[1], first)
+    taken(pool.v[..., first:], made.v)
+    if pool.v_scale is not None and made.v_scale is not None:
+        taken(pool.v_scale, made.v_scale)
+    return made
+
+
+def room(pool: Pool, rows: int, count: int, first: int) -> Pool:
+    """Memory for what `gather` makes of a pool."""
+    slots, width = rows * chunks_of(count), pool.v.shape[-1] - first
+    return Pool.make(slots, 1, width, pool.v.dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype), once=True)
+
+
+def chunks_of(count: int) -> int:
+    """Chunks that so many keys take."""
+    return -(-count // CHUNK)

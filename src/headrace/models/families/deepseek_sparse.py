@@ -1,0 +1,81 @@
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3's layers, whose rows attend to the keys that an indexer chooses (DSA)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from headrace.config import IndexSpec
+from headrace.models.families.base import Family, Names
+from headrace.models.families.deepseek import latent_names, latent_rows, routed_by_sigmoids, unused
+from headrace.models.families.experts import APART, TOGETHER, given, kinds_of_mlp
+from headrace.models.families.llama import PREFIXES
+from headrace.models.spec import ModelConfig
+from headrace.types import UnsupportedModel
+
+INDEXER_TYPES = ("full", "shared")
+"""Names of layers whose rows choose, and of those that take what was chosen before."""
+
+
+def _v32(config: Any) -> dict[str, Any]:
+    return _indexed(config, (True,) * config.num_hidden_layers)
+
+
+def _glm(config: Any) -> dict[str, Any]:
+    if not getattr(config, "indexer_rope_interleave", True):
+        raise UnsupportedModel("indexer_rope_interleave false is not supported for glm_moe_dsa; true is")
+    kinds, layers = config.indexer_types, config.num_hidden_layers
+    for kind in kinds:
+        if kind not in INDEXER_TYPES:
+            raise UnsupportedModel(f"indexer_types with {kind!r} is not supported; {' and '.join(INDEXER_TYPES)} are")
+    if len(kinds) != layers or kinds[0] != "full":
+        raise UnsupportedModel(
+            f"indexer_types names {len(kinds)} layers, the first {kinds[:1]}; num_hidden_layers is {layers}, "
+            f"and the first must be full"
+        )
+    return _indexed(config, tuple(kind == "full" for kind in kinds))
+
+
+def _indexed(config: Any, own: tuple[bool, ...]) -> dict[str, Any]:
+    given(config, "q_lora_rank")
+    facts = routed_by_sigmoids(config, kinds_of_mlp(config), paired=True)
+    index = IndexSpec(config.index_n_heads, config.index_head_dim, config.index_topk, own)
+    if index.size < config.qk_rope_head_dim:
+        raise UnsupportedModel(f"index_head_dim {index.size} is less than qk_rope_head_dim {config.qk_rope_head_dim}")
+    spec = facts["attention"]
+    return facts | dict(attention=replace(spec, head_dim=spec.head_dim + index.size, index=index))
+
+
+def _names(config: ModelConfig, experts: Names) -> Names:
+    layer, theirs = "layers.{}.", "layers.{}.self_attn.indexer."
+    parts = {"queries": "wq_b", "keys": "wk", "norm": "k_norm", "weights": "weights_proj"}
+    indexer = {f"{layer}index_{ours}": (theirs + name,) for ours, name in parts.items()}
+    return {**latent_names(config, experts), **indexer}
+
+
+def _apart(config: ModelConfig) -> Names:
+    return _names(config, APART)
+
+
+def _together(config: ModelConfig) -> Names:
+    return _names(config, TOGETHER)
+
+
+def _paired_rows(config: ModelConfig, name: str) -> list[int] | None:
+    """latent_rows, where files have the numbers that an indexer rotates side by side too."""
+    index, latent = config.attention.index, config.latent
+    assert index is not None and latent is not None, "the family has indexers"
+    one = [*range(0, latent.rotated, 2), *range(1, latent.rotated, 2), *range(latent.rotated, index.size)]
+    if ".index_queries." in name:
+        return [head * index.size + row for head in range(index.heads) for row in one]
+    return one if ".index_keys." in name or ".index_norm." in name else latent_rows(config, name)
+
+
+DEEPSEEK_V32 = Family(
+    "deepseek_v32", "transformers.models.deepseek_v32.configuration_deepseek_v32:DeepseekV32Config", _v32, _apart,
+    PREFIXES, rows=latent_rows, other_names=_together, unused=unused, published_as="deepseek",
+)  # fmt: skip
+GLM_DSA = Family(
+    "glm_moe_dsa", "transformers.models.glm_moe_dsa.configuration_glm_moe_dsa:GlmMoeDsaConfig", _glm, _apart, PREFIXES,
+    rows=_paired_rows, other_names=_together, unused=unused,
+)  # fmt: skip
