@@ -30,7 +30,12 @@ pytestmark = pytest.mark.cpu
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
     """Models by what they have."""
     hybrid = make_checkpoint("3_5_ends_recurrent", tmp_path_factory.mktemp("hybrid"))
-    return {"": "tiny", "states": hybrid, "latents": make_latent("deepseek_v3", tmp_path_factory.mktemp("latents"))}
+    return {
+        "": "tiny",
+        "states": hybrid,
+        "latents": make_latent("deepseek_v3", tmp_path_factory.mktemp("latents")),
+        "sparse": make_latent("glm_dsa", tmp_path_factory.mktemp("sparse")),
+    }
 
 
 @pytest.mark.parametrize(
@@ -43,8 +48,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path | str]:
         ({"recurrent_states": 4}, "states"),
         ({}, "latents"),
         ({"kv_cache_dtype": "int8"}, "latents"),
+        ({}, "sparse"),
     ],
-    ids=["plain", "int8_kv", "int8_weights", "activations", "hybrid", "latents", "int8_latents"],
+    ids=["plain", "int8_kv", "int8_weights", "activations", "hybrid", "latents", "int8_latents", "sparse"],
 )
 def test_it_goes_on_with_the_same_bits(
     own: dict[str, Any], kind: str, tmp_path: Path, folders: dict[str, Path | str]

@@ -25,8 +25,9 @@ from headrace.kernels.records import Mask, Pool
 from headrace.kv.storage import LayerPools
 from headrace.types import CHUNK
 
-AT_ONCE = 1 << 26
-"""Bytes of scores, or of chosen keys, that are made at once: rows come in as many turns as that takes."""
+AT_ONCE = 1 << 24
+"""Bytes of scores, or of chosen keys, that are made at once, such as caches hold: rows come in as many turns as that
+takes."""
 
 
 @dataclass(frozen=True, slots=True)

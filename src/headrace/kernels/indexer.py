@@ -6,6 +6,9 @@ a row chooses. A row's scores and choice depend on nothing but the row and the k
 
 from __future__ import annotations
 
+import math
+import threading
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,6 +19,8 @@ from headrace.types import CHUNK
 
 TOGETHER = 64
 """Rows of a product: torch adds up fewer in another order."""
+ALIGNED = 64
+"""Bytes of a cache line, with which tensors begin."""
 
 
 class IndexQueries(NamedTuple):
@@ -72,7 +77,8 @@ def choose(scores: Tensor, count: int) -> Tensor:
 
 def gather(pool: Pool, tables: Tensor, chosen: Tensor, first: int, dtype: torch.dtype) -> Pool:
     """What rows have chosen, in chunks of their own: a pool of R ceil(C / 64) slots, those of a row one behind the
-    other, with numbers first .. D - 1 of each token. Places behind the last key hold anything.
+    other, with numbers first .. D - 1 of each token. Places behind the last key hold anything. Valid until the thread's
+    next call.
 
     tables int32 [R, chunks]: the slots of each row's chunks; chosen int32 [R, C]; dtype: of the rows that attend to it.
     """
@@ -90,10 +96,27 @@ def gather(pool: Pool, tables: Tensor, chosen: Tensor, first: int, dtype: torch.
     return made
 
 
+class _Kept(threading.local):
+    """A thread's memory: new memory at each call would be touched for the first time, which takes longer than the rest
+    of `gather`."""
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+_kept = _Kept()
+
+
 def room(pool: Pool, rows: int, count: int, first: int) -> Pool:
-    """Memory for what `gather` makes of a pool."""
+    """Memory for what `gather` makes of a pool: the thread's."""
     slots, width = rows * chunks_of(count), pool.v.shape[-1] - first
-    return Pool.make(slots, 1, width, pool.v.dtype, lambda shape, dtype: torch.empty(shape, dtype=dtype), once=True)
+    parts = Pool.parts(slots, 1, width, pool.v.dtype, once=True)
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+    starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
+    if _kept.bytes.nbytes < starts[-1]:
+        _kept.bytes = torch.empty(starts[-1], dtype=torch.uint8)
+    pieces = zip(starts, sizes, parts, strict=False)
+    return Pool.of([_kept.bytes[at : at + n].view(dtype).view(shape) for at, n, (shape, dtype) in pieces], once=True)
 
 
 def chunks_of(count: int) -> int:
