@@ -17,13 +17,16 @@ from headrace.config import EngineConfig
 from headrace.doctor.info import info, parameters
 from headrace.models.config import read_config
 from headrace.models.gguf.architectures import architecture_of
+from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.header import open_gguf
+from headrace.models.gguf.sparse import EVERY_FOURTH, glm_dsa
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
 from tests.support.gguf_families import KINDS, write_family
 from tests.support.gguf_files import KindOf, finish, q4_k_m, tokens_of
 from tests.support.greedy_answers import greedy_behind
 from tests.support.traces import run, same
+from tests.support.truth import as_near, exact_logits
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
@@ -52,8 +55,9 @@ def compare(kind: str, path: Path, kind_of: KindOf) -> None:
     buffers = [each for name, each in model.named_buffers() if name.endswith(STORED)]
     assert parameters(config) == sum(each.numel() for each in (*model.parameters(), *buffers))
     ours = LLM(str(path), dtype="float32", kv_cache_tokens=1024)
-    expected = model(torch.tensor([tokens])).logits[0]
-    assert float((ours.logits(tokens) - expected).abs().max()) <= TOLERANCE
+    mine, theirs = ours.logits(tokens), model(torch.tensor([tokens])).logits[0]
+    if float((mine - theirs).abs().max()) > TOLERANCE:
+        assert as_near(mine, theirs, exact_logits(model, tokens))
     answer = ours.generate([tokens], GREEDY)[0].token_ids
     assert answer == greedy_behind(model, tokens, answer)
 
@@ -198,6 +202,16 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
     ),
     "heads that differ": ("granite", lambda w: w.add_head_count_kv([2, 4]), "differs from layer to layer"),
     "a part of a head": ("smollm3", lambda w: w.add_rope_dimension_count(32), "rope.dimension_count other than"),
+    "indexers in fewer layers": (
+        "glm_dsa",
+        lambda w: w.add_array("glm-dsa.attention.indexer.types", [True, False]),
+        "indexer_types names 2 layers",
+    ),
+    "indexers of a softmax": (
+        "deepseek_v32",
+        lambda w: w.add_uint32("deepseek32.expert_gating_func", 1),
+        "expert_gating_func other than 2 is not",
+    ),
     "another router": (
         "deepseek_v3",
         lambda w: w.add_uint32("deepseek2.expert_gating_func", 3),
@@ -285,3 +299,16 @@ def test_what_is_not_read_is_named(case: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=words) as raised:
         read_config(tmp_path / "m.gguf")
     assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize(("length", "told"), [((1 << 20) - 1, {}), (1 << 20, EVERY_FOURTH)])
+def test_which_layers_have_indexers_follows_from_the_length_where_nothing_tells(
+    length: int, told: dict[str, int], tmp_path: Path
+) -> None:
+    """All of GLM-5's, of GLM-5.2's every fourth behind the third."""
+
+    write_family("glm_dsa", tmp_path / "m.gguf", lambda _: Kind.F16, lambda w: w.add_context_length(length))
+    file = open_gguf(tmp_path / "m.gguf")
+    del file._metadata["glm-dsa.attention.indexer.types"]
+    fields = glm_dsa(FileFacts(file), {"rope_type": "default"})
+    assert {name: each for name, each in fields.items() if name in (*EVERY_FOURTH, "indexer_types")} == told

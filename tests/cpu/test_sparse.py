@@ -163,6 +163,13 @@ def test_what_an_indexers_heads_count_is_not_rounded(folder_of: FolderOf) -> Non
         assert torch.equal(ops.linear(x, one), ops.linear(x, other)) == alike
 
 
+def test_indexers_of_layers_that_do_not_choose_are_not_read(tmp_path: Path) -> None:
+    folder = make_checkpoint("glm_dsa", tmp_path, indexer_types=["full"] * 3)
+    edit_json(folder / "config.json", indexer_types=["full", "shared", "full"])
+    decoder = load_decoder(folder, "float32")
+    assert [f"layers.{layer}.index_norm.weight" in decoder.weights for layer in range(3)] == [True, False, True]
+
+
 def test_the_first_layers_alone(folder_of: FolderOf) -> None:
     spec = read_config(folder_of("glm_dsa")).attention
     assert spec.index is not None and spec.index.own == (True, False, True)

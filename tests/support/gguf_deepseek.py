@@ -36,12 +36,15 @@ MINICPM = dict(
 )  # fmt: skip
 TEMPERED = YARN["rope_parameters"] | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)
 YOUTU = {name: size for name, size in SIZES.items() if name != "moe_intermediate_size"}
-ARCHITECTURES = ("deepseek2", "mistral4")
+INDEXED = dict(index_n_heads=16, index_head_dim=64, index_topk=40)
+ARCHITECTURES = ("deepseek2", "mistral4", "deepseek32", "glm-dsa")
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek2", "deepseek_v2", SIZES | YARN),
     "deepseek_v2_groups": ("deepseek2", "deepseek_v2_groups", SIZES),
     "deepseek_v2_old": ("deepseek2", "deepseek_v2_lora", SIZES | YARN),
     "deepseek_v3": ("deepseek2", "deepseek_v3", SIZES | YARN),
+    "deepseek_v32": ("deepseek32", "deepseek_v32", SIZES | YARN | INDEXED),
+    "glm_dsa": ("glm-dsa", "glm_dsa", SIZES | INDEXED),
     "glm4_moe": ("glm4moe", "glm4_moe", GLM),
     "glm4_moe_groups": ("glm4moe", "glm4_moe_groups", GLM),
     "dots1": ("dots1", "dots1", dict(moe_intermediate_size=96, attention_bias=False)),
@@ -59,6 +62,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 NAMES = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj",
     "self_attn.kv_b_proj": "attn_kv_b", "mlp.gate": "ffn_gate_inp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
@@ -88,6 +93,12 @@ def describe(writer: GGUFWriter, config: Any, old: bool) -> None:
     if every is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * every)
     describe_experts(writer, config)
+    if hasattr(config, "index_topk"):
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk)
+    if getattr(config, "indexer_types", None) is not None:
+        writer.add_array(f"{writer.arch}.attention.indexer.types", [each == "full" for each in config.indexer_types])
 
 
 def minicpm3(writer: GGUFWriter, config: Any) -> None:

@@ -71,11 +71,18 @@ def _paired_rows(config: ModelConfig, name: str) -> list[int] | None:
     return one if ".index_keys." in name or ".index_norm." in name else latent_rows(config, name)
 
 
+def _unused(config: ModelConfig) -> frozenset[str]:
+    """Also indexers of layers that take what one before them has chosen, where a checkpoint has them."""
+    assert config.attention.index is not None, "the family has indexers"
+    shared = (layer for layer, own in enumerate(config.attention.index.own) if not own)
+    return unused(config).union(f"layers.{layer}.self_attn.indexer." for layer in shared)
+
+
 DEEPSEEK_V32 = Family(
     "deepseek_v32", "transformers.models.deepseek_v32.configuration_deepseek_v32:DeepseekV32Config", _v32, _apart,
     PREFIXES, rows=latent_rows, other_names=_together, unused=unused, published_as="deepseek",
 )  # fmt: skip
 GLM_DSA = Family(
     "glm_moe_dsa", "transformers.models.glm_moe_dsa.configuration_glm_moe_dsa:GlmMoeDsaConfig", _glm, _apart, PREFIXES,
-    rows=_paired_rows, other_names=_together, unused=unused,
+    rows=_paired_rows, other_names=_together, unused=_unused,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.logs import shown
-from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, nemotron_h, routed
+from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, nemotron_h, routed, sparse
 from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
@@ -53,6 +53,7 @@ def _with_experts(mlp: str, parts: tuple[str, str, str]) -> dict[str, str]:
 
 EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj", "down_proj"))
 LATENT_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.NAMES}
+INDEXED_NAMES: Mapping[str, str] = {**LATENT_NAMES, **sparse.NAMES}
 GLM_MOE_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **deepseek.GLM_NAMES}
 GPT_OSS_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **families.GPT_OSS_NAMES}
 HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
@@ -216,6 +217,12 @@ ARCHITECTURES = {
     ),
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
+    ),
+    "deepseek32": Architecture(
+        "DeepseekV32ForCausalLM", "deepseek_v32", INDEXED_NAMES, fields=sparse.deepseek_v32, latent=True, routed=False
+    ),
+    "glm-dsa": Architecture(
+        "GlmMoeDsaForCausalLM", "glm_moe_dsa", INDEXED_NAMES, fields=sparse.glm_dsa, latent=True, routed=False
     ),
     "mistral4": Architecture(
         "Mistral4ForCausalLM", "mistral4", LATENT_NAMES, fields=deepseek.mistral4, latent=True, routed=False

@@ -63,24 +63,24 @@ def has_sigmoids(file: GgufFile) -> bool:
 def v2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     if facts.flag("expert_weights_norm", False):
         raise UnsupportedModel(f"{facts.file.path}: deepseek2.expert_weights_norm with a softmax is not supported")
-    fields = _common(facts, rope)
+    fields = common(facts, rope)
     return fields | {"topk_method": "greedy" if fields["n_group"] == 1 else "group_limited_greedy"}
 
 
 def v3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    return _common(facts, rope) | {"norm_topk_prob": facts.flag("expert_weights_norm", False)}
+    return common(facts, rope) | {"norm_topk_prob": facts.flag("expert_weights_norm", False)}
 
 
 def mistral4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Queries are multiplied by a factor of their position, counted in lengths that yarn stretches."""
-    _refuse_gating(facts, SOFTMAX)
+    refuse_gating(facts, SOFTMAX)
     beta, length = facts.number("attention.temperature_scale", TEMPERED), rope.get("original_max_position_embeddings")
     if facts.value("attention.temperature_length") not in (None, length):
         name = f"{facts.prefix}attention.temperature_length"
         raise UnsupportedModel(
             f"{facts.file.path}: {name} other than yarn's original length, {length}, is not supported"
         )
-    fields = _common(facts, rope)
+    fields = common(facts, rope)
     return fields | {
         "rope_parameters": fields["rope_parameters"] | {"llama_4_scaling_beta": beta},
         "norm_topk_prob": facts.flag("expert_weights_norm", False),
@@ -94,7 +94,7 @@ def youtu(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def glm4_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     refuse_sections(facts)
-    _refuse_gating(facts, SIGMOID)
+    refuse_gating(facts, SIGMOID)
     return _experts(facts) | {
         "norm_topk_prob": facts.flag("expert_weights_norm", True),
         "attention_bias": "blk.0.attn_q.bias" in facts.tensors,
@@ -120,7 +120,8 @@ def minicpm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_gating(facts: Facts, but: int) -> None:
+def refuse_gating(facts: Facts, but: int) -> None:
+    """Raises UnsupportedModel for a router of another kind than this."""
     if facts.count("expert_gating_func", but) != but:
         name = f"{facts.prefix}expert_gating_func"
         raise UnsupportedModel(f"{facts.file.path}: {name} other than {but} is not supported")
@@ -144,7 +145,8 @@ def _experts(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+def common(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    """What all models with latents and experts say."""
     return _experts(facts) | _sizes(facts, rope)
 
 

@@ -125,8 +125,10 @@ def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 YARN_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"}
-"""Under rope.scaling, of mistral3 and deepseek2."""
-READ_KEYS = {"mistral3": YARN_KEYS, "mistral4": YARN_KEYS, "deepseek2": YARN_KEYS, "olmo2": {"yarn_attn_factor"}}
+"""Under rope.scaling."""
+READ_KEYS = dict.fromkeys(("mistral3", "mistral4", "deepseek2", "deepseek32", "glm-dsa"), YARN_KEYS) | {
+    "olmo2": {"yarn_attn_factor"}
+}
 """By architecture."""
 
 
