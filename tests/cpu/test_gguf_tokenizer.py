@@ -153,8 +153,26 @@ def test_a_template_beside_the_file(tmp_path: Path) -> None:
         Tokenizer(bare)
     beside.unlink()
     assert not Tokenizer(bare).has_chat_template
-    with pytest.raises(InvalidRequest, match=r"put the model's chat_template\.jinja into its folder"):
+    with pytest.raises(InvalidRequest, match=r"put it as chat_template\.jinja into the model's folder"):
         Tokenizer(bare).apply_chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_template_that_is_given(tmp_path: Path) -> None:
+    """Takes the place of the model's own and of one beside it; reranking keeps its own."""
+    given, beside = tmp_path / "given.txt", tmp_path / "chat_template.jinja"
+    given.write_text("{{ messages[0]['content'] }} given é")
+    beside.write_text("beside")
+    path = write(tmp_path / "own.gguf", trained(), "gpt2", lambda writer: writer.add_tokenizer_pre("gpt-2"))
+    bare = write(tmp_path / "bare.gguf", trained(), "gpt2", without_template)
+    for each in (path, bare):
+        ours = Tokenizer.load(each, given)
+        assert ours is not None and ours.chat_template == given.read_text()
+        assert ours.decode(ours.apply_chat([{"role": "user", "content": "hello"}])) == "hello given é"
+        ours.close()
+    given.write_bytes(b"\xff")
+    for wrong, told in ((given, "cannot be read"), (tmp_path, "cannot be read"), (tmp_path / "none", "No such file")):
+        with pytest.raises(ValueError, match=told):
+            Tokenizer.load(path, wrong)
 
 
 def without_template(writer: GGUFWriter) -> None:

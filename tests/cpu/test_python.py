@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 from unittest.mock import Mock
@@ -75,6 +76,26 @@ def test_chat_takes_one_or_several_conversations(llm: LLM) -> None:
     for wrong in ("Hello", ["Hello"], {"role": "user"}):
         with pytest.raises(InvalidRequest, match="messages must be a list of"):
             llm.chat(wrong)  # type: ignore[arg-type]
+
+
+async def test_a_chat_template_of_a_file_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    """Of both kinds of engines; what cannot be read is refused before anything is loaded."""
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    given: dict[str, Any] = dict(kv_cache_tokens=1024, chat_template=str(file))
+    hello = [{"role": "user", "content": "Hello"}]
+    with LLM("tiny", **given) as llm:
+        (answer,) = llm.chat(hello, BRIEF)
+        assert llm.tokenizer is not None
+        prompt = llm.tokenizer.encode("<Hello>", add_special_tokens=False)
+        assert answer.prompt_token_ids == prompt
+    async with AsyncLLM("tiny", **given) as served:
+        assert served.tokenizer is not None and served.tokenizer.apply_chat(hello) == prompt
+    file.unlink()
+    with pytest.raises(ValueError, match=r"own\.jinja cannot be read: .*No such file"):
+        LLM("tiny", **given)
+    with pytest.raises(ValueError, match=r"own\.jinja cannot be read: .*No such file"):
+        await AsyncLLM("tiny", **given).start()
 
 
 def test_sampling_params_are_checked(llm: LLM) -> None:

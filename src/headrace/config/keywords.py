@@ -25,6 +25,9 @@ class SettingKeywords(TypedDict, total=False):
     attention_backend: Literal["auto", "reference", "cpu", "triton"]
     """Attention kernels: auto, reference (slow truth), cpu (C++) or triton (everything on a CUDA device)."""
 
+    chat_template: str | None
+    """File with a chat template (Jinja) in place of the model's own."""
+
     threads: int | None
     """CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota)."""
 

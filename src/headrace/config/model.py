@@ -55,6 +55,10 @@ class ModelSettings(SettingsRecord):
         f"Attention kernels: {listed(['auto', *BACKENDS_TOLD], 'or')}.",
         name="attention_backend",
     )
+    chat_template: str | None = setting(
+        None,
+        "File with a chat template (Jinja) in place of the model's own.",
+    )
     threads: int | None = setting(
         None,
         "CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota).",

@@ -136,7 +136,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         reader, self._writer = await asyncio.open_connection(sock=link)
         self._send(m.LoadModel(self.config.flat))
         self._watch = asyncio.create_task(self._keep_watch(self._process))
-        tokenizer = asyncio.create_task(asyncio.to_thread(Tokenizer.load, folder))  # while the weights arrive
+        tokenizer = asyncio.create_task(  # while the weights arrive
+            asyncio.to_thread(Tokenizer.load, folder, self.config.model.chat_template)
+        )
         try:
             await self._until_ready(reader, tell)
             tell(LoadPhase("tokenizer"))

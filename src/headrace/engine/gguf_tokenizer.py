@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from headrace.engine.gguf_words import WORDS, Words
-from headrace.engine.tokenizer_file import backed_by, halves, template_beside
+from headrace.engine.template_file import template_beside
+from headrace.engine.tokenizer_file import backed_by, halves
 from headrace.logs import shown
 from headrace.models.gguf.header import GgufFile, open_gguf, parts_of
 from headrace.types import UnsupportedModel

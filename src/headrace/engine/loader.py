@@ -272,7 +272,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
         per_rank, max_len = _sizes(config, model, each)
     capacity = _capacity(config, model, backend, dtype, kv_dtype, per_rank, bytes_per_token, max_len, streamed)
     tell(LoadPhase("tokenizer"))
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.model.chat_template)
     capacity = replace(capacity, eos_token_ids=_eos(model, tokenizer), experts=_experts(config, model))
     facts = read_adapters(config)
     capacity = replace(capacity, adapters=served(facts))

@@ -20,6 +20,7 @@ from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.folders import model_folder
 from headrace.engine.footprint import Footprint, gib, ranks_here
 from headrace.engine.outside import ExpertsOutside
+from headrace.engine.template_file import template_of
 from headrace.host import GIB
 from headrace.models.files import check_whole, weight_files
 from headrace.models.plain_config import plain_config
@@ -52,6 +53,8 @@ def check(config: EngineConfig) -> None:
     if name in _passed:
         return
     warn_of_unknown()
+    if config.model.chat_template is not None:
+        template_of(Path(config.model.chat_template))
     folder = model_folder(config.model.folder)
     model = plain_config(folder)
     draft = DraftFacts.of(config)

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.engine.gguf_words import WORDS
 from headrace.engine.pieces import spelled
-from headrace.engine.tokenizer_file import MAX_TOKENIZER, backed_by, halves, template_beside
+from headrace.engine.template_file import template_beside
+from headrace.engine.tokenizer_file import MAX_TOKENIZER, backed_by, halves
 from headrace.files import read_given
 from headrace.models.files import read_json
 from headrace.types import UnsupportedModel

@@ -15,6 +15,7 @@ from typing import Any
 from headrace.engine import tiktoken_file
 from headrace.engine.pieces import piece_rule
 from headrace.engine.plain_messages import check_text, plain_messages
+from headrace.engine.template_file import template_of
 from headrace.engine.templates import Renderer
 from headrace.engine.tokenizer_file import follow
 from headrace.logs import shown
@@ -33,26 +34,30 @@ _TEMPLATE_OPTIONS = {"documents", "continue_final_message"}
 
 NO_TEMPLATE = (
     "the model has no chat template, so it cannot take messages; send a plain prompt (headrace generate, or POST "
-    "/v1/completions), or put the model's chat_template.jinja into its folder, of a GGUF file beside it"
+    "/v1/completions), or give one with chat_template (--chat-template FILE), or put it as chat_template.jinja "
+    "into the model's folder, of a GGUF file beside it"
 )
 NO_LIMIT = 1 << 62
 """model_max_length of a tokenizer, which transformers only warns by; the model's own length is what counts."""
 
 
 class Tokenizer:
-    """The tokenizer of one model folder. Safe to share between threads once built.
+    """The tokenizer of one model folder. Safe to share between threads once built. template: a file with the chat
+    template that it has in place of the folder's.
 
     Raises FileNotFoundError where the folder has no tokenizer, ValueError where it cannot be loaded; both name the
     folder. Code that comes with a model is never run, and nothing is downloaded.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, template: str | Path | None = None) -> None:
         if not has_tokenizer(folder):
             raise FileNotFoundError(
                 f"{folder} has no tokenizer (none of {', '.join(_FILES)}); add the model's tokenizer files, "
                 f"or send token ids instead of text"
             )
         self._hf: Any = _load(folder)
+        if template is not None:
+            self._hf.chat_template = self._kept_templates() | {"default": template_of(Path(template))}
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._rule = piece_rule(backend.decoder) if backend is not None else None
         self._special = {token for token, added in self._hf.added_tokens_decoder.items() if added.special}
@@ -60,9 +65,14 @@ class Tokenizer:
         self._renderer = Renderer()
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer | None:
-        """The folder's tokenizer, None where it has none: the model then takes and gives token ids only."""
-        return cls(folder) if has_tokenizer(folder) else None
+    def load(cls, folder: str | Path, template: str | Path | None = None) -> Tokenizer | None:
+        """The folder's tokenizer, None where it has none: the model then takes and gives token ids only. Raises
+        ValueError for a template that none takes."""
+        if has_tokenizer(folder):
+            return cls(folder, template)
+        if template is not None:
+            raise ValueError(f"chat_template: {folder} has no tokenizer, so it cannot take messages; leave it out")
+        return None
 
     # ---- facts -------------------------------------------------------------------------------------------------------
 
@@ -100,6 +110,10 @@ class Tokenizer:
         has under the name rerank, as llama.cpp writes it. Empty: none."""
         templates = self._hf.chat_template
         return str(templates.get("rerank") or "") if isinstance(templates, dict) else ""
+
+    def _kept_templates(self) -> dict[str, str]:
+        """Those that are of no conversations."""
+        return {"rerank": self.rerank_template} if self.rerank_template else {}
 
     @property
     def named_tokens(self) -> dict[str, str | None]:

@@ -21,7 +21,6 @@ MODEL = ("ignore_merges", "fuse_unk", "byte_fallback", "unk_token", "continuing_
 """Of a BPE, what changes its tokens beside vocabulary and merges."""
 MAX_TOKENIZER = 256 << 20
 """Bytes; Gemma 3's has 33 MB."""
-TEMPLATE, MOST_TEMPLATE = "chat_template.jinja", 1 << 20
 AS_IT_IS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that take tokenizer.json whole."""
 
@@ -38,15 +37,6 @@ def backed_by(backend: Tokenizer, named: dict[str, Any]) -> Any:
             super().__init__(clean_up_tokenization_spaces=False, **named)
 
     return Backed()
-
-
-def template_beside(folder: Path) -> str | None:
-    """The chat template that lies in a folder as a file of its own. Raises ValueError where it cannot be read."""
-    found = folder / TEMPLATE
-    try:
-        return read_given(found, MOST_TEMPLATE).decode() if found.is_file() else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{found} cannot be read: {error}") from None
 
 
 def halves(token: str, tokens: Container[str]) -> Iterator[tuple[str, str]]:

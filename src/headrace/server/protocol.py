@@ -36,7 +36,7 @@ REFUSED = {
     "web_search_options": "web search is not supported",
     "verbosity": "verbosity is not supported",
     "suffix": "a suffix (fill in the middle) is not supported",
-    "chat_template": "templates come from the model folder; a request cannot bring one",
+    "chat_template": "templates come from the model folder, or from --chat-template; a request cannot bring one",
 }
 """Fields known by name and refused unless null or one of HARMLESS."""
 
