@@ -94,6 +94,19 @@ struct IndexScores {
   int threads;
 };
 
+// The same of blocks of keys, for each KV head by itself, of which the indexer has a head: N of both. Its key of a token is the first
+// I / N numbers of each of the token's keys. out[r][n][chunk] = the greatest q[r][n] . k of those keys of the chunk that the row sees.
+struct BlockScores {
+  const void *q;             // [R, N, I]
+  const void *k;             // [slots, N, D, 64], as in Attend
+  const float *k_scale;      // [slots, N, 64] of int8, else null
+  const Item *items;         // [n]
+  const int64_t *positions;  // [R]
+  float *out;                // [R, N, chunks], of the items alone
+  int64_t rows, item_count, heads, size, dim, chunks;
+  int threads;
+};
+
 // What rows have chosen, side by side in chunks of their own: numbers first .. D - 1 of each value of [slots, 64, D]. Both pools
 // lie as their own D says (vnni.h).
 struct Gather {
@@ -405,6 +418,7 @@ extern const bool multiplies_bf16;
   PER_TYPE(attend, Attend)                                                    \
   PER_TYPE(append, Append)                                                    \
   PER_TYPE(index_scores, IndexScores)                                         \
+  PER_TYPE(block_scores, BlockScores)                                         \
   PER_TYPE(gather, Gather)                                                    \
   PER_TYPE(finish, Finish)                                                    \
   PER_TYPE(rms_norm, Norm)                                                    \

@@ -106,6 +106,71 @@ template <typename T> class IndexerChunk {
   float *keys, *wide, *scores;
 };
 
+// Scores of a chunk's keys by heads, of keys whose parts lie in those of all KV heads.
+template <typename T> class BlockChunk {
+ public:
+  static int64_t bytes(const BlockScores &a) {
+    return room<float>(CHUNK * a.size) + room<float>(LANES * CHUNK) + room<float>(LANES * a.size);
+  }
+
+  BlockChunk(const BlockScores &a, Scratch scratch, int64_t slot)
+      : a(a), pairs(in_pairs<T>(a.dim) && in_pairs<T>(a.size) && !a.k_scale), keys(scratch.take<float>(CHUNK * a.size)),
+        wide(scratch.take<float>(LANES * a.size)), scores(scratch.take<float>(LANES * CHUNK)) {
+    const int64_t part = a.size / a.heads;
+    for (int64_t head = 0; head < a.heads; ++head) {
+      const int64_t at = (slot * a.heads + head) * CHUNK * a.dim, to = head * part * CHUNK;
+      if (pairs) memcpy(reinterpret_cast<T *>(keys) + to, static_cast<const T *>(a.k) + at, part * CHUNK * sizeof(T));
+      else if (a.k_scale) take(static_cast<const int8_t *>(a.k) + at, a.k_scale + (slot * a.heads + head) * CHUNK, keys + to);
+      else take(static_cast<const T *>(a.k) + at, nullptr, keys + to);
+    }
+  }
+
+  // out [N, chunks], of this chunk: of keys key_start .. key_start + 63.
+  void of(int64_t row, int64_t key_start, float *out) const {
+    const T *q = static_cast<const T *>(a.q) + row * a.heads * a.size;
+    const int64_t seen = a.positions[row] - key_start + 1;
+    for (int64_t head = 0; head < a.heads; head += LANES) {
+      const int lanes = static_cast<int>(a.heads - head < LANES ? a.heads - head : LANES);
+      multiply(lanes, q + head * a.size);
+      for (int lane = 0; lane < lanes; ++lane) {
+        float most = -__builtin_inff();
+        for (int64_t j = 0; j < CHUNK && j < seen; ++j)
+          most = scores[lane * CHUNK + j] > most ? scores[lane * CHUNK + j] : most;
+        out[(head + lane) * a.chunks] = most;
+      }
+    }
+  }
+
+ private:
+  // The first I / N numbers of a KV head's keys [D, 64], in fp32.
+  template <typename S> void take(const S *from, const float *scale, float *to) const {
+    const bool stored = in_pairs<T>(a.dim);
+    for (int64_t d = 0; d < a.size / a.heads; ++d)
+      for (int64_t j = 0; j < CHUNK; ++j) {
+        float x;
+        widen(from + (stored ? d / 2 * 2 * CHUNK + 2 * j + d % 2 : d * CHUNK + j), &x, 1);
+        to[d * CHUNK + j] = scale ? x * scale[j] : x;
+      }
+  }
+
+  // scores [lanes, 64] = q [lanes, I] . keys
+  void multiply(int lanes, const T *q) const {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2)
+      if (pairs) {
+        const bf16 *stored = reinterpret_cast<const bf16 *>(keys);
+        return Vnni(stored, stored, a.size).scores(lanes, q, scores, 0);
+      }
+#endif
+    widen(q, wide, lanes * a.size);
+    Plain<float>(keys, a.size).scores(lanes, wide, scores, 0);
+  }
+
+  const BlockScores &a;
+  const bool pairs;
+  float *keys, *wide, *scores;
+};
+
 // The numbers of `count` <= 64 chosen tokens, to the tokens of one chunk.
 template <typename S> void gather_chunk(const Gather &g, int64_t row, int64_t chunk, int64_t count, bool stored, bool made) {
   const int32_t *table = g.tables + row * g.table, *chosen = g.chosen + row * g.count + chunk * CHUNK;
@@ -136,6 +201,17 @@ template <typename T> void index_scores(const IndexScores &a) {
 }
 
 HEADRACE_BOTH_TYPES(index_scores, IndexScores)
+
+template <typename T> void block_scores(const BlockScores &a) {
+  share_out(a.item_count, a.threads, [&](int64_t n) {
+    const Item &item = a.items[n];
+    const BlockChunk<T> chunk(a, arena(BlockChunk<T>::bytes(a)), item.slot);
+    for (int64_t row = item.row_begin; row < item.row_end; ++row)
+      chunk.of(row, item.key_start, a.out + row * a.heads * a.chunks + item.key_start / CHUNK);
+  });
+}
+
+HEADRACE_BOTH_TYPES(block_scores, BlockScores)
 
 template <typename T> void gather(const Gather &g) {
   const bool stored = in_pairs<T>(g.dim), made = in_pairs<T>(g.dim - g.first);

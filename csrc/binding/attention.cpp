@@ -119,6 +119,27 @@ void index_scores(int type, const Pool &pool, Address q, Address weights, Addres
   kernels().index_scores[type](a);
 }
 
+void block_scores(int type, const Pool &pool, Address q, Address items, Address positions, Address out, int64_t rows,
+                  int64_t count, int64_t size, int64_t chunks, int threads) {
+  const BlockScores a = {
+      .q = at<void>(q),
+      .k = pool.k,
+      .k_scale = pool.k_scale,
+      .items = at<Item>(items),
+      .positions = at<int64_t>(positions),
+      .out = at<float>(out),
+      .rows = rows,
+      .item_count = count,
+      .heads = pool.kv_heads,
+      .size = size,
+      .dim = pool.dim,
+      .chunks = chunks,
+      .threads = threads,
+  };
+  check_items(Attend{.items = a.items, .rows = rows, .item_count = count}, pool.slots);
+  kernels().block_scores[type](a);
+}
+
 void gather(int type, const Pool &pool, const Pool &to, Address tables, Address chosen, int64_t rows, int64_t count,
             int64_t table, int64_t chunks, int threads) {
   const Gather g = {
@@ -194,6 +215,8 @@ void bind_attention(nb::module_ &m) {
         "k_stride"_a, "v_stride"_a, "threads"_a);
   m.def("index_scores", index_scores, unlocked, "type"_a, "pool"_a, "q"_a, "weights"_a, "items"_a, "positions"_a, "out"_a,
         named, "rows"_a, "count"_a, "heads"_a, "size"_a, "keys"_a, "threads"_a);
+  m.def("block_scores", block_scores, unlocked, "type"_a, "pool"_a, "q"_a, "items"_a, "positions"_a, "out"_a, named, "rows"_a,
+        "count"_a, "size"_a, "chunks"_a, "threads"_a);
   m.def("gather", gather, unlocked, "type"_a, "pool"_a, "to"_a, "tables"_a, "chosen"_a, named, "rows"_a, "count"_a, "table"_a,
         "chunks"_a, "threads"_a);
   m.def("finish", finish, unlocked, "type"_a, "state"_a, "out"_a, "lse"_a, "sinks"_a, named, "lanes"_a, "heads"_a, "dim"_a,

@@ -83,6 +83,50 @@ def test_scores_of_a_key_that_is_no_number(isa: str) -> None:
     assert not found.isnan().any() and torch.isfinite(found[-1, : last + 1]).all()
 
 
+class Blocks:
+    """Rows of a random tree, an indexer's queries of two heads, and a pool whose keys have its parts first."""
+
+    def __init__(self, dtype: torch.dtype, size: int, dim: int, int8: bool = False) -> None:
+        draw = torch.Generator().manual_seed(0)
+        tree = Tree(draw, 3, 4, prefill=True)
+        self.items, self.positions = tree.items(), tree.positions()
+        slots = len(tree.covers)
+        self.q = torch.randn(len(self.positions), 2, size, generator=draw).to(dtype)
+        k, v = (torch.randn(slots, 2, *shape, generator=draw).to(dtype) for shape in ((dim, CHUNK), (CHUNK, dim)))
+        if int8:
+            codes = [torch.randint(-127, 128, each.shape, dtype=torch.int8, generator=draw) for each in (k, v)]
+            self.pool = Pool(*codes, *(torch.rand(slots, 2, CHUNK, generator=draw) / 64 for _ in "kv"))
+        else:
+            self.pool = Pool(k, v)
+        self.chunks = int(self.items[:, 1].max()) // CHUNK + 1
+
+    def scores(self, items: Tensor | None = None) -> Tensor:
+        arranged = cpu.arrange(self.pool, self.q.dtype)
+        return cpu.block_scores(self.q, arranged, self.items if items is None else items, self.positions, self.chunks)
+
+
+@native
+@pytest.mark.parametrize("int8", [False, True], ids=["as computed", "int8"])
+@pytest.mark.parametrize(("size", "dim"), [(128, 160), (64, 96), (32, 48), (20, 44)])
+def test_the_greatest_scores_of_chunks(
+    isa: str, threads_kept: None, size: int, dim: int, int8: bool, dtype: torch.dtype
+) -> None:
+    """Those of plain torch, to rounding; the same bits alone as among others."""
+    case = Blocks(dtype, size, dim, int8)
+    truth = indexer.block_scores(case.q, case.pool, case.items, case.positions, case.chunks)
+    torch.set_num_threads(2)
+    found = case.scores()
+    unseen = truth == -torch.inf
+    assert torch.equal(found == -torch.inf, unseen) and unseen.any()
+    assert torch.allclose(found[~unseen], truth[~unseen], rtol=1e-4, atol=2e-3 * float(truth[~unseen].std()))
+    torch.set_num_threads(1)
+    for row in range(0, len(case.positions), 9):
+        mine = (case.items[:, 2] <= row) & (row < case.items[:, 3])
+        alone = case.items[mine].clone()
+        alone[:, 2], alone[:, 3] = row, row + 1
+        assert torch.equal(case.scores(alone)[row], found[row])
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     rows=st.lists(
@@ -109,9 +153,8 @@ def test_what_is_chosen_lies_side_by_side(isa: str, size: int, dim: int, int8: b
     slots, count = len(case.pool.v), 100
     tables = torch.stack([torch.randperm(slots, generator=draw)[:3] for _ in range(4)]).int()
     chosen = torch.stack([torch.randperm(3 * CHUNK, generator=draw)[:count].sort().values for _ in range(4)]).int()
-    truth = indexer.gather(case.pool, tables, chosen, size, dtype)
+    truth = cpu.arrange(indexer.gather(case.pool, tables, chosen, size, dtype), dtype)  # copied: both use one memory
     found = cpu.gather(cpu.arrange(case.pool, dtype), tables, chosen, size, dtype)
-    truth = cpu.arrange(truth, dtype)
 
     def places(pool: Pool) -> list[Tensor]:
         """In plain order, but for those behind the last key."""
@@ -124,6 +167,11 @@ def test_what_is_chosen_lies_side_by_side(isa: str, size: int, dim: int, int8: b
 
 
 def test_what_does_not_fit_is_refused() -> None:
+    blocks = Blocks(torch.float32, 32, 48)
+    with pytest.raises(ValueError, match="2 heads of 33 numbers fit no pool of 2 heads of 48"):
+        cpu.block_scores(torch.zeros(1, 2, 33), blocks.pool, blocks.items, blocks.positions, blocks.chunks)
+    with pytest.raises(ValueError, match="there is room for 64"):
+        cpu.block_scores(blocks.q, blocks.pool, blocks.items, blocks.positions, 1)
     case = Case(torch.float32, 32, 96)
     pool = cpu.arrange(case.pool, torch.float32)
     with pytest.raises(ValueError, match="there is room for 64"):

@@ -56,11 +56,11 @@ class Seen(Attend):
         return out if rows is None else out[rows]
 
     def sparse(
-        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexQueries | None, rows: Tensor | None = None
     ) -> Tensor:
         assert layer == len(self.kv)
-        self.kv.append((k.clone(), k.clone()))
-        out: Tensor = self.attend.sparse(layer, q, k, index)
+        self.kv.append((k.clone(), v.clone()))
+        out: Tensor = self.attend.sparse(layer, q, k, v, index)
         return out if rows is None else out[rows]
 
     def watch(self, layer: int, x: Tensor) -> None:

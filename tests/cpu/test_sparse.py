@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headrace import LLM, SamplingParams
-from headrace.attention import sparse
+from headrace.attention import block_sparse, sparse
 from headrace.kernels import ops
 from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
@@ -21,16 +21,16 @@ from tests.support.checkpoints import FolderOf, edit_json, make_checkpoint
 from tests.support.traces import run, same
 
 pytestmark = pytest.mark.cpu
-KINDS = ("deepseek_v32", "glm_dsa")
+KINDS = ("deepseek_v32", "glm_dsa", "minimax_m3")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-PROMPTS = [[(7 * n + seed) % 320 for n in range(length)] for seed, length in enumerate((5, 40, 41, 130, 200))]
+PROMPTS = [[(7 * n + seed) % 320 for n in range(length)] for seed, length in enumerate((5, 40, 41, 130, 300))]
 
 
 def engine(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **{"dtype": "bfloat16", "kv_cache_tokens": 2048, **settings})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_token_takes_its_latent_and_an_indexers_key(kind: str, folder_of: FolderOf) -> None:
     config = read_config(folder_of(kind))
     spec, latent = config.attention, config.latent
@@ -66,7 +66,8 @@ def test_rows_come_in_as_many_turns_as_memory_takes(
     kind: str, dtype: str, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(engine(folder_of(kind), dtype=dtype), PROMPTS, GREEDY)
-    monkeypatch.setattr(sparse, "AT_ONCE", 3000)
+    for module in (sparse, block_sparse):
+        monkeypatch.setattr(module, "AT_ONCE", 100)
     same(run(engine(folder_of(kind), dtype=dtype), PROMPTS, GREEDY), whole)
 
 
@@ -83,6 +84,10 @@ def test_rows_come_in_as_many_turns_as_memory_takes(
 )
 def test_the_same_bits_with(kind: str, settings: dict[str, Any], folder_of: FolderOf) -> None:
     """Preempted, in int8, with weights in int4, on tensor ranks: together as each alone."""
+    if kind == "minimax_m3" and "tensor_parallel_size" in settings:
+        with pytest.raises(ValueError, match="tensor_parallel_size: of MiniMaxM3SparseForConditionalGeneration rows"):
+            engine(folder_of(kind), **settings)
+        return
     with engine(folder_of(kind), **settings, max_batch_tokens=96) as llm:
         together = run(llm, PROMPTS, GREEDY)
         again = run(llm, PROMPTS, GREEDY)
@@ -123,6 +128,27 @@ def test_what_is_not_computed_is_refused(kind: str, fields: dict[str, Any], told
     edit_json(folder / "config.json", **fields)
     with pytest.raises(ValueError, match=told):
         read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (dict(index_n_heads=4), "index_n_heads 4 of index_head_dim 64 do not fit num_key_value_heads 2"),
+        (dict(index_head_dim=16), "index_n_heads 2 of index_head_dim 16 do not fit"),
+        (dict(index_block_size=96), "index_block_size 96 with index_local_blocks 1 is not supported"),
+        (dict(index_local_blocks=3), "index_block_size 128 with index_local_blocks 3 is not supported"),
+        (dict(layer_types=["full_attention"] * 2 + ["sliding_attention"]), "layer_types with 'sliding_attention'"),
+        (dict(swiglu_limit=5.0), "swiglu_limit 5.0 is not supported; only 7.0 is"),
+        (dict(rotary_dim=64), "rotary_dim 64 does not fit partial_rotary_factor: it makes 32"),
+    ],
+)
+def test_blocks_that_are_not_computed_are_refused(
+    fields: dict[str, Any], told: str, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    file = json.loads((folder_of("minimax_m3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(file | dict(text_config=file["text_config"] | fields)))
+    with pytest.raises(ValueError, match=told):
+        read_config(tmp_path)
 
 
 V32 = dict(
@@ -168,6 +194,41 @@ def test_indexers_of_layers_that_do_not_choose_are_not_read(tmp_path: Path) -> N
     edit_json(folder / "config.json", indexer_types=["full", "shared", "full"])
     decoder = load_decoder(folder, "float32")
     assert [f"layers.{layer}.index_norm.weight" in decoder.weights for layer in range(3)] == [True, False, True]
+
+
+M3 = dict(
+    num_hidden_layers=60, hidden_act="swigluoai", num_attention_heads=64, num_key_value_heads=4, head_dim=128,
+    rotary_dim=64, partial_rotary_factor=0.5, rope_theta=5_000_000, moe_layer_freq=[0] * 3 + [1] * 57,
+    sparse_attention_config=dict(
+        use_sparse_attention=True, sparse_num_index_heads=4, sparse_index_dim=128, sparse_block_size=128,
+        sparse_topk_blocks=16, sparse_local_block=1, sparse_init_block=0, sparse_attention_freq=[0] * 3 + [1] * 57,
+    ),
+)  # fmt: skip
+
+
+def test_the_published_file_of_minimax_m3_is_read(tmp_path: Path) -> None:
+    file = dict(
+        architectures=["MiniMaxM3SparseForConditionalGeneration"], model_type="minimax_m3_vl", torch_dtype="bfloat16",
+        text_config=M3 | dict(model_type="minimax_m3_vl_text"),
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(file))
+    config = read_config(tmp_path)
+    spec, index = config.attention, config.attention.index
+    assert index is not None and (index.block, index.chosen, index.local, sum(index.own)) == (128, 2048, 1, 57)
+    assert (spec.own_dim, spec.head_dim, spec.kv_heads) == (128, 160, 4)
+    assert config.experts is not None and sum(config.experts.layers) == 57 and config.experts.shared == 3072
+    assert config.intermediate_size == 12288 and config.experts.routing.scale == 2.0
+    assert config.rotation(0) == (0, 64) and spec.scale == pytest.approx(128**-0.5)
+
+
+def test_a_row_of_few_blocks_attends_to_all_keys(tmp_path: Path) -> None:
+    """To the bit, as in a model whose rows choose more; others do not."""
+    some, every = tmp_path / "some", tmp_path / "every"
+    make_checkpoint("minimax_m3", some)
+    make_checkpoint("minimax_m3", every, index_topk_blocks=4)
+    few, many = (run(engine(each), PROMPTS, GREEDY) for each in (some, every))
+    for one, other in zip(few, many, strict=True):
+        assert all(torch.equal(one[at], other[at]) == (at < 256) for at in one)
 
 
 def test_the_first_layers_alone(folder_of: FolderOf) -> None:

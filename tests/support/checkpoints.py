@@ -308,7 +308,7 @@ NEAR = (
     "glm_lite", "deepseek_v32", "qwen3_vl_moe", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss",
     "ernie4_5", "exaone4_plain", "cohere", "solar_open", "dots1", "minicpm3", "qwen2_moe", "mistral3_mistral4", "gemma",
     "cwm", "ministral", "youtu", "exaone_moe", "hunyuan_moe", "hy3", "mellum", "granite_moe_swa", "hyperclovax_plain",
-    "jais2", *(kind for kind in VISION if kind != "muse_glimmer"),
+    "jais2", *(kind for kind in VISION if kind not in ("muse_glimmer", "minimax_m3")),
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind, and what takes a
 second a kind leaves them out."""
@@ -328,11 +328,11 @@ def _kinds(matrix: tuple[str, ...], without: tuple[str, ...] = ()) -> list[Any]:
 EVERY_KIND, EVERY_KIND_SLOWLY = _kinds(NEAR), _kinds(LATER, NEAR)
 MIXED = tuple(kind for kind in KINDS if kind.startswith("gemma4"))
 """Kinds whose layers differ: they are computed one operation at a time, and their KV is not streamed."""
-INDEXED = ("deepseek_v32", "glm_dsa")
+INDEXED = ("deepseek_v32", "glm_dsa", "minimax_m3")
 """Kinds whose rows choose the keys that they attend to: they are not streamed either."""
 EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, (*MIXED, *INDEXED, *NEAR))
 
-WITH_EXPERTS = (*(kind for kind in EXPERTS if kind != "granite4"), "gemma4_experts", "kimi_k25")
+WITH_EXPERTS = (*(kind for kind in EXPERTS if kind != "granite4"), "gemma4_experts", "kimi_k25", "minimax_m3")
 
 
 def seeds_for_rounding(kind: str) -> range:

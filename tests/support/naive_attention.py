@@ -48,16 +48,45 @@ class NaiveAttend(Attend):
         return self.attend(layer, q, self.keys[layer].add(k), self.values[layer].add(v))
 
     def sparse(
-        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexQueries | None, rows: Tensor | None = None
     ) -> Tensor:
         """As Attend has it: rows one after another, over what each has chosen."""
         assert self.spec.index is not None
+        if self.spec.index.block > 1:
+            return self._by_blocks(layer, q, k, v, index)
         size, keys = self.spec.index.size, self.keys[layer].add(k)
         seen = range(len(keys) - len(q) + 1, len(keys) + 1)
         if index is not None:
             self.chosen = [self._choice(*row, keys[:n, 0, :size]) for *row, n in zip(*index, seen, strict=True)]
         met = [keys[:n, :, size:][self.chosen[row]] for row, n in enumerate(seen)]
         return torch.cat([self.attend(layer, q[row : row + 1], each, each) for row, each in enumerate(met)])
+
+    def _by_blocks(self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexQueries | None) -> Tensor:
+        spec, indexer = self.spec, self.spec.index
+        assert indexer is not None
+        keys, values = self.keys[layer].add(k), self.values[layer].add(v)
+        made, width = [], spec.index_width
+        for row, n in enumerate(range(len(keys) - len(q) + 1, len(keys) + 1)):
+            groups = []
+            for head, own in enumerate(q[row].split(spec.group)):
+                seen = torch.ones(n, dtype=torch.bool)
+                if index is not None:
+                    seen = self._blocks(index.q[row, head], keys[:n, :, :width].flatten(1))
+                k_met, v_met = (each[:n, head : head + 1, width:][seen] for each in (keys, values))
+                groups.append(self.attend(layer, own[None], k_met, v_met)[0])
+            made.append(torch.cat(groups))
+        return torch.stack(made)
+
+    def _blocks(self, q: Tensor, keys: Tensor) -> Tensor:
+        """q [I], keys [n, I] -> bool [n]."""
+        spec = self.spec.index
+        assert spec is not None
+        blocks = (keys.float() @ q.float()).split(spec.block)
+        best = torch.tensor([float(each.max()) for each in blocks])
+        best[max(0, len(blocks) - spec.local) :] = torch.inf
+        chosen = best.argsort(descending=True, stable=True)[: spec.chosen // spec.block]
+        kept = torch.zeros(len(blocks), dtype=torch.bool).index_fill(0, chosen, True)
+        return kept.repeat_interleave(spec.block)[: len(keys)]
 
     def _choice(self, q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         """q [N, I], weights [N], keys [n, I] -> bool [n]."""
@@ -70,7 +99,7 @@ class NaiveAttend(Attend):
         """q [T, Hq, D] are the last T rows over keys and values [N, Hkv, D]: [T, Hq, D]."""
         rows, length, spec = len(q), len(keys), self.spec
         queries = q.float().transpose(0, 1)
-        group = spec.heads // keys.shape[1]
+        group = queries.shape[0] // keys.shape[1]
         keys = keys.float().transpose(0, 1).repeat_interleave(group, 0)
         values = values.float().transpose(0, 1).repeat_interleave(group, 0)
         scores = queries @ keys.transpose(1, 2) * spec.scale
@@ -111,12 +140,13 @@ class BatchAttend(Attend):
         return torch.cat([sequence(layer, *rows) for sequence, *rows in parts])
 
     def sparse(
-        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, index: IndexQueries | None, rows: Tensor | None = None
     ) -> Tensor:
         every: list[IndexQueries] | list[None] = [None] * len(self.counts)
         if index is not None:
-            every = [IndexQueries(*both) for both in zip(*(each.split(self.counts) for each in index), strict=True)]
-        parts = zip(self.sequences, q.split(self.counts), k.split(self.counts), every, strict=True)
+            weights = index.weights.split(self.counts) if len(index.weights) else [index.weights] * len(self.counts)
+            every = [IndexQueries(*both) for both in zip(index.q.split(self.counts), weights, strict=True)]
+        parts = zip(self.sequences, *(each.split(self.counts) for each in (q, k, v)), every, strict=True)
         return torch.cat([sequence.sparse(layer, *each) for sequence, *each in parts])
 
 

@@ -23,7 +23,7 @@ NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
 DOTS, QWEN2_MOE = "Dots1ForCausalLM", "Qwen2MoeForCausalLM"
 ROUTED = dict(n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3)
-ERNIE_MOE = "Ernie4_5_MoeForCausalLM"
+ERNIE_MOE, MINIMAX_M3 = "Ernie4_5_MoeForCausalLM", "MiniMaxM3SparseForConditionalGeneration"
 MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
@@ -332,6 +332,21 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=9, index_topk_freq=3, index_skip_topk_offset=3),
     dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=4, index_topk_pattern="FSSF", index_n_heads=8),
     dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=2, indexer_types=["full", "shared"], rope_theta=1e6),
+    dict(architectures=[MINIMAX_M3], layer_types=["full_attention", "minimax_m3_sparse"], num_hidden_layers=2),
+    dict(architectures=[MINIMAX_M3], partial_rotary_factor=0.5, hidden_act="swigluoai", rope_theta=5e5),
+    dict(
+        architectures=[MINIMAX_M3],
+        num_hidden_layers=3,
+        moe_layer_freq=[0, 1, 1],
+        sparse_attention_config=dict(
+            sparse_num_index_heads=4,
+            sparse_index_dim=64,
+            sparse_block_size=64,
+            sparse_topk_blocks=4,
+            sparse_local_block=2,
+            sparse_attention_freq=[0, 0, 1],
+        ),
+    ),
     dict(num_attention_heads=4, num_key_value_heads=3),
     dict(architectures=["GPT2LMHeadModel"]),
     dict(pretraining_tp=2),

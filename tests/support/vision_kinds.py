@@ -14,6 +14,8 @@ from transformers import (
     Exaone4_5_ForConditionalGeneration,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLConfig,
     MuseGlimmerConfig,
     MuseGlimmerForConditionalGeneration,
     PreTrainedModel,
@@ -92,6 +94,29 @@ def _muse_glimmer(**fields: Any) -> PreTrainedModel:
     return MuseGlimmerForConditionalGeneration(config)
 
 
+SPARSE_BLOCKS = dict(
+    index_n_heads=2, index_head_dim=64, index_block_size=128, index_topk_blocks=1, index_local_blocks=1
+)
+
+
+def _minimax_m3(**fields: Any) -> PreTrainedModel:
+    sparse = ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]
+    text: dict[str, Any] = {
+        **LLAMA_SIZES, **GQA, **SPARSE_BLOCKS, "head_dim": 64, "num_hidden_layers": 3, "layer_types": sparse,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "num_local_experts": 8, "num_experts_per_tok": 3,
+        "intermediate_size": 64, "dense_intermediate_size": 192, "shared_intermediate_size": 128, "rotary_dim": 32,
+        "rope_parameters": dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5), **fields,
+    }  # fmt: skip
+    vision = dict(
+        hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, patch_size=14, image_size=28
+    )
+    config = MiniMaxM3VLConfig(
+        text_config=text, vision_config=vision, projector_hidden_size=64, merged_hidden_size=64, eos_token_id=NO_TOKEN,
+        image_token_index=NO_TOKEN, video_token_index=NO_TOKEN,
+    )  # fmt: skip
+    return MiniMaxM3SparseForConditionalGeneration(config)
+
+
 def published_kimi(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names of its tensors [..] in published files, from those in memory: what transformers 5.24 writes in their place
     has text layers called blocks, as those of images are."""
@@ -114,5 +139,6 @@ VISION: dict[str, tuple[Build, dict[str, Any]]] = {
     "cohere2_vision": (_cohere2_vision, {}),
     "aya_vision": (_aya_vision, dict(tie_word_embeddings=True)),
     "muse_glimmer": (_muse_glimmer, dict(post_norm_eps=0.1)),
+    "minimax_m3": (_minimax_m3, dict(index_topk_blocks=2)),
     "kimi_k25": (_kimi_k25, dict(n_group=1, topk_group=1)),
 }

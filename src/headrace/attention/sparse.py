@@ -57,7 +57,7 @@ class SparseAttention(PlanAttention):
         assert spec.index is not None, "the model has indexers"
         super().__init__(plan, storage, spec, backend, key_bias, sinks)
         self.index, self.choosing, self.prepared = spec.index, choosing(backend), None
-        self.tables = _tables(self.items[None], plan.rows)
+        self.tables = tables_of(self.items[None], plan.rows)
         self._choice: Choice | None = None
 
     def advance(self, plan: Plan) -> None:
@@ -65,19 +65,25 @@ class SparseAttention(PlanAttention):
         self._choice = None
 
     def sparse(
-        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: IndexQueries | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         wanted = torch.arange(len(q)) if rows is None else rows
         is_far = self.positions[wanted] >= self.index.chosen
         wide = torch.nn.functional.pad(q, (self.index.size, 0))
         if not is_far.any():
-            return self(layer, wide, k, k, rows)[..., self.index.size :]
+            return self(layer, wide, k, v, rows)[..., self.index.size :]
         far, near = wanted[is_far], wanted[~is_far]
         out = q.new_empty(len(wanted), *q.shape[1:])
         if len(near):
-            out[~is_far] = self(layer, wide, k, k, near)[..., self.index.size :]
+            out[~is_far] = self(layer, wide, k, v, near)[..., self.index.size :]
         else:
-            self.kernels.append(self.storage.pool(layer), k, k, self.row_slots, self.row_offsets)
+            self.kernels.append(self.storage.pool(layer), k, v, self.row_slots, self.row_offsets)
         pool = self.storage.pool(layer)
         if index is not None:
             self._choice = Choice(far, self._chosen(pool, index, far))
@@ -107,7 +113,7 @@ class SparseAttention(PlanAttention):
         return torch.cat(parts)
 
 
-def _tables(items: Tensor, rows: int) -> Tensor:
+def tables_of(items: Tensor, rows: int) -> Tensor:
     """Slots of each row's chunks, int32 [T, chunks], -1 for none, from the items of a plan."""
     chunks = int(items[:, 1].max()) // CHUNK + 1 if len(items) else 0
     tables = torch.full((rows, chunks), -1, dtype=torch.int32)

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from headrace.attention.block_sparse import BlockSparseAttention
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Plan, PlannedStep
 from headrace.attention.sparse import SparseAttention
@@ -24,7 +25,9 @@ def attention_of(
     sinks: Sequence[Tensor] | None = None,
 ) -> PlanAttention:
     """Attend for a step of a model with this spec."""
-    kind = PlanAttention if spec.index is None else SparseAttention
+    kind = PlanAttention
+    if spec.index is not None:
+        kind = SparseAttention if spec.index.block == 1 else BlockSparseAttention
     return kind(plan, storage, spec, backend, key_bias, sinks)
 
 

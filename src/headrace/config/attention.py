@@ -16,12 +16,18 @@ class IndexSpec:
     heads, size: of an indexer's queries; its key of a token is the first `size` numbers that are stored of it. chosen:
     keys that a row attends to at most. own: layers with an indexer; in others a row attends to those that it has chosen
     in the nearest such layer before, and the numbers of an indexer's key are 0.
+
+    block: above 1, a row chooses blocks of so many keys (MiniMax-M3), for each KV head by itself, of which the indexer
+    has a head; its own block and local - 1 before it are always among them. The indexer's key lies in those of all KV
+    heads, the first size / KV heads numbers of each, and in layers without an indexer a row attends to all keys.
     """
 
     heads: int
     size: int
     chosen: int
     own: tuple[bool, ...]
+    block: int = 1
+    local: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,16 @@ class AttentionSpec:
     def shape(self, layer: int) -> tuple[int, int]:
         """(KV heads, head size) of a layer."""
         return self.shapes[layer] if self.shapes else (self.kv_heads, self.head_dim)
+
+    @property
+    def index_width(self) -> int:
+        """Numbers of what is stored of a token and KV head that are an indexer's."""
+        return 0 if self.index is None else self.index.size // (1 if self.once else self.kv_heads)
+
+    @property
+    def own_dim(self) -> int:
+        """Head size without those."""
+        return self.head_dim - self.index_width
 
     @property
     def every_shape(self) -> tuple[tuple[int, int], ...]:

@@ -118,6 +118,7 @@ def refuse_for_indexed(config: EngineConfig, model: ModelConfig) -> None:
         "attention_backend triton": config.model.on_gpu,
         "context_parallel_size": config.ranks.context > 1,
         "offload_schedule": config.streaming is not None,
+        "tensor_parallel_size": config.ranks.tensor > 1 and model.attention.index.block > 1,
     }
     asked = next((name for name, on in found.items() if on), None)
     if asked is not None:

@@ -439,6 +439,22 @@ class Extension(Protocol):
         threads: int,
     ) -> None:
         """See kernels.indexer. count: of the items; size: of an indexer's head; keys: columns of `out`."""
+    def block_scores(
+        self,
+        type: int,
+        pool: _Pool,
+        q: int,
+        items: int,
+        positions: int,
+        out: int,
+        *,
+        rows: int,
+        count: int,
+        size: int,
+        chunks: int,
+        threads: int,
+    ) -> None:
+        """See kernels.indexer. count: of the items; size: of an indexer's head; chunks: columns of `out`."""
     def gather(
         self,
         type: int,

@@ -99,11 +99,17 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
 
     def sparse(
-        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: IndexQueries | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Attention of a model whose rows choose keys (AttentionSpec.index), by `index` if the layer has an indexer: q
-        [T, Hq, D - I] and the result are without the I numbers of its key, which come first in k [T, 1, D]. Raises
-        ValueError where it is not known."""
+        [T, Hq, D - I] and the result are without the I numbers of its key, which come first in k and v [T, Hkv, D].
+        Raises ValueError where it is not known."""
         raise ValueError("this way to compute a step knows no sparse attention; leave out several ranks and streaming")
 
     def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
@@ -259,6 +265,9 @@ class SparseBackend(Backend, Protocol):
 
     def index_scores(self, index: IndexQueries, pool: Pool, items: Tensor, positions: Tensor, keys: int) -> Tensor:
         """By which rows choose among the first `keys` keys: fp32 [R, keys]."""
+
+    def block_scores(self, q: Tensor, pool: Pool, items: Tensor, positions: Tensor, chunks: int) -> Tensor:
+        """By which rows choose among blocks of the first `chunks` chunks: fp32 [R, Hkv, chunks]."""
 
     def gather(self, pool: Pool, tables: Tensor, chosen: Tensor, first: int, dtype: torch.dtype) -> Pool:
         """What rows have chosen, in chunks of their own."""

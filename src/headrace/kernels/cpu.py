@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.kernels.backend import Capabilities, PiecewiseBackend
 from headrace.kernels.cpu_attention import append, arrange, attend, layout, partial
-from headrace.kernels.cpu_indexer import gather, index_scores
+from headrace.kernels.cpu_indexer import block_scores, gather, index_scores
 from headrace.kernels.cpu_states import empty_running, finish, merge_blocks, merge_into, merge_states, states_of
 from headrace.kernels.cpu_step import Step as prepare
 from headrace.kernels.extension import (
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
 
 __all__ = [
-    "append", "arrange", "attend", "available", "available_isas", "capabilities", "describe", "described",
-    "empty_running", "finish", "gather", "index_scores", "isa", "layout", "merge_blocks", "merge_into",
+    "append", "arrange", "attend", "available", "available_isas", "block_scores", "capabilities", "describe",
+    "described", "empty_running", "finish", "gather", "index_scores", "isa", "layout", "merge_blocks", "merge_into",
     "merge_states", "missing", "partial", "prepare", "states_of", "supports", "unavailable_reason", "use_isa",
     "use_l1",
 ]  # fmt: skip

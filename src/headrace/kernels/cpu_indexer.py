@@ -25,9 +25,7 @@ def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tens
     check("weights", index.weights, torch.float32, (rows, heads))
     check("items", items, torch.int32, (items.shape[0], 4))
     check("positions", positions, torch.int64, (rows,))
-    offered = int(items[:, 1].max()) + CHUNK if len(items) else 0
-    if offered > keys:
-        raise ValueError(f"items offer {offered} keys, and there is room for {keys}")
+    _check_room(items, keys)
     scores = torch.full((rows, keys), -torch.inf)
     require().index_scores(
         type_of(index.q), pool_at(pool, index.q.dtype, pool.shape), index.q.data_ptr(), index.weights.data_ptr(),
@@ -35,6 +33,30 @@ def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tens
         size=size, keys=keys, threads=torch.get_num_threads(),
     )  # fmt: skip
     return scores
+
+
+def block_scores(q: Tensor, pool: Pool, items: Tensor, positions: Tensor, chunks: int) -> Tensor:
+    """fp32 [R, N, chunks]. pool: as the kernels read it."""
+    rows, heads, size = q.shape
+    _, kv_heads, dim = pool.shape
+    if kv_heads != heads or size % heads or size // heads > dim:
+        raise ValueError(f"an indexer's {heads} heads of {size} numbers fit no pool of {kv_heads} heads of {dim}")
+    check("q", q, q.dtype, (rows, heads, size))
+    check("items", items, torch.int32, (items.shape[0], 4))
+    check("positions", positions, torch.int64, (rows,))
+    _check_room(items, CHUNK * chunks)
+    found = torch.full((rows, heads, chunks), -torch.inf)
+    require().block_scores(
+        type_of(q), pool_at(pool, q.dtype, pool.shape), q.data_ptr(), items.data_ptr(), positions.data_ptr(),
+        found.data_ptr(), rows=rows, count=items.shape[0], size=size, chunks=chunks, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    return found
+
+
+def _check_room(items: Tensor, keys: int) -> None:
+    offered = int(items[:, 1].max()) + CHUNK if len(items) else 0
+    if offered > keys:
+        raise ValueError(f"items offer {offered} keys, and there is room for {keys}")
 
 
 def gather(pool: Pool, tables: Tensor, chosen: Tensor, first: int, dtype: torch.dtype) -> Pool:

@@ -64,6 +64,26 @@ def _of_chunk(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
     return total
 
 
+def block_scores(q: Tensor, pool: Pool, items: Tensor, positions: Tensor, chunks: int) -> Tensor:
+    """fp32 [R, N, chunks]: the greatest q . k of the keys of each chunk that a row sees, of the indexer's heads q [R,
+    N, I], of which each KV head has one; -inf where it sees none. Of a token each KV head has I / N numbers of the
+    indexer's key, the first of its own.
+    """
+    rows, heads, size = q.shape
+    found = torch.full((rows, heads, chunks), -torch.inf)
+    for slot, key, begin, end in items.tolist():
+        parts = pool.k[slot, :, : size // heads].float()
+        if pool.k_scale is not None:
+            parts = parts * pool.k_scale[slot, :, None]
+        flat = q[begin:end].float().reshape(-1, size)
+        flat = torch.nn.functional.pad(flat, (0, 0, 0, -len(flat) % TOGETHER))
+        products = torch.cat([part @ parts.reshape(size, CHUNK) for part in flat.split(TOGETHER)])
+        scores = products[: (end - begin) * heads].view(-1, heads, CHUNK)
+        unseen = torch.arange(key, key + CHUNK) > positions[begin:end, None]
+        found[begin:end, :, key // CHUNK] = scores.masked_fill(unseen[:, None], -torch.inf).amax(-1)
+    return found
+
+
 def choose(scores: Tensor, count: int) -> Tensor:
     """The keys of the greatest `count` scores of each row, int32 [R, C], ascending; the first of equal ones. scores
     [R, keys], of which no row has fewer; one that is no number counts as the greatest."""

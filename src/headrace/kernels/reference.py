@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.backend import Capabilities, PiecewiseBackend, PreparedStep
-from headrace.kernels.indexer import gather, index_scores
+from headrace.kernels.indexer import block_scores, gather, index_scores
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
 from headrace.kernels.state import (
     AttnState,
@@ -32,8 +32,9 @@ from headrace.kernels.state import empty_running as state_of_none
 from headrace.types import BLOCK_CHUNKS, CHUNK
 
 __all__ = [
-    "append", "attend", "capabilities", "described", "empty_running", "finish", "gather", "index_scores", "layout",
-    "merge_blocks", "merge_into", "merge_states", "missing", "partial", "prepare", "states_of",
+    "append", "attend", "block_scores", "capabilities", "described", "empty_running", "finish", "gather",
+    "index_scores", "layout", "merge_blocks", "merge_into", "merge_states", "missing", "partial", "prepare",
+    "states_of",
 ]  # fmt: skip
 """What a backend has (kernels.backend)."""
 

@@ -28,6 +28,7 @@ from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.adapters import Adapters, load_adapters
 from headrace.models.alibi import alibi_bias
+from headrace.models.block_indexed import BlockIndexedLayer
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.indexed import IndexedLayer
 from headrace.models.latent import LatentLayer, of_each_head
@@ -139,7 +140,7 @@ class Decoder:
         whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
         kind: type[Layer] = Layer if self.config.latent is None else LatentLayer
         if self.config.attention.index is not None:
-            kind = IndexedLayer
+            kind = BlockIndexedLayer if self.config.latent is None else IndexedLayer
         layers = [kind(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if share is not None:
             reason: str | None = f"shared by {share.size} tensor ranks"

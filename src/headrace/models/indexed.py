@@ -38,7 +38,7 @@ class IndexedLayer(LatentLayer):
         narrow = self._narrow(x)
         q, k = self._queries(narrow, cos_sin), self._keys(x, cos_sin)
         index = self._index(x, narrow, cos_sin) if self.chooses else None
-        return latents.values(attend.sparse(self.place, q, k, index, rows), self.latent, self._of_heads())
+        return latents.values(attend.sparse(self.place, q, k, k, index, rows), self.latent, self._of_heads())
 
     def _index(self, x: Tensor, narrow: Tensor, cos_sin: Tensor | None) -> IndexQueries:
         """x [T, H], narrow [T, query_rank] -> by which rows choose keys."""

@@ -17,6 +17,27 @@ GRANITE_KINDS = {"mamba": "linear_attention", "attention": KINDS[0]}
 """What transformers calls the kinds of layers that Granite 4's files name."""
 NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": KINDS[0], "-": "mlp"}
 """What transformers calls the kinds of layers that Nemotron's files have as letters."""
+SPARSE_NAMES = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
+"""Of MiniMax-M3, in sparse_attention_config."""
+
+
+def fill_in_minimax_m3(values: dict[str, Any]) -> None:
+    """What its published file has by other names, in another form."""
+    values["hidden_act"] = "silu"
+    told = values.get("sparse_attention_config") or {}
+    values |= {ours: told[theirs] for ours, theirs in SPARSE_NAMES.items() if told.get(theirs) is not None}
+    if values["layer_types"] is None:
+        flags = told.get("sparse_attention_freq") or [0] * values["num_hidden_layers"]
+        values["layer_types"] = ["minimax_m3_sparse" if each else KINDS[0] for each in flags]
+    if values["mlp_layer_types"] is None:
+        flags = values.get("moe_layer_freq") or [1] * values["num_hidden_layers"]
+        values["mlp_layer_types"] = [MLP_TYPES[bool(each)] for each in flags]
 
 
 def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:

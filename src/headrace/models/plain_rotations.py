@@ -6,6 +6,7 @@ from headrace.models.families.base import LAYER_TYPES as KINDS
 
 THETA = 10_000.0
 THETAS = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "mixtral": 1_000_000.0, "gpt_oss": 150_000.0}
+THETAS |= {"minimax_m3_vl_text": 5_000_000.0}
 THETAS |= {"minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_moe": 500_000.0}
 THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0, "olmo3": 500_000.0}
 THETAS |= {"cohere": 500_000.0, "solar_open": 1_000_000.0}

@@ -163,6 +163,15 @@ ROUTED: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=128, max_position_embeddings=196608, bos_token_id=200034, eos_token_id=200020,
         num_experts_per_tok=8, num_local_experts=256,
     ),
+    "minimax_m3_vl_text": LLAMA
+    | dict(
+        vocab_size=200064, hidden_size=6144, intermediate_size=3072, num_hidden_layers=60, num_attention_heads=64,
+        num_key_value_heads=4, head_dim=128, max_position_embeddings=524288, bos_token_id=200034, eos_token_id=200020,
+        num_experts_per_tok=4, num_local_experts=128, dense_intermediate_size=12288, shared_intermediate_size=3072,
+        routed_scaling_factor=2.0, rotary_dim=64, swiglu_alpha=1.702, swiglu_limit=7.0, mlp_layer_types=None,
+        index_n_heads=4, index_head_dim=128, index_block_size=128, index_topk_blocks=16, index_local_blocks=1,
+        layer_types=None,
+    ),
     "lfm2_moe": LFM2
     | dict(
         hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792, num_dense_layers=2, num_experts_per_tok=4,

@@ -32,9 +32,21 @@ Factor = Annotated[float, Meta(gt=0, le=1e6)] | None | UnsetType
 Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
 Factors = Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(max_length=4096)] | None | UnsetType
 Flag = bool | None | UnsetType
+Flags = Annotated[list[Annotated[int, Meta(ge=0, le=1)]], Meta(max_length=4096)]
 ShortText = Annotated[str, Meta(max_length=200)] | None | UnsetType
 Label = Annotated[str, Meta(max_length=200)]
 Tokens = Small | Annotated[list[Small], Meta(max_length=1024)] | None | UnsetType
+
+
+class SparseFields(msgspec.Struct):
+    """sparse_attention_config, of MiniMax-M3."""
+
+    sparse_num_index_heads: Count = UNSET
+    sparse_index_dim: Count = UNSET
+    sparse_block_size: Count = UNSET
+    sparse_topk_blocks: Count = UNSET
+    sparse_local_block: Small | UnsetType | None = UNSET
+    sparse_attention_freq: Flags | UnsetType | None = UNSET
 
 
 class RopeFields(msgspec.Struct):
@@ -159,7 +171,12 @@ class ConfigFields(msgspec.Struct):
     decoder_sparse_step: Count = UNSET
     mlp_only_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
     topk_method: ShortText = UNSET
-    moe_layer_freq: Count = UNSET
+    moe_layer_freq: Count | Flags = UNSET
+    sparse_attention_config: SparseFields | UnsetType | None = UNSET
+    dense_intermediate_size: WideCount = UNSET
+    index_block_size: Count = UNSET
+    index_topk_blocks: Count = UNSET
+    index_local_blocks: Small | UnsetType | None = UNSET
     mlp_layer_types: Annotated[list[ShortText], Meta(max_length=4096)] | UnsetType | None = UNSET
     kv_lora_rank: Count = UNSET
     q_lora_rank: Count = UNSET

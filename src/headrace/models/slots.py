@@ -93,7 +93,7 @@ def _mixer(config: ModelConfig, layer: int) -> dict[str, Slot]:
         return _recurrent_layer(config, layer)
     if config.latent is not None:
         return _latent_layer(config, config.latent, f"layers.{layer}.") | _indexer(config, layer)
-    return _attention_layer(config, layer)
+    return _attention_layer(config, layer) | _indexer(config, layer)
 
 
 def _latent_layer(config: ModelConfig, spec: LatentSpec, prefix: str) -> dict[str, Slot]:
@@ -112,16 +112,20 @@ def _indexer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     spec, prefix = config.attention.index, f"layers.{layer}.index_"
     if spec is None or not spec.own[layer]:
         return {}
-    assert config.latent is not None and config.latent.query_rank is not None, "an indexer has the queries' way"
-    slots = _linear(prefix + "queries", (spec.heads * spec.size,), config.latent.query_rank, False)
-    slots |= _linear(prefix + "keys", (spec.size,), config.hidden_size, False)
-    slots |= _linear(prefix + "weights", (spec.heads,), config.hidden_size, False)
+    hidden = config.hidden_size
+    narrow = hidden if config.latent is None else config.latent.query_rank
+    assert narrow is not None, "an indexer has the queries' way"
+    slots = _linear(prefix + "queries", (spec.heads * spec.size,), narrow, False)
+    slots |= _linear(prefix + "keys", (spec.size,), hidden, False)
+    if spec.block > 1:
+        return slots | {prefix + f"{part}_norm.weight": Slot((spec.size,)) for part in "qk"}
+    slots |= _linear(prefix + "weights", (spec.heads,), hidden, False)
     return slots | {prefix + f"norm.{kind}": Slot((spec.size,)) for kind in ("weight", "bias")}
 
 
 def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, hidden, spec = f"layers.{layer}.", config.hidden_size, config.attention
-    dim = spec.shape(layer)[1] if config.recurrent is None else spec.head_dim
+    dim = spec.shape(layer)[1] - spec.index_width if config.recurrent is None else spec.head_dim
     q, *kv = (heads * dim for heads in config.projected_heads(layer))
     parts = (q, *kv, q) if config.gate_apart else (q * (1 + config.attention_gate), *kv)
     slots = _linear(prefix + "qkv", parts, hidden, config.qkv_bias)

@@ -292,7 +292,7 @@ class ModelConfig:
     @property
     def attended_width(self) -> int:
         """Numbers of a head once it has attended: what `out` takes of it, where layers are alike."""
-        return self.attention.head_dim if self.latent is None else self.latent.value
+        return self.attention.own_dim if self.latent is None else self.latent.value
 
     @property
     def mlp_width(self) -> int:
@@ -347,7 +347,7 @@ class ModelConfig:
         if self.latent is not None:
             return self.latent.rotated, self.latent.rotated
         windowed = {spec.windows[layer] is not None: dim for layer, (_, dim) in enumerate(spec.shapes)}
-        return windowed.get(False, spec.head_dim), windowed.get(True, spec.head_dim)
+        return windowed.get(False, spec.own_dim), windowed.get(True, spec.own_dim)
 
     def first(self, layers: int) -> ModelConfig:
         """The model of the first layers alone."""

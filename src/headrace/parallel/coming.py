@@ -63,10 +63,16 @@ class WaitingAttend(Attend):
         return self.attend(layer, q, k, v, rows)
 
     def sparse(
-        self, layer: int, q: Tensor, k: Tensor, index: IndexQueries | None, rows: Tensor | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: IndexQueries | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         self._wait(layer)
-        return self.attend.sparse(layer, q, k, index, rows)
+        return self.attend.sparse(layer, q, k, v, index, rows)
 
     def _wait(self, layer: int) -> None:
         for each in self.coming.pending(self.slots, self.spec.source(layer)):

@@ -26,6 +26,7 @@ from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION, LFM3
 from headrace.models.families.llama import ARCEE, CWM, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.minicpm3 import MINICPM3, YOUTU
 from headrace.models.families.minimax_m2 import MINIMAX_M2
+from headrace.models.families.minimax_m3 import MINIMAX_M3
 from headrace.models.families.mistral3 import MINISTRAL3, MISTRAL3
 from headrace.models.families.muse_glimmer import MUSE_GLIMMER
 from headrace.models.families.nemotron_h import NEMOTRON_H
@@ -78,6 +79,7 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "MiniMaxM3SparseForConditionalGeneration": MINIMAX_M3,
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm2VlForConditionalGeneration": LFM2_WITH_VISION,

@@ -22,11 +22,16 @@ SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 (5.17 for one) have no such fields."""
 
 
-def _facts(config: Any) -> dict[str, Any]:
+def refuse_other_gates(config: Any) -> None:
+    """Raises UnsupportedModel for a clamped gate of other numbers."""
     for field, value in SWIGLU.items():
         asked = getattr(config, field, value)
         if asked != value:
             raise UnsupportedModel(f"{field} {asked} is not supported; only {value} is")
+
+
+def _facts(config: Any) -> dict[str, Any]:
+    refuse_other_gates(config)
     facts, layers = common(config, mixed_windows(config)), config.num_hidden_layers
     return {
         **facts,
