@@ -19,17 +19,50 @@ template <typename S> const S *element(const S *chunk, int64_t dim, int64_t j, i
   return pairs ? chunk + j / 2 * 2 * dim + 2 * d + j % 2 : chunk + j * dim + d;
 }
 
-// Scores of a chunk's keys for one row after another. The kernels that multiply pairs take these, all others fp32.
-template <typename T> class IndexerChunk {
- public:
-  static int64_t bytes(const IndexScores &a) {
-    return 3 * room<float>(CHUNK * a.size) + room<float>(LANES * CHUNK) + room<float>(LANES * a.size);
+// Keys of a chunk as they are multiplied, in pairs [I/2][64][2] or in fp32 [I][64], and scores of them by heads.
+template <typename T> struct ScoredKeys {
+  ScoredKeys(Scratch &scratch, int64_t size, bool pairs)
+      : size(size), pairs(pairs), keys(scratch.take<float>(CHUNK * size)), wide(scratch.take<float>(LANES * size)),
+        scores(scratch.take<float>(LANES * CHUNK)) {}
+
+  static int64_t bytes(int64_t size) {
+    return room<float>(CHUNK * size) + room<float>(LANES * size) + room<float>(LANES * CHUNK);
   }
 
+  T *in_pairs() const { return reinterpret_cast<T *>(keys); }
+
+  // f(head, its scores [64]) for heads q [N, I].
+  template <typename F> void by_head(const T *q, int64_t heads, F f) const {
+    for (int64_t head = 0; head < heads; head += LANES) {
+      const int lanes = static_cast<int>(heads - head < LANES ? heads - head : LANES);
+      multiply(lanes, q + head * size);
+      for (int lane = 0; lane < lanes; ++lane) f(head + lane, scores + lane * CHUNK);
+    }
+  }
+
+  int64_t size;
+  bool pairs;
+  float *keys, *wide, *scores;
+
+ private:
+  void multiply(int lanes, const T *q) const {
+#ifdef __AVX512BF16__
+    if constexpr (sizeof(T) == 2)
+      if (pairs) return Vnni(in_pairs(), in_pairs(), size).scores(lanes, q, scores, 0);
+#endif
+    widen(q, wide, lanes * size);
+    Plain<float>(keys, size).scores(lanes, wide, scores, 0);
+  }
+};
+
+// Scores of a chunk's keys for one row after another.
+template <typename T> class IndexerChunk {
+ public:
+  static int64_t bytes(const IndexScores &a) { return ScoredKeys<T>::bytes(a.size) + room<float>(CHUNK * a.size); }
+
   IndexerChunk(const IndexScores &a, Scratch scratch, int64_t slot)
-      : a(a), pairs(in_pairs<T>(a.dim) && in_pairs<T>(a.size)), scale(a.v_scale ? a.v_scale + slot * CHUNK : nullptr),
-        keys(scratch.take<float>(CHUNK * a.size)), wide(scratch.take<float>(LANES * a.size)),
-        scores(scratch.take<float>(LANES * CHUNK)) {
+      : a(a), scale(a.v_scale ? a.v_scale + slot * CHUNK : nullptr),
+        scored(scratch, a.size, in_pairs<T>(a.dim) && in_pairs<T>(a.size)) {
     const int64_t at = slot * CHUNK * a.dim;
     if (scale) take(static_cast<const int8_t *>(a.v) + at, scratch);
     else take(static_cast<const T *>(a.v) + at, scratch);
@@ -37,13 +70,9 @@ template <typename T> class IndexerChunk {
 
   // out [64], of keys key_start .. key_start + 63.
   void of(int64_t row, int64_t key_start, float *out) const {
-    const T *q = static_cast<const T *>(a.q) + row * a.heads * a.size;
     vf sum[N] = {};
-    for (int64_t head = 0; head < a.heads; head += LANES) {
-      const int lanes = static_cast<int>(a.heads - head < LANES ? a.heads - head : LANES);
-      multiply(lanes, q + head * a.size);
-      for (int lane = 0; lane < lanes; ++lane) add(scores + lane * CHUNK, a.weights[row * a.heads + head + lane], sum);
-    }
+    scored.by_head(static_cast<const T *>(a.q) + row * a.heads * a.size, a.heads,
+                   [&](int64_t head, const float *s) { add(s, a.weights[row * a.heads + head], sum); });
     const int64_t seen = a.positions[row] - key_start + 1;
     each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
       vi index;
@@ -55,20 +84,19 @@ template <typename T> class IndexerChunk {
  private:
   static constexpr int N = CHUNK / W;
 
-  // The keys as they are multiplied: [I/2][64][2], or in fp32 [I][64].
   template <typename S> void take(const S *values, Scratch &scratch) {
     S *turned = scratch.take<S>(CHUNK * a.size);
-    if (pairs) {
+    if (scored.pairs) {
       if constexpr (sizeof(T) == 2) {
         keys_of_values<true>(values, a.dim, a.size, turned);
-        for (int64_t i = 0; i < CHUNK * a.size; ++i) reinterpret_cast<T *>(keys)[i] = as_type(turned[i]);
+        for (int64_t i = 0; i < CHUNK * a.size; ++i) scored.in_pairs()[i] = as_type(turned[i]);
       }
       return;
     }
     const bool stored = in_pairs<T>(a.dim);
     for (int64_t d = 0; d < a.size; ++d)
       for (int64_t j = 0; j < CHUNK; ++j) turned[d * CHUNK + j] = *element(values, a.dim, j, d, stored);
-    widen(turned, keys, CHUNK * a.size);
+    widen(turned, scored.keys, CHUNK * a.size);
   }
 
   static bf16 as_type(bf16 x) { return x; }
@@ -77,19 +105,6 @@ template <typename T> class IndexerChunk {
     uint32_t bits;
     memcpy(&bits, &wide, sizeof bits);
     return static_cast<bf16>(bits >> 16);
-  }
-
-  // scores [lanes, 64] = q [lanes, I] . keys
-  void multiply(int lanes, const T *q) const {
-#ifdef __AVX512BF16__
-    if constexpr (sizeof(T) == 2)
-      if (pairs) {
-        const bf16 *turned = reinterpret_cast<const bf16 *>(keys);
-        return Vnni(turned, turned, a.size).scores(lanes, q, scores, 0);
-      }
-#endif
-    widen(q, wide, lanes * a.size);
-    Plain<float>(keys, a.size).scores(lanes, wide, scores, 0);
   }
 
   void add(const float *s, float weight, vf (&sum)[N]) const {
@@ -101,44 +116,35 @@ template <typename T> class IndexerChunk {
   }
 
   const IndexScores &a;
-  const bool pairs;
   const float *scale;
-  float *keys, *wide, *scores;
+  const ScoredKeys<T> scored;
 };
 
-// Scores of a chunk's keys by heads, of keys whose parts lie in those of all KV heads.
+// The greatest scores of a chunk's keys, whose parts lie in those of all KV heads.
 template <typename T> class BlockChunk {
  public:
-  static int64_t bytes(const BlockScores &a) {
-    return room<float>(CHUNK * a.size) + room<float>(LANES * CHUNK) + room<float>(LANES * a.size);
-  }
+  static int64_t bytes(const BlockScores &a) { return ScoredKeys<T>::bytes(a.size); }
 
   BlockChunk(const BlockScores &a, Scratch scratch, int64_t slot)
-      : a(a), pairs(in_pairs<T>(a.dim) && in_pairs<T>(a.size) && !a.k_scale), keys(scratch.take<float>(CHUNK * a.size)),
-        wide(scratch.take<float>(LANES * a.size)), scores(scratch.take<float>(LANES * CHUNK)) {
+      : a(a), scored(scratch, a.size, in_pairs<T>(a.dim) && in_pairs<T>(a.size) && !a.k_scale) {
     const int64_t part = a.size / a.heads;
     for (int64_t head = 0; head < a.heads; ++head) {
       const int64_t at = (slot * a.heads + head) * CHUNK * a.dim, to = head * part * CHUNK;
-      if (pairs) memcpy(reinterpret_cast<T *>(keys) + to, static_cast<const T *>(a.k) + at, part * CHUNK * sizeof(T));
-      else if (a.k_scale) take(static_cast<const int8_t *>(a.k) + at, a.k_scale + (slot * a.heads + head) * CHUNK, keys + to);
-      else take(static_cast<const T *>(a.k) + at, nullptr, keys + to);
+      const float *scale = a.k_scale ? a.k_scale + (slot * a.heads + head) * CHUNK : nullptr;
+      if (scored.pairs) memcpy(scored.in_pairs() + to, static_cast<const T *>(a.k) + at, part * CHUNK * sizeof(T));
+      else if (scale) take(static_cast<const int8_t *>(a.k) + at, scale, scored.keys + to);
+      else take(static_cast<const T *>(a.k) + at, scale, scored.keys + to);
     }
   }
 
   // out [N, chunks], of this chunk: of keys key_start .. key_start + 63.
   void of(int64_t row, int64_t key_start, float *out) const {
-    const T *q = static_cast<const T *>(a.q) + row * a.heads * a.size;
     const int64_t seen = a.positions[row] - key_start + 1;
-    for (int64_t head = 0; head < a.heads; head += LANES) {
-      const int lanes = static_cast<int>(a.heads - head < LANES ? a.heads - head : LANES);
-      multiply(lanes, q + head * a.size);
-      for (int lane = 0; lane < lanes; ++lane) {
-        float most = -__builtin_inff();
-        for (int64_t j = 0; j < CHUNK && j < seen; ++j)
-          most = scores[lane * CHUNK + j] > most ? scores[lane * CHUNK + j] : most;
-        out[(head + lane) * a.chunks] = most;
-      }
-    }
+    scored.by_head(static_cast<const T *>(a.q) + row * a.heads * a.size, a.heads, [&](int64_t head, const float *s) {
+      float most = -__builtin_inff();
+      for (int64_t j = 0; j < CHUNK && j < seen; ++j) most = s[j] > most ? s[j] : most;
+      out[head * a.chunks] = most;
+    });
   }
 
  private:
@@ -153,22 +159,8 @@ template <typename T> class BlockChunk {
       }
   }
 
-  // scores [lanes, 64] = q [lanes, I] . keys
-  void multiply(int lanes, const T *q) const {
-#ifdef __AVX512BF16__
-    if constexpr (sizeof(T) == 2)
-      if (pairs) {
-        const bf16 *stored = reinterpret_cast<const bf16 *>(keys);
-        return Vnni(stored, stored, a.size).scores(lanes, q, scores, 0);
-      }
-#endif
-    widen(q, wide, lanes * a.size);
-    Plain<float>(keys, a.size).scores(lanes, wide, scores, 0);
-  }
-
   const BlockScores &a;
-  const bool pairs;
-  float *keys, *wide, *scores;
+  const ScoredKeys<T> scored;
 };
 
 // The numbers of `count` <= 64 chosen tokens, to the tokens of one chunk.
