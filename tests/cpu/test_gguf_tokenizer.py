@@ -170,9 +170,16 @@ def test_a_template_that_is_given(tmp_path: Path) -> None:
         assert ours.decode(ours.apply_chat([{"role": "user", "content": "hello"}])) == "hello given é"
         ours.close()
     given.write_bytes(b"\xff")
-    for wrong, told in ((given, "cannot be read"), (tmp_path, "cannot be read"), (tmp_path / "none", "No such file")):
+    (broken := tmp_path / "broken").write_text("{% for m in messages %}{{ m.content ")
+    cannot = "chat_template: .* cannot be read"
+    for wrong, told in (
+        (given, cannot), (tmp_path, cannot), (tmp_path / "none", f"{cannot}: .*No such file"),
+        (broken, "chat_template: .*broken is no template: unexpected end of template"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=told):
             Tokenizer.load(path, wrong)
+    given.write_text("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")
+    assert Tokenizer.load(path, given) is not None
 
 
 def without_template(writer: GGUFWriter) -> None:

@@ -103,6 +103,20 @@ def test_a_layer_is_told_of_as_it_is_computed() -> None:
     assert weights["final_norm.weight"].eq(1).all() and 0 < weights["layers.0.qkv.weight"].std() < 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("glm_dsa", "rows choose the keys that they attend to"),
+        ("minimax_m3", "rows choose the keys that they attend to"),
+        ("mistral4", "queries of latents are multiplied by a factor of their position"),
+        ("gemma4_small", "layers differ in their heads or their inputs"),
+    ],
+)
+def test_layers_that_are_never_computed_as_a_whole(kind: str, told: str, folder_of: FolderOf) -> None:
+    facts = read_config(folder_of(kind))
+    assert expected.expect(facts, EngineConfig(model="tiny")).obstacle == told
+
+
 def test_the_command() -> None:
     status, text = told("tiny", "--json", "--kv-cache-dtype", "int8")
     found = json.loads(text[text.index("{") :])

@@ -85,7 +85,9 @@ def test_rows_come_in_as_many_turns_as_memory_takes(
 def test_the_same_bits_with(kind: str, settings: dict[str, Any], folder_of: FolderOf) -> None:
     """Preempted, in int8, with weights in int4, on tensor ranks: together as each alone."""
     if kind == "minimax_m3" and "tensor_parallel_size" in settings:
-        with pytest.raises(ValueError, match="tensor_parallel_size: of MiniMaxM3SparseForConditionalGeneration rows"):
+        with pytest.raises(
+            ValueError, match="tensor_parallel_size: MiniMaxM3SparseForConditionalGeneration has sparse"
+        ):
             engine(folder_of(kind), **settings)
         return
     with engine(folder_of(kind), **settings, max_batch_tokens=96) as llm:
@@ -100,8 +102,14 @@ def test_the_same_bits_with(kind: str, settings: dict[str, Any], folder_of: Fold
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"context_parallel_size": 2}, "context_parallel_size: of GlmMoeDsaForCausalLM rows choose the keys"),
-        ({"offload_schedule": "column", "kv_offloading_size": 0.1}, "offload_schedule: of GlmMoeDsaForCausalLM rows"),
+        (
+            {"context_parallel_size": 2},
+            "context_parallel_size: GlmMoeDsaForCausalLM has sparse attention, whose rows choose",
+        ),
+        (
+            {"offload_schedule": "column", "kv_offloading_size": 0.1},
+            "offload_schedule: GlmMoeDsaForCausalLM has sparse attention",
+        ),
         ({"attention_backend": "triton"}, "attention_backend triton"),
     ],
     ids=str,

@@ -42,6 +42,15 @@ def test_conversations(tmp_path: Path) -> None:
     assert found["cached_tokens"] == found["common_tokens"] // CHUNK * CHUNK > 0
 
 
+def test_a_template_of_a_file(tmp_path: Path) -> None:
+    """As a server has it that was started with it: here each message begins with a word of its own."""
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}begin {{ m.content }}{% endfor %}")
+    options = ("--json", "--chat-template", str(file))
+    found = json.loads(why(tmp_path, chat(SYSTEM, "red"), chat(SYSTEM, "9"), options=options).stdout)
+    assert found["before"].endswith("begin") and found["text"].strip().startswith("9")
+
+
 def test_short_prompts_are_told_alike_on_the_screen_and_as_json(tmp_path: Path) -> None:
     told = "they have no whole chunk of 64 tokens in common"
     found = json.loads(why(tmp_path, chat("Is it red?"), chat("Is it 9?")).stdout)

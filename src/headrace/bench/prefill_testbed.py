@@ -68,7 +68,7 @@ def open_testbed(config: EngineConfig, *, netns: bool = False, progress: OnPhase
     """A group as the settings say, with room for config.kv_cache_tokens on each rank; closed at the end.
 
     netns: its workers in network namespaces. Raises what engine.ranks.open_ranks and Namespaces raise, and ValueError
-    for a model with recurrent layers.
+    for a model with recurrent layers or sparse attention.
     """
     model = read_config(model_folder(config.model.folder))
     if model.recurrent is not None:
@@ -76,6 +76,8 @@ def open_testbed(config: EngineConfig, *, netns: bool = False, progress: OnPhase
             f"{model.architecture} has recurrent layers: its prefills are not measured by strategy; the engine plans "
             f"by what its ranks measure at the start"
         )
+    if model.attention.index is not None:
+        raise ValueError(f"{model.architecture} has sparse attention: one rank, or tensor ranks, compute its prefills")
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     spaces = Namespaces(config.ranks.context) if netns else None
     if spaces is not None:

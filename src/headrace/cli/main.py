@@ -245,6 +245,12 @@ def why(
         str,
         typer.Option("--model", "-m", metavar="MODEL", help="Whose tokenizer and template: a folder, or 'tiny'."),
     ] = "tiny",
+    template: Annotated[
+        Path | None,
+        typer.Option(
+            "--chat-template", metavar="FILE", help="The template in place of the model's own, as serve has it."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Where a request leaves what another has cached.
@@ -253,7 +259,7 @@ def why(
     """
     from headrace.cli.why import run
 
-    run(model, first, second, as_json)
+    run(model, first, second, as_json, template)
 
 
 def pull(model: str | None) -> None:

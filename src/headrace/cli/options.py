@@ -193,7 +193,7 @@ def shown_default(value: Any) -> str:
 METAVARS = {
     "_s": "SECONDS", "_ms": "MS", "_gbps": "GB/S", "_mb": "SIZE", "ing_size": "SIZE", "disk_size": "SIZE",
     "remote_size": "SIZE", "_path": "DIR", "_url": "URL", "_table": "FILE", "host": "ADDRESS", "_interface": "ADDRESS",
-    "_key": "KEY", "_name": "NAME", "_file": "FILE",
+    "_key": "KEY", "_name": "NAME", "_file": "FILE", "_template": "FILE",
 }  # fmt: skip
 """End of a setting's name -> what stands for its value in help texts; others say its kind."""
 

@@ -34,9 +34,10 @@ def _end_of(path: Path) -> str:
     return str(path) if len(str(path)) <= LONGEST_PATH else f"..{str(path)[2 - LONGEST_PATH :]}"
 
 
-def run(model: str, first: Path, second: Path, as_json: bool) -> None:
-    """Prints what they share. Raises ValueError for a file that is no request, and what Tokenizer raises."""
-    tokenizer = Tokenizer(model_folder(model))
+def run(model: str, first: Path, second: Path, as_json: bool, template: Path | None = None) -> None:
+    """Prints what they share. template: in place of the model's own. Raises ValueError for a file that is no request,
+    and what Tokenizer raises."""
+    tokenizer = Tokenizer(model_folder(model), template)
     try:
         one, (ids, messages) = _prompt(tokenizer, first)[0], _prompt(tokenizer, second)
     finally:

@@ -23,6 +23,7 @@ from headrace.kernels.block import Blocks, obstacle
 from headrace.kernels.quantized import GROUP
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch, compute_dtype
+from headrace.models.layers import never_whole
 from headrace.models.sizes import BYTES, LOOKED_UP, compute_type, weight_bytes
 from headrace.models.slots import expected
 from headrace.models.spec import ModelConfig
@@ -84,9 +85,7 @@ def _obstacle(decoder: Decoder) -> str:
         return ""
     if decoder.config.recurrent is not None:
         return "some layers are recurrent"
-    if decoder.config.value_norm:
-        return "layers differ in their heads or their inputs"
-    return obstacle(decoder.layers.layers, decoder.dtype) or ""
+    return never_whole(decoder.config) or obstacle(decoder.layers.layers, decoder.dtype) or ""
 
 
 def _scheme(facts: ModelConfig, config: EngineConfig) -> Quantization:

@@ -20,7 +20,7 @@ from headrace.engine.draft_facts import DraftFacts
 from headrace.engine.folders import model_folder
 from headrace.engine.footprint import Footprint, gib, ranks_here
 from headrace.engine.outside import ExpertsOutside
-from headrace.engine.template_file import template_of
+from headrace.engine.template_file import given_template
 from headrace.host import GIB
 from headrace.models.files import check_whole, weight_files
 from headrace.models.plain_config import plain_config
@@ -54,7 +54,7 @@ def check(config: EngineConfig) -> None:
         return
     warn_of_unknown()
     if config.model.chat_template is not None:
-        template_of(Path(config.model.chat_template))
+        given_template(Path(config.model.chat_template))
     folder = model_folder(config.model.folder)
     model = plain_config(folder)
     draft = DraftFacts.of(config)
@@ -122,8 +122,8 @@ def refuse_for_indexed(config: EngineConfig, model: ModelConfig) -> None:
     }
     asked = next((name for name, on in found.items() if on), None)
     if asked is not None:
-        told = "rows choose the keys that they attend to, among all of one rank's on a CPU"
-        raise ValueError(f"{asked}: of {model.architecture} {told}; leave it out")
+        told = "whose rows choose among all keys of one rank, on a CPU"
+        raise ValueError(f"{asked}: {model.architecture} has sparse attention, {told}; leave it out")
 
 
 def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:

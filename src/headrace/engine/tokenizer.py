@@ -15,7 +15,7 @@ from typing import Any
 from headrace.engine import tiktoken_file
 from headrace.engine.pieces import piece_rule
 from headrace.engine.plain_messages import check_text, plain_messages
-from headrace.engine.template_file import template_of
+from headrace.engine.template_file import given_template
 from headrace.engine.templates import Renderer
 from headrace.engine.tokenizer_file import follow
 from headrace.logs import shown
@@ -57,7 +57,7 @@ class Tokenizer:
             )
         self._hf: Any = _load(folder)
         if template is not None:
-            self._hf.chat_template = self._kept_templates() | {"default": template_of(Path(template))}
+            self._hf.chat_template = self._kept_templates() | {"default": given_template(Path(template))}
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._rule = piece_rule(backend.decoder) if backend is not None else None
         self._special = {token for token, added in self._hf.added_tokens_decoder.items() if added.special}

@@ -110,7 +110,9 @@ class Attend(Protocol):
         """Attention of a model whose rows choose keys (AttentionSpec.index), by `index` if the layer has an indexer: q
         [T, Hq, D - I] and the result are without the I numbers of its key, which come first in k and v [T, Hkv, D].
         Raises ValueError where it is not known."""
-        raise ValueError("this way to compute a step knows no sparse attention; leave out several ranks and streaming")
+        raise ValueError(
+            "rows of sparse attention choose among all keys of one rank, and here they are in several places"
+        )
 
     def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:
         """The same from projected heads [T, Hq + 2 Hkv, D], which `rotary` norms and rotates; to the same bits."""

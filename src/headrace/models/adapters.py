@@ -109,8 +109,8 @@ def _read(
     if other:
         told = f"{', '.join(map(shown, other[:3]))}{f' and {len(other) - 3} more' if len(other) > 3 else ''}"
         raise UnsupportedModel(
-            f"changes {told}: projections of attention, of recurrent layers and of MLPs are adapted, and no other "
-            f"module of {config.architecture}; merge the adapter into its model"
+            f"changes {told}: projections of attention (but kv_b_proj and indexers), of recurrent layers and of "
+            f"MLPs are adapted, and no other module of {config.architecture}; merge the adapter into its model"
         )
     made = {}
     for name, group in sources.items():

@@ -32,7 +32,7 @@ from headrace.models.block_indexed import BlockIndexedLayer
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.indexed import IndexedLayer
 from headrace.models.latent import LatentLayer, of_each_head
-from headrace.models.layers import Layer, OneByOne, Weights, norm, shape_of
+from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
 from headrace.models.made_weights import made_weights
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
 from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
@@ -144,19 +144,15 @@ class Decoder:
         layers = [kind(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
         if share is not None:
             reason: str | None = f"shared by {share.size} tensor ranks"
-        elif self.config.rope is not None and self.config.rope.factor_alone:
-            reason = "queries of latents are multiplied by a factor of their position"
-        elif self.config.attention.index is not None:
-            reason = "rows choose the keys that they attend to"
         else:
-            reason = block.obstacle(layers, self.dtype, self.config.recurrent)
+            reason = never_whole(self.config) or block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:
             return block.Blocks(shape_of(self.config), layers)
         log.info("layers are computed one operation at a time: %s", reason)
         return OneByOne(layers)
 
     def _mixed_layers(self, share: Share | None, tensor: ShardGroup | None) -> MixedLayers:
-        log.info("layers are computed one operation at a time: they differ in their heads or their inputs")
+        log.info("layers are computed one operation at a time: %s", never_whole(self.config))
 
         def layer(index: int) -> MixedLayer:
             whole = ALONE if share is None or tensor is None else Gathered(share, tensor, index)

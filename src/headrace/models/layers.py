@@ -334,6 +334,15 @@ class OneByOne:
         return self.layers[layer].project(x, cos_sin)
 
 
+def never_whole(config: ModelConfig) -> str | None:
+    """Why C++ does not compute the layers of such a model as a whole, whatever its weights and types; None: it may."""
+    if config.value_norm:
+        return "layers differ in their heads or their inputs"
+    if config.rope is not None and config.rope.factor_alone:
+        return "queries of latents are multiplied by a factor of their position"
+    return None if config.attention.index is None else "rows choose the keys that they attend to"
+
+
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The model's norm of x [T, H] with the weights called `name`."""
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
