@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -136,11 +137,15 @@ def test_the_greatest_scores_of_chunks(
 )
 def test_the_greatest_are_chosen_and_the_first_of_equal_ones(rows: list[list[float]], count: int) -> None:
     found = choose(torch.tensor(rows), count).tolist()
+    with patch.object(indexer, "FEW", 0):
+        assert choose(torch.tensor(rows), count).tolist() == found
     assert found == [sorted(sorted(range(6), key=lambda at: -row[at])[:count]) for row in rows]
 
 
-def test_a_score_that_is_no_number_is_the_greatest() -> None:
-    assert choose(torch.tensor([[0.0, torch.nan, 5.0, torch.inf, 1.0]]), 3).tolist() == [[1, 2, 3]]
+@pytest.mark.parametrize("few", [0, 100])
+def test_a_score_that_is_no_number_is_the_greatest(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "FEW", few)
+    assert choose(torch.tensor([[0.0, torch.nan, 5.0, torch.inf, 1.0]]), 2).tolist() == [[1, 3]]
 
 
 @native

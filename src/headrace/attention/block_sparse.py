@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,18 +94,15 @@ class BlockSparseAttention(PlanAttention):
     def _mask(self, rows: Tensor, blocks: Tensor) -> Mask:
         """What each row [F] and KV head sees: the chunks of its blocks [F, N, C], one behind the other."""
         count, heads, _ = blocks.shape
-        within = torch.arange(self.chunks_of_block)
-        chunks = (blocks[..., None] * self.chunks_of_block + within).view(count * heads, -1)
-        last = (self.positions[rows] // CHUNK).repeat_interleave(heads)
-        seen = chunks <= last[:, None]
-        row = torch.arange(count * heads)
-        slots = self.tables[rows].repeat_interleave(heads, 0).gather(1, chunks.clamp(max=self.tables.shape[1] - 1))
-        starts = torch.arange(chunks.shape[1]).expand_as(chunks) * CHUNK
-        own = row[:, None].expand_as(chunks)
-        columns = (slots * heads + (row % heads)[:, None], starts, own, own + 1)
-        items = torch.stack([column[seen].int() for column in columns], dim=1)
-        ends = self.positions[rows].repeat_interleave(heads) % CHUNK
-        return Mask(items, (seen.sum(1) - 1) * CHUNK + ends, scale=self.spec.scale)
+        chunks = blocks.numpy()[..., None] * self.chunks_of_block + np.arange(self.chunks_of_block)
+        chunks = chunks.reshape(count * heads, -1)
+        positions = np.repeat(self.positions[rows].numpy(), heads)
+        seen = chunks <= positions[:, None] // CHUNK
+        row, place = np.nonzero(seen)
+        slots = self.tables.numpy()[rows.numpy()[row // heads], chunks[seen]] * heads + row % heads
+        items = np.stack((slots, place * CHUNK, row, row + 1), axis=1).astype(np.int32)
+        ends = (seen.sum(1) - 1) * CHUNK + positions % CHUNK
+        return Mask(torch.from_numpy(items), torch.from_numpy(ends), scale=self.spec.scale)
 
 
 def _by_head(pool: Pool) -> Pool:

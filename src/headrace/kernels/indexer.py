@@ -11,7 +11,9 @@ import threading
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels.records import Pool
@@ -19,6 +21,8 @@ from headrace.types import CHUNK
 
 TOGETHER = 64
 """Rows of a product: torch adds up fewer in another order."""
+FEW = 1 << 14
+"""Scores among which numpy chooses: more are chosen sooner by torch, with its threads."""
 ALIGNED = 64
 """Bytes of a cache line, with which tensors begin."""
 
@@ -87,12 +91,24 @@ def block_scores(q: Tensor, pool: Pool, items: Tensor, positions: Tensor, chunks
 def choose(scores: Tensor, count: int) -> Tensor:
     """The keys of the greatest `count` scores of each row, int32 [R, C], ascending; the first of equal ones. scores
     [R, keys], of which no row has fewer; one that is no number counts as the greatest."""
+    if scores.numel() <= FEW:
+        return torch.from_numpy(_chosen_of_few(scores.numpy(), count))
     scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     least = scores.topk(count, dim=-1).values[:, -1:]
     above, level = scores > least, scores == least
     open_places = count - above.sum(-1, keepdim=True)
     kept = above | (level & (level.cumsum(-1) <= open_places))
     return kept.nonzero()[:, 1].view(len(scores), count).int()
+
+
+def _chosen_of_few(scores: NDArray[np.float32], count: int) -> NDArray[np.int32]:
+    """The same in numpy, whose calls take a tenth of the time of torch's."""
+    scores = np.where(np.isnan(scores), np.float32(np.inf), scores)
+    least = np.partition(scores, -count, axis=-1)[:, -count, None]
+    above, level = scores > least, scores == least
+    kept = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdims=True)))
+    chosen: NDArray[np.int32] = kept.nonzero()[1].reshape(len(scores), count).astype(np.int32)
+    return chosen
 
 
 def gather(pool: Pool, tables: Tensor, chosen: Tensor, first: int, dtype: torch.dtype) -> Pool:
