@@ -94,6 +94,16 @@ def test_what_is_no_longer_kept(caplog: pytest.LogCaptureFixture) -> None:
         until(lambda: "what lies behind 0 is no longer kept" in caplog.text)
 
 
+def test_a_prompt_whose_likelihoods_are_asked_for_is_computed_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """Its chunks are kept, and none of them tells them."""
+    caplog.set_level(logging.INFO, "headrace.server")
+    with serving(prepare=caching) as running:
+        told(running, LONG)
+        running.engine.read.clear()
+        assert told(running, LONG + "more", prompt_logprobs=1)["cause"] == "scored"
+        until(lambda: "what lies behind 0 is computed anew for prompt_logprobs" in caplog.text)
+
+
 def test_nobody_learns_of_anothers_prompts() -> None:
     with serving() as running:
         told(running, LONG, cache_salt="one")
@@ -120,6 +130,7 @@ def nearest(common: int, missing: reuse.Cause = "evicted", length: int = 1000) -
         (200, 64, nearest(150), "evicted"),
         (200, 64, nearest(150, "computing"), "computing"),
         (200, 0, nearest(150, "salt"), "salt"),
+        (200, 0, nearest(150, "scored"), "scored"),
         (200, 192, nearest(200), "continued"),
         (192, 128, nearest(192), "continued"),  # the last token is always computed
         (400, 192, nearest(256, length=256), "continued"),  # and an answer's last one never was

@@ -122,6 +122,8 @@ async def _nearest(state: ServerState, job: Job) -> Nearest | None:
         return None
     ids = np.array(prompt.ids, np.int32)
     near = state.recent.nearest(job.caller, ids, job.cache_salt)
+    if near is not None and near.missing == "evicted" and prompt.params.prompt_logprobs is not None:
+        near = near._replace(missing="scored")
     if near is None or tokenizer is None:
         return near
     decode = partial(tokenizer.decode, skip_special_tokens=False)

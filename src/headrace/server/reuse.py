@@ -20,7 +20,7 @@ Ids = NDArray[np.int32]
 MOST_CALLERS, MOST_REQUESTS, MOST_TOKENS = 256, 16, 4 << 20
 """Callers that are remembered, requests of each, and tokens of all together (4 bytes each)."""
 
-Cause = Literal["first", "continued", "text", "tokens", "salt", "computing", "evicted"]
+Cause = Literal["first", "continued", "text", "tokens", "salt", "computing", "scored", "evicted"]
 
 ALIKE = 16
 """Tokens that are looked at to see whether two prompts go on with the same text."""
@@ -31,6 +31,7 @@ REWRITTEN = "; the chat template writes an earlier answer in other words than th
 MISSING: dict[Cause, str] = {
     "salt": "lies under another cache_salt",
     "computing": "was still being computed",
+    "scored": "is computed anew for prompt_logprobs",
     "evicted": "is no longer kept",
 }
 

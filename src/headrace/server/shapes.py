@@ -25,7 +25,7 @@ PROMPT: dict[str, Any] = {
 class ReuseFigures(TypedDict):
     """Why no more of the prompt came from the cache (server.reuse)."""
 
-    cause: Literal["first", "continued", "text", "tokens", "salt", "computing", "evicted"]
+    cause: Literal["first", "continued", "text", "tokens", "salt", "computing", "scored", "evicted"]
     told: str
     request_id: str | None
     common_tokens: int
