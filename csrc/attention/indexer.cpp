@@ -111,7 +111,7 @@ template <typename T> class IndexerChunk {
     each<N>([&](auto c) HEADRACE_ALWAYS_INLINE {
       vf x = load(s + c * W);
       if (scale) x = x * load(scale + c * W);
-      sum[c] = madd(splat(weight), x > vf{} ? x : vf{}, sum[c]);
+      sum[c] = madd(splat(weight), x < vf{} ? vf{} : x, sum[c]);  // what is no number stays
     });
   }
 
@@ -142,7 +142,8 @@ template <typename T> class BlockChunk {
     const int64_t seen = a.positions[row] - key_start + 1;
     scored.by_head(static_cast<const T *>(a.q) + row * a.heads * a.size, a.heads, [&](int64_t head, const float *s) {
       float most = -__builtin_inff();
-      for (int64_t j = 0; j < CHUNK && j < seen; ++j) most = s[j] > most ? s[j] : most;
+      for (int64_t j = 0; j < CHUNK && j < seen; ++j)
+        if (s[j] > most || s[j] != s[j]) most = s[j];
       out[head * a.chunks] = most;
     });
   }

@@ -84,6 +84,20 @@ def test_scores_of_a_key_that_is_no_number(isa: str) -> None:
     assert not found.isnan().any() and torch.isfinite(found[-1, : last + 1]).all()
 
 
+@native
+def test_what_is_no_number_is_not_hidden(isa: str, dtype: torch.dtype) -> None:
+    """A key whose score is none is chosen, and shows it."""
+    case, blocks = Case(dtype, 32, 96), Blocks(dtype, 32, 48)
+    slot = int(case.items[0, 0])
+    case.pool.v[slot, 0, 3, 5] = torch.nan
+    blocks.pool.k[slot, 1, 2, 3] = torch.nan
+    truth = indexer.index_scores(case.index, case.pool, case.items, case.positions, case.keys)
+    found = case.scores()
+    assert torch.equal(found.isnan(), truth.isnan()) and found[:, 3].isnan().any()
+    of_blocks = indexer.block_scores(blocks.q, blocks.pool, blocks.items, blocks.positions, blocks.chunks)
+    assert torch.equal(blocks.scores().isnan(), of_blocks.isnan()) and of_blocks[:, :, 0].isnan().any()
+
+
 class Blocks:
     """Rows of a random tree, an indexer's queries of two heads, and a pool whose keys have its parts first."""
 

@@ -20,7 +20,7 @@ from headrace.offload.weights.in_turn import LayersInTurn
 from headrace.parallel.transport import RankLost
 from headrace.parallel.workspace import DEPTH
 from headrace.types import CHUNK, Request
-from tests.support.checkpoints import KINDS, MIXED, NEAR, FolderOf, make_checkpoint
+from tests.support.checkpoints import INDEXED, KINDS, MIXED, NEAR, FolderOf, make_checkpoint
 from tests.support.streamed_ranks import close, stores, streamed_ranks
 from tests.support.traces import Trace, prompts_of, run, same, words
 
@@ -99,7 +99,7 @@ TYPES: list[dict[str, Any]] = [{}, {"kv_cache_dtype": "int8"}, {"quantization": 
 def test_families_and_types(every: bool, types: dict[str, Any], folder_of: FolderOf) -> None:
     """GQA, MHA, windows, ALiBi, learned positions; int8 KV, weights of 8 and 4 bits that lie outside as well. Of
     the kinds that have facts of their own a quarter with each, in one order or the other."""
-    streamed = [kind for kind in KINDS if kind not in (*MIXED, *NEAR)]
+    streamed = [kind for kind in KINDS if kind not in (*INDEXED, *MIXED, *NEAR)]
     both: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("chain",), {}), (("ring-q", "ring-kv"), WEIGHTS)]
     for turn, each in enumerate(streamed[TYPES.index(types) :: len(TYPES)] if every else ["llama_gqa"]):
         one = LLM(folder_of(each), kv_cache_tokens=4096, dtype="bfloat16", **types)

@@ -16,7 +16,7 @@ from headrace.offload.restore.solver import Split
 from headrace.strategies import STRATEGIES
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.support import traces
-from tests.support.checkpoints import KINDS, NEAR, FolderOf
+from tests.support.checkpoints import INDEXED, KINDS, NEAR, FolderOf
 from tests.support.offloading import counters, flush, forced, projecting, watched
 from tests.support.ranked_offloading import PARAMS, OwnersDriver, close, over_ranks, restored
 from tests.support.traces import Trace, run, same
@@ -115,7 +115,7 @@ def test_a_stored_chunk_has_no_owner(x: str, tmp_path: Path, truth: list[Trace])
 
 @pytest.mark.parametrize(
     "kinds",
-    [["llama"], pytest.param([kind for kind in KINDS if kind not in NEAR], marks=pytest.mark.matrix)],
+    [["llama"], pytest.param([kind for kind in KINDS if kind not in (*INDEXED, *NEAR)], marks=pytest.mark.matrix)],
     ids=["llama", "all"],
 )
 @pytest.mark.parametrize("kv", ["auto", "int8"])

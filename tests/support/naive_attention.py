@@ -5,6 +5,8 @@ T: rows of a step, N: keys so far, Hq, Hkv: query and KV heads, D: head size.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -57,7 +59,9 @@ class NaiveAttend(Attend):
         size, keys = self.spec.index.size, self.keys[layer].add(k)
         seen = range(len(keys) - len(q) + 1, len(keys) + 1)
         if index is not None:
-            self.chosen = [self._choice(*row, keys[:n, 0, :size]) for *row, n in zip(*index, seen, strict=True)]
+            assert index.weights is not None
+            rows_of = zip(index.q, index.weights, seen, strict=True)
+            self.chosen = [self._choice(q, weights, keys[:n, 0, :size]) for q, weights, n in rows_of]
         met = [keys[:n, :, size:][self.chosen[row]] for row, n in enumerate(seen)]
         return torch.cat([self.attend(layer, q[row : row + 1], each, each) for row, each in enumerate(met)])
 
@@ -144,8 +148,8 @@ class BatchAttend(Attend):
     ) -> Tensor:
         every: list[IndexQueries] | list[None] = [None] * len(self.counts)
         if index is not None:
-            weights = index.weights.split(self.counts) if len(index.weights) else [index.weights] * len(self.counts)
-            every = [IndexQueries(*both) for both in zip(index.q.split(self.counts), weights, strict=True)]
+            starts = torch.tensor([0, *self.counts]).cumsum(0).tolist()
+            every = [index.of(torch.arange(*ends)) for ends in pairwise(starts)]
         parts = zip(self.sequences, *(each.split(self.counts) for each in (q, k, v)), every, strict=True)
         return torch.cat([sequence.sparse(layer, *each) for sequence, *each in parts])
 

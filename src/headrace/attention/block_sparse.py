@@ -9,74 +9,37 @@ query heads of each; D: numbers stored of a key, I / N of them the indexer's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.attention.execute import PlanAttention, items_of
-from headrace.attention.plan import Plan
-from headrace.attention.sparse import AT_ONCE, tables_of
-from headrace.config import AttentionSpec
-from headrace.kernels.backend import Backend, choosing
+from headrace.attention.execute import items_of
+from headrace.attention.sparse import AT_ONCE, ChoosingAttention
 from headrace.kernels.indexer import IndexQueries, choose
 from headrace.kernels.records import Mask, Pool
-from headrace.kv.storage import LayerPools
 from headrace.types import CHUNK
 
 
-class BlockSparseAttention(PlanAttention):
-    """PlanAttention of such a model."""
+class BlockSparseAttention(ChoosingAttention):
+    """In layers without an indexer rows attend to all keys."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        storage: LayerPools,
-        spec: AttentionSpec,
-        backend: Backend,
-        key_bias: Tensor | None = None,
-        sinks: Sequence[Tensor] | None = None,
-    ) -> None:
-        assert spec.index is not None, "the model has indexers"
-        super().__init__(plan, storage, spec, backend, key_bias, sinks)
-        self.index, self.choosing, self.prepared = spec.index, choosing(backend), None
-        self.chunks_of_block = spec.index.block // CHUNK
-        self.tables = tables_of(self.items[None], plan.rows)
+    @property
+    def chunks_of_block(self) -> int:
+        return self.index.block // CHUNK
 
-    def sparse(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        index: IndexQueries | None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        wanted = torch.arange(len(q)) if rows is None else rows
-        wide, width = torch.nn.functional.pad(q, (self.spec.index_width, 0)), self.spec.index_width
-        is_far = self.positions[wanted] >= self.index.chosen
-        if index is None or not is_far.any():
-            return self(layer, wide, k, v, rows)[..., width:]
-        far, near = wanted[is_far], wanted[~is_far]
-        out = q.new_empty(len(wanted), *q.shape[1:])
-        if len(near):
-            out[~is_far] = self(layer, wide, k, v, near)[..., width:]
-        else:
-            self.kernels.append(self.storage.pool(layer), k, v, self.row_slots, self.row_offsets)
-        out[is_far] = self._attended(layer, wide, index.q, far)[..., width:]
-        return out
+    def _choose(self, index: IndexQueries | None) -> bool:
+        return index is not None
 
-    def _attended(self, layer: int, q: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-        """Attention of rows [F] over the blocks that they choose: [F, Hq, D]. q [T, Hq, D], index [T, N, I]."""
-        pool, chunks = self.storage.pool(layer), self.tables.shape[1]
+    def _attended(self, pool: Pool, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
+        assert index is not None, "_choose said so"
+        heads, chunks, width = self.spec.kv_heads, self.tables.shape[1], self.spec.index_width
         parts = []
-        for some in rows.split(max(1, AT_ONCE // (4 * self.spec.kv_heads * chunks))):
+        for some in rows.split(max(1, AT_ONCE // (4 * heads * chunks))):
             items = items_of(self.items[None], some)
-            scores = self.choosing.block_scores(index[some], pool, items, self.positions[some], chunks)
+            scores = self.choosing.block_scores(index.q[some], pool, items, self.positions[some], chunks)
             mask = self._mask(some, self._chosen(scores, self.positions[some]))
-            by_head = q[some].view(-1, self.spec.group, q.shape[2])
-            parts.append(self.kernels.attend(by_head, _by_head(pool), mask).view(len(some), *q.shape[1:]))
+            by_head = torch.nn.functional.pad(q[some].view(len(some) * heads, -1, q.shape[2]), (width, 0))
+            parts.append(self.kernels.attend(by_head, _by_head(pool), mask)[..., width:].reshape(-1, *q.shape[1:]))
         return torch.cat(parts)
 
     def _chosen(self, scores: Tensor, positions: Tensor) -> Tensor:

@@ -10,14 +10,16 @@ of a token, I of them the indexer's.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.attention.execute import PlanAttention, items_of
-from headrace.attention.plan import Plan
+from headrace.attention.plan import Int32, Plan
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Backend, choosing
 from headrace.kernels.indexer import IndexQueries, choose, chunks_of
@@ -42,8 +44,8 @@ class Choice:
         return self.keys[torch.searchsorted(self.rows, rows)]
 
 
-class SparseAttention(PlanAttention):
-    """PlanAttention of a model with indexers. What a layer's rows choose is kept for those behind it without one."""
+class ChoosingAttention(PlanAttention):
+    """PlanAttention of a model with indexers: rows that see no more keys than they may choose go their usual way."""
 
     def __init__(
         self,
@@ -57,12 +59,7 @@ class SparseAttention(PlanAttention):
         assert spec.index is not None, "the model has indexers"
         super().__init__(plan, storage, spec, backend, key_bias, sinks)
         self.index, self.choosing, self.prepared = spec.index, choosing(backend), None
-        self.tables = tables_of(self.items[None], plan.rows)
-        self._choice: Choice | None = None
-
-    def advance(self, plan: Plan) -> None:
-        super().advance(plan)
-        self._choice = None
+        self.tables = _tables(plan.items, plan.rows)
 
     def sparse(
         self,
@@ -74,22 +71,49 @@ class SparseAttention(PlanAttention):
         rows: Tensor | None = None,
     ) -> Tensor:
         wanted = torch.arange(len(q)) if rows is None else rows
-        is_far = self.positions[wanted] >= self.index.chosen
-        wide = torch.nn.functional.pad(q, (self.index.size, 0))
-        if not is_far.any():
-            return self(layer, wide, k, v, rows)[..., self.index.size :]
+        is_far, width = self.positions[wanted] >= self.index.chosen, self.spec.index_width
+        wide = torch.nn.functional.pad(q, (width, 0))
+        if not self._choose(index) or not is_far.any():
+            return self(layer, wide, k, v, rows)[..., width:]
         far, near = wanted[is_far], wanted[~is_far]
         out = q.new_empty(len(wanted), *q.shape[1:])
         if len(near):
-            out[~is_far] = self(layer, wide, k, v, near)[..., self.index.size :]
+            out[~is_far] = self(layer, wide, k, v, near)[..., width:]
         else:
             self.kernels.append(self.storage.pool(layer), k, v, self.row_slots, self.row_offsets)
-        pool = self.storage.pool(layer)
-        if index is not None:
-            self._choice = Choice(far, self._chosen(pool, index, far))
-        assert self._choice is not None, "the first layer has an indexer"
-        out[is_far] = self._attended(pool, q, far, self._choice.of(far))
+        out[is_far] = self._attended(self.storage.pool(layer), q, index, far)
         return out
+
+    def _choose(self, index: IndexQueries | None) -> bool:
+        """Whether rows of a layer attend to some keys alone. index: what its indexer makes of them, if it has one."""
+        return True
+
+    @abstractmethod
+    def _attended(self, pool: Pool, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
+        """Attention of rows [F] over the keys that they choose: [F, Hq, D - I]. q [T, Hq, D - I]."""
+
+
+class SparseAttention(ChoosingAttention):
+    """What a layer's rows choose is kept for those behind it without an indexer."""
+
+    _choice: Choice | None = None
+
+    def advance(self, plan: Plan) -> None:
+        super().advance(plan)
+        self._choice = None
+
+    def _attended(self, pool: Pool, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
+        if index is not None:
+            self._choice = Choice(rows, self._chosen(pool, index, rows))
+        assert self._choice is not None, "the first layer has an indexer"
+        keys, chunks = self._choice.of(rows), chunks_of(self.index.chosen)
+        bytes_of_row = chunks * CHUNK * q.shape[2] * self.storage.dtype.itemsize
+        parts = []
+        for some, theirs in zip(*(each.split(max(1, AT_ONCE // bytes_of_row)) for each in (rows, keys)), strict=True):
+            made = self.choosing.gather(pool, self.tables[some], theirs, self.index.size, q.dtype)
+            mask = Mask(_own_items(len(some), chunks), _last(len(some), self.index.chosen), scale=self.spec.scale)
+            parts.append(self.kernels.attend(q[some], made, mask))
+        return torch.cat(parts)
 
     def _chosen(self, pool: Pool, index: IndexQueries, rows: Tensor) -> Tensor:
         """What rows [F] choose: int32 [F, C]."""
@@ -101,25 +125,14 @@ class SparseAttention(PlanAttention):
             chosen.append(choose(scores, self.index.chosen))
         return torch.cat(chosen)
 
-    def _attended(self, pool: Pool, q: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-        """Attention of rows [F] over keys [F, C]: [F, Hq, D - I]. q [T, Hq, D - I]."""
-        chunks = chunks_of(self.index.chosen)
-        bytes_of_row = chunks * CHUNK * q.shape[2] * self.storage.dtype.itemsize
-        parts = []
-        for some, theirs in zip(*(each.split(max(1, AT_ONCE // bytes_of_row)) for each in (rows, keys)), strict=True):
-            made = self.choosing.gather(pool, self.tables[some], theirs, self.index.size, q.dtype)
-            mask = Mask(_own_items(len(some), chunks), _last(len(some), self.index.chosen), scale=self.spec.scale)
-            parts.append(self.kernels.attend(q[some], made, mask))
-        return torch.cat(parts)
 
-
-def tables_of(items: Tensor, rows: int) -> Tensor:
+def _tables(items: Int32, rows: int) -> Tensor:
     """Slots of each row's chunks, int32 [T, chunks], -1 for none, from the items of a plan."""
-    chunks = int(items[:, 1].max()) // CHUNK + 1 if len(items) else 0
-    tables = torch.full((rows, chunks), -1, dtype=torch.int32)
+    chunks = int(items[:, 1].max(initial=-CHUNK)) // CHUNK + 1
+    tables = np.full((chunks, rows), -1, dtype=np.int32)
     for slot, key, begin, end in items.tolist():
-        tables[begin:end, key // CHUNK] = slot
-    return tables
+        tables[key // CHUNK, begin:end] = slot
+    return torch.from_numpy(np.ascontiguousarray(tables.T))
 
 
 def _own_items(rows: int, chunks: int) -> Tensor:

@@ -17,6 +17,7 @@ from headrace.types import CHUNK
 
 def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tensor, keys: int) -> Tensor:
     """fp32 [R, keys]. pool: as the kernels read it (cpu_attention.arrange)."""
+    assert index.weights is not None, "heads count together"
     rows, heads, size = index.q.shape
     _, kv_heads, dim = pool.shape
     if kv_heads != 1 or size > dim:

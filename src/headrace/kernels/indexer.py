@@ -29,14 +29,14 @@ ALIGNED = 64
 
 class IndexQueries(NamedTuple):
     """What an indexer makes of rows: q [R, N, I], of the type that is computed in, and weights fp32 [R, N] of its
-    heads."""
+    heads; None where rows choose blocks, by each head for itself."""
 
     q: Tensor
-    weights: Tensor
+    weights: Tensor | None = None
 
     def of(self, rows: Tensor) -> IndexQueries:
         """Of some rows alone, int64 [n]."""
-        return IndexQueries(self.q[rows], self.weights[rows])
+        return IndexQueries(self.q[rows], None if self.weights is None else self.weights[rows])
 
 
 def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tensor, keys: int) -> Tensor:
@@ -44,6 +44,7 @@ def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tens
 
     items int32 [n, 4], positions int64 [R]: as in kernels.records.Mask. What no item offers is -inf.
     """
+    assert index.weights is not None, "heads count together"
     size = index.q.shape[2]
     scores = torch.full((len(index.q), keys), -torch.inf)
     for slot, key, begin, end in items.tolist():

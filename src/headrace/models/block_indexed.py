@@ -34,8 +34,8 @@ class BlockIndexedLayer(Layer):
         q, k, v = self._projected(x, cos_sin)
         index = None
         if self.chooses:
-            own = self._turned_index("q", self._linear("index_queries", x), self.indexer.heads, cos_sin)
-            index = IndexQueries(own, own.new_empty(0))
+            queries = self._linear("index_queries", x)
+            index = IndexQueries(self._turned_index("q", queries, self.indexer.heads, cos_sin))
         return attend.sparse(self.place, q, k, v, index, rows)
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
