@@ -47,7 +47,7 @@ class PlanAttention(Attend):
         )  # fmt: skip
         self.masks = self.inputs.masks(self.positions)
         self.steps = {shape: step for shape in spec.every_shape if (step := self._step(shape)) is not None}
-        alike = len(spec.every_shape) == 1 and not spec.shared
+        alike = len(spec.every_shape) == 1 and not spec.shared and spec.index is None
         if self.steps and alike and backend.capabilities.all_layers and isinstance(storage, KVStorage):
             self.prepared = self.steps[spec.shape(0)].over(_pools(storage), spec.windows, sinks)
 

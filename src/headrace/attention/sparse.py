@@ -11,8 +11,8 @@ of a token, I of them the indexer's.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,11 +20,10 @@ from torch import Tensor
 
 from headrace.attention.execute import PlanAttention, items_of
 from headrace.attention.plan import Int32, Plan
-from headrace.config import AttentionSpec
-from headrace.kernels.backend import Backend, choosing
+from headrace.config import IndexSpec
+from headrace.kernels.backend import SparseBackend, choosing
 from headrace.kernels.indexer import IndexQueries, choose, chunks_of
 from headrace.kernels.records import Mask, Pool
-from headrace.kv.storage import LayerPools
 from headrace.types import CHUNK
 
 AT_ONCE = 1 << 24
@@ -47,19 +46,19 @@ class Choice:
 class ChoosingAttention(PlanAttention):
     """PlanAttention of a model with indexers: rows that see no more keys than they may choose go their usual way."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        storage: LayerPools,
-        spec: AttentionSpec,
-        backend: Backend,
-        key_bias: Tensor | None = None,
-        sinks: Sequence[Tensor] | None = None,
-    ) -> None:
-        assert spec.index is not None, "the model has indexers"
-        super().__init__(plan, storage, spec, backend, key_bias, sinks)
-        self.index, self.choosing, self.prepared = spec.index, choosing(backend), None
-        self.tables = _tables(plan.items, plan.rows)
+    @property
+    def index(self) -> IndexSpec:
+        assert self.spec.index is not None, "the model has indexers"
+        return self.spec.index
+
+    @cached_property
+    def choosing(self) -> SparseBackend:
+        return choosing(self.kernels)
+
+    @cached_property
+    def tables(self) -> Tensor:
+        """Slots of each row's chunks, int32 [T, chunks]: the same in all steps of a run."""
+        return _tables(self.items[None].numpy(), self.plan.rows)
 
     def sparse(
         self,

@@ -13,21 +13,11 @@ from torch import Tensor
 from headrace.kernels import ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.indexer import IndexQueries
-from headrace.models.layers import Layer, Matrices, Weights
-from headrace.models.shards import ALONE, Whole
-from headrace.models.spec import ModelConfig
+from headrace.models.indexed import Choosing
 
 
-class BlockIndexedLayer(Layer):
+class BlockIndexedLayer(Choosing):
     """A layer whose rows attend to blocks that they choose, or without an indexer to all keys."""
-
-    def __init__(
-        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
-    ) -> None:
-        super().__init__(config, weights, matrices, index, whole)
-        assert config.attention.index is not None, "the model has indexers"
-        self.indexer = config.attention.index
-        self.chooses = self.indexer.own[index]
 
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""

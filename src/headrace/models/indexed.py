@@ -10,28 +10,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.config import IndexSpec
 from headrace.kernels import latents, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.indexer import IndexQueries
 from headrace.models.latent import LatentLayer
-from headrace.models.layers import Matrices, Weights
-from headrace.models.shards import ALONE, Whole
-from headrace.models.spec import ModelConfig
+from headrace.models.layers import Layer
 
 NORM_EPS = 1e-6
 """Of the norm of an indexer's keys, whatever the model's others have."""
 
 
-class IndexedLayer(LatentLayer):
-    """A layer whose rows attend to the keys that they choose, or that those of a layer before have chosen."""
+class Choosing(Layer):
+    """A layer of a model with indexers."""
 
-    def __init__(
-        self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
-    ) -> None:
-        super().__init__(config, weights, matrices, index, whole)
-        assert config.attention.index is not None, "the model has indexers"
-        self.indexer = config.attention.index
-        self.chooses = self.indexer.own[index]
+    @property
+    def indexer(self) -> IndexSpec:
+        assert self.config.attention.index is not None, "the model has indexers"
+        return self.config.attention.index
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the layer has an indexer."""
+        return self.indexer.own[self.index]
+
+
+class IndexedLayer(Choosing, LatentLayer):
+    """A layer whose rows attend to the keys that they choose, or that those of a layer before have chosen."""
 
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, value]."""
