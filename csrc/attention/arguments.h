@@ -24,6 +24,11 @@ struct RunningState {
   int32_t *block_of;
 };
 
+// The first key that a row at `position` sees: of the last `window`; below 0, of its own block of -window keys.
+inline int64_t first_seen(int64_t position, int64_t window) {
+  return window < 0 ? position - position % -window : position - window + 1;
+}
+
 struct Attend {
   const void *q;             // [R, Hq, D], rows q_stride apart
   const void *k;             // [slots, Hkv, D, 64], or in bf16 pairs: see vnni.h; null: values are the keys too

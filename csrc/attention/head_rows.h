@@ -51,7 +51,7 @@ template <Policy Math> struct HeadRows {
   }
 
   void start() {
-    all_seen = a.window > 0 ? 0 : seen_from(0, static_cast<int>((last - first) * group));
+    all_seen = a.window ? 0 : seen_from(0, static_cast<int>((last - first) * group));
     for (int64_t row = first; row < last; ++row) {
       block_of[row - first] = -1;
       const T *from = static_cast<const T *>(a.q) + row * a.q_stride + query * a.dim;
@@ -88,10 +88,12 @@ template <Policy Math> struct HeadRows {
     return {ahead, (last_of(item) - first_of(item)) * group, end_of(item), next ? end_of(*next) : CHUNK};
   }
 
+  int64_t first_of_row(int64_t row) const { return a.window ? first_seen(a.positions[row], a.window) : 0; }
+
   // Keys of the chunk that a row may see: from..to-1 within the chunk; none if from >= to.
   void visible(int64_t row, int64_t key_start, int &from, int &to) const {
     const int64_t position = a.positions[row];
-    const int64_t low = a.window > 0 ? position - a.window + 1 - key_start : 0;
+    const int64_t low = first_of_row(row) - key_start;
     const int64_t high = position + 1 - key_start;
     from = static_cast<int>(low < 0 ? 0 : low > CHUNK ? CHUNK : low);
     to = static_cast<int>(high < 0 ? 0 : high > CHUNK ? CHUNK : high);
@@ -149,13 +151,13 @@ template <Policy Math> struct HeadRows {
   // Whether any of `n` lanes sees a key of the chunk.
   bool see(const Item &item, int64_t lane, int n, Seen &seen) const {
     const int64_t end = item.key_start + CHUNK;
-    seen.everything = end <= all_seen || (a.window <= 0 && end <= seen_from(lane, n));
+    seen.everything = end <= all_seen || (!a.window && end <= seen_from(lane, n));
     if (seen.everything) return true;
     bool any = false;
     for (int r = 0; r < n; ++r) {
       const int64_t row = first + (lane + r) / group;
       visible(row, item.key_start, seen.low[r], seen.high[r]);
-      if (a.window == 1 || a.positions[row] == 0) seen.only |= 1u << r;
+      if (a.positions[row] == 0 || first_of_row(row) == a.positions[row]) seen.only |= 1u << r;
       any |= seen.low[r] < seen.high[r];
     }
     return any;

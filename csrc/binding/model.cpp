@@ -14,7 +14,8 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias, float offse
 
 // shared: up, down and maybe a gate of the expert that all rows meet; or none.
 void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
-                  bool normalised, const Routing &routing, Address correction, const Matrices &shared, Address outside) {
+                  bool normalised, const Routing &routing, Address correction, bool weighted_inputs, const Matrices &shared,
+                  Address outside) {
   const int64_t count = router.outputs;
   if (static_cast<int64_t>(up.size()) != count || up.size() != down.size())
     refuse("a router of ", count, " experts does not fit ", static_cast<int64_t>(up.size()), " and ",
@@ -23,7 +24,16 @@ void make_experts(Experts *self, const Matrix &router, const Matrices &up, const
   check_shapes(up);
   check_shapes(down);
   if (!shared.empty() && shared.size() != 2 && shared.size() != 3) refuse("a shared expert has up, down and maybe a gate");
-  new (self) Experts{router, up, down, chosen, normalised, routing, at<float>(correction), shared, at<OutsideExpert>(outside)};
+  new (self) Experts{router,
+                     up,
+                     down,
+                     chosen,
+                     normalised,
+                     routing,
+                     at<float>(correction),
+                     weighted_inputs,
+                     shared,
+                     at<OutsideExpert>(outside)};
 }
 
 // vectors: as of gated_delta.
@@ -258,7 +268,7 @@ void bind_model(nb::module_ &m) {
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Experts>(m, "Experts")
       .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "routing"_a,
-           "correction"_a, "shared"_a = Matrices(), "outside"_a = 0);
+           "correction"_a, "weighted_inputs"_a = false, "shared"_a = Matrices(), "outside"_a = 0);
   nb::class_<DeltaNet>(m, "DeltaNet")
       .def("__init__", make_net, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
            "kernel"_a, "eps"_a);

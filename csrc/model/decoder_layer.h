@@ -39,6 +39,7 @@ struct Experts {
   bool normalised;  // as in Route, and so the next two
   Routing routing;
   Borrowed<const float> correction;
+  bool weighted_inputs;             // shares multiply what enters experts, not what they make
   std::vector<Matrix> shared;       // up, down and maybe a gate [1, H] of the expert that all rows meet; or none
   Borrowed<OutsideExpert> outside;  // of each expert; null: all lie in memory
 };

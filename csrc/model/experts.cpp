@@ -18,10 +18,11 @@ constexpr int64_t MANY_ELEMENTS = 16384;  // copied: below, waking the other thr
 
 // Of T rows and `chosen` experts each: what the router says, the place of each pair of the two among the T chosen rows that are
 // sorted by expert, these rows (later what becomes of them), the MLP before and after its activation, and what the rows' experts
-// make of them. Of the expert that all rows meet the same, its gates [T], and what it makes of the rows.
+// make of them. Of the chosen rows which row each is, and its share, where these multiply them. Of the expert that all rows meet
+// the same, its gates [T], and what it makes of the rows.
 struct Buffers {
-  float *logits, *share;
-  int32_t *expert, *place;
+  float *logits, *share, *factor;
+  int32_t *expert, *place, *row;
   bf16 *sorted, *inner, *active, *met;
   bf16 *shared_inner, *shared_active, *gate, *made;
 
@@ -30,6 +31,8 @@ struct Buffers {
     const int64_t all = rows * e.chosen;
     logits = scratch.take<float>(rows * e.router.outputs);
     share = scratch.take<float>(all);
+    factor = scratch.take<float>(all);
+    row = scratch.take<int32_t>(all);
     expert = scratch.take<int32_t>(all);
     place = scratch.take<int32_t>(all);
     sorted = scratch.take<bf16>(all * e.router.inputs);
@@ -45,7 +48,7 @@ struct Buffers {
 
   static int64_t bytes(const Experts &e, int64_t rows) {
     const int64_t all = rows * e.chosen, hidden = e.router.inputs;
-    const int64_t chosen = room<float>(rows * e.router.outputs) + room<float>(all) + 2 * room<int32_t>(all) +
+    const int64_t chosen = room<float>(rows * e.router.outputs) + 2 * room<float>(all) + 3 * room<int32_t>(all) +
                            room<bf16>(all * hidden) + room<bf16>(all * plain_width(e.up.front())) +
                            room<bf16>(all * e.down.front().inputs) + room<bf16>(rows * hidden);
     if (e.shared.empty()) return chosen;
@@ -98,6 +101,17 @@ void add_shared(const Experts &e, Activation f, const Operations &run, const bf1
   run.add(met, b.made, e.router.inputs);
 }
 
+// b.sorted = x [T, H] times the shares of its experts, a row for each pair, rounded once; shares become 1.
+void weigh_inputs(const Experts &e, const Operations &run, const bf16 *x, const Buffers &b) {
+  const int64_t all = run.rows * e.chosen;
+  for (int64_t i = 0; i < all; ++i) {
+    b.row[b.place[i]] = static_cast<int32_t>(i / e.chosen);
+    b.factor[b.place[i]] = b.share[i];
+  }
+  run.kernels.combine[Operations::BF16]({x, b.row, b.factor, nullptr, b.sorted, all, 1, e.router.inputs, run.threads});
+  for (int64_t i = 0; i < all; ++i) b.share[i] = 1.0f;
+}
+
 // met = y + what the experts make that the router chooses of x, y being none or met.
 void meet_chosen(const Experts &e, Activation activation, const Operations &run, const bf16 *x, const Buffers &b, const bf16 *y,
                  bf16 *met) {
@@ -107,9 +121,11 @@ void meet_chosen(const Experts &e, Activation activation, const Operations &run,
       {b.logits, b.expert, b.share, run.rows, experts, e.chosen, e.normalised, run.threads, e.routing, e.correction});
   const std::vector<int64_t> begin = sort_by_expert(b.expert, all, experts, b.place);
   if (e.outside) fetch(e.outside, begin);
-  HEADRACE_NS::share_each(all, all * hidden > MANY_ELEMENTS ? run.threads : 1, [&](int64_t i) {
-    memcpy(b.sorted + b.place[i] * hidden, x + i / e.chosen * hidden, hidden * sizeof(bf16));
-  });
+  if (e.weighted_inputs) weigh_inputs(e, run, x, b);
+  else
+    HEADRACE_NS::share_each(all, all * hidden > MANY_ELEMENTS ? run.threads : 1, [&](int64_t i) {
+      memcpy(b.sorted + b.place[i] * hidden, x + i / e.chosen * hidden, hidden * sizeof(bf16));
+    });
   const Operations sorted = {run.kernels, all, run.threads};
   const bool gated = e.up.front().gated;
   sorted.multiply_groups(e.up, begin, activation, b.sorted, gated ? b.active : b.inner);

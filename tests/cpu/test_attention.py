@@ -98,7 +98,7 @@ def truth(
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     rows = []
     for row, position in zip(q.double(), positions, strict=True):
-        low = 0 if window is None else max(0, position - window + 1)
+        low = 0 if window is None else max(0, position - window + 1) if window > 0 else position // -window * -window
         scores = torch.einsum("hd,nhd->hn", row, k[low : position + 1]) * scale
         if bias is not None:
             scores = scores + bias[:, low : position + 1].double()
@@ -107,7 +107,7 @@ def truth(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("window", [None, 1, 30, 64, 100])
+@pytest.mark.parametrize("window", [None, 1, 30, 64, 100, -1, -50, -128])
 @pytest.mark.parametrize("biased", [False, True])
 def test_reference_agrees_with_plain_attention(kv_heads: int, window: int | None, biased: bool) -> None:
     k, v, pool_k, pool_v = pools(200, kv_heads, torch.float32)

@@ -17,7 +17,7 @@ from tests.support.kind_sizes import VOCAB
 from tests.support.traces import run, same
 
 LENGTHS = (300, 64, 1, 129, 37)
-BY_REFERENCE = ("llama_gqa", "mistral_window", "falcon_rw", "gemma2", "glm_dsa", "minimax_m3")
+BY_REFERENCE = ("llama_gqa", "mistral_window", "falcon_rw", "gemma2", "glm_dsa", "minimax_m3", "llama4")
 SCHEDULED = [
     *(pytest.param(kind, "cpu", marks=[pytest.mark.matrix] * (kind in NEAR)) for kind in KINDS),
     *((kind, "reference") for kind in BY_REFERENCE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,14 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     write_family("qwen3_5", tmp_path / "m.gguf", lambda _: Kind.F16, add)
     assert read_config(tmp_path / "m.gguf").layers == 4
     assert LLM(str(tmp_path / "m.gguf"), kv_cache_tokens=640).logits(tokens_of(9)).shape == (9, 320)
+
+
+def test_llama_4_of_128_experts_norms_nothing(tmp_path: Path) -> None:
+    """As llama.cpp has it: no key says it."""
+    for count in (4, 128):
+        change = partial(lambda writer, count: writer.add_expert_count(count), count=count)
+        write_family("llama4", tmp_path / f"{count}.gguf", lambda _: Kind.F16, change)
+    assert read_config(tmp_path / "4.gguf").qk_norm and not read_config(tmp_path / "128.gguf").qk_norm
 
 
 def test_windows_and_heads_layer_by_layer(tmp_path: Path) -> None:
@@ -278,6 +287,16 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
         "ernie_moe",
         lambda w: w.add_expert_weights_norm(False),
         "weights_norm false is not",
+    ),
+    "llama 4 without blocks": (
+        "llama4",
+        lambda w: w.add_sliding_window(0),
+        "without blocks of keys",
+    ),
+    "blocks of other layers": (
+        "llama4",
+        lambda w: w.add_sliding_window_pattern(3),
+        "sliding_window_pattern 3 is not",
     ),
     "sigmoids of a softmax": (
         "minimax_m2",

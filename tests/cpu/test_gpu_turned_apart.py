@@ -31,6 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan": {},
     "olmo3": dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
     "arcee": {},
+    "llama4": dict(attention_chunk_size=8, floor_scale=4, no_rope_layers=[1, 0], moe_layers=[1]),
     "apertus": {},
     "afmoe": dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"], moe_intermediate_size=32),
     "muse_glimmer": dict(
@@ -60,7 +61,7 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path, fake: FakeD
     assert (engine(make_checkpoint(kind, tmp_path, **sizes)).logits(prompt) - theirs).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ["ministral3", "afmoe", "muse_glimmer"])
+@pytest.mark.parametrize("kind", ["ministral3", "afmoe", "muse_glimmer", "llama4"])
 def test_decoding_is_replayed(kind: str, tmp_path: Path, fake: FakeDevice) -> None:
     """Rows of the table that hold queries' rotation too are looked up by a recording as others are."""
     llm = engine(make_checkpoint(kind, tmp_path, **SIZES | OWN[kind]))

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 PLAIN = Variant(Heads(2, 1, 16), torch.float32, torch.float32, window=None, cap=None, sinks=False, scale=0.25)
 VARIANTS = {
     "sinks": PLAIN._replace(sinks=True, window=100),
+    "blocks": PLAIN._replace(window=-100),
     "cap": PLAIN._replace(cap=2.0, scale=0.5),
     "int8": PLAIN._replace(stored=torch.int8),
 }

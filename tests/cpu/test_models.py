@@ -187,6 +187,16 @@ def _even_queries(config: ModelConfig) -> dict[str, Any]:
     return dict(rope=replace(config.rope, query_beta=0.0))
 
 
+def _queries_behind(config: ModelConfig) -> dict[str, Any]:
+    assert config.rope is not None
+    return dict(rope=replace(config.rope, query_ahead=0))
+
+
+def _other_blocks(config: ModelConfig) -> dict[str, Any]:
+    shorter = tuple(window and window // 2 for window in config.attention.windows)
+    return dict(attention=replace(config.attention, windows=shorter))
+
+
 def _without_sinks(config: ModelConfig) -> dict[str, Any]:
     return dict(attention=replace(config.attention, sinks=False))
 
@@ -241,6 +251,13 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "yarn": ("llama_yarn", _plain_rope),
     "factor of queries": ("ministral3", _even_queries),
     "norms after the turn": ("hunyuan", dict(turn_before_norm=False)),
+    "blocks of keys": ("llama4", _without_windows),
+    "beginnings of blocks": ("llama4", _other_blocks),
+    "norms of rotated queries": ("llama4", dict(qk_norm=False)),
+    "queries that are neither rotated nor normed": ("llama4", dict(qk_norm_local=False)),
+    "factor of queries that are not rotated": ("llama4", _even_queries),
+    "the position in it": ("llama4", _queries_behind),
+    "weighted inputs of experts": ("llama4", _routed_otherwise(weighs_inputs=False)),
     "squared relu": ("arcee", dict(activation="relu")),
     "norm over all heads": ("olmoe", dict(qk_norm=False, qk_norm_whole=False)),
     "shares that sum up to one": ("mixtral", _plain_shares),

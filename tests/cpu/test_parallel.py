@@ -245,6 +245,7 @@ def test_turns_with_decode_between(
         "ministral3",
         "hunyuan",
         "olmo3",
+        "llama4",
     ],
 )
 def test_windows_and_int8(kind: str, dtype: Any, strategy: str, ours_of: Any, alone: Alone) -> None:

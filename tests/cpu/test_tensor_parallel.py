@@ -67,6 +67,7 @@ MODELS: dict[str, Model] = {
     "factor of queries": ("ministral3", {}),
     "norms after the turn": ("hunyuan", {}),
     "squared relus": ("arcee", {}),
+    "blocks of keys, weighted inputs": ("llama4", dict(intermediate_size=128)),
     "norms behind alone": ("olmo2", {}),
     "one norm without biases": ("cohere2", {}),
     "neighbours rotated": ("glm4", {}),

@@ -58,7 +58,7 @@ def test_other_shapes(shape: tuple[int, int, int]) -> None:
         assert (ours - truth).abs().max() < BOUND
 
 
-@pytest.mark.parametrize("window", [1, 40, 100, 600])
+@pytest.mark.parametrize("window", [1, 40, 100, 600, -40, -128])
 @pytest.mark.parametrize("biased", [False, True])
 def test_windows_and_bias(window: int, biased: bool, way: str) -> None:
     """Fewer sequences and heads than in tests/gpu: each program of the grid is interpreted."""

@@ -83,6 +83,7 @@ class Call:
         (None, [64, 448, 576]),
         pytest.param(None, [512, 1024], marks=pytest.mark.matrix),
         pytest.param(100, [448, 576], marks=pytest.mark.matrix),
+        pytest.param(-640, [448, 704], marks=pytest.mark.matrix),
     ],
 )
 def test_merging_on_gives_the_bits_of_one_call(window: int | None, cuts: list[int]) -> None:

@@ -147,7 +147,9 @@ def seen_keys(case: Case, row: int) -> tuple[Tensor, Tensor, Tensor]:
     offsets = torch.arange(CHUNK).repeat(len(mine))
     positions = mine[:, 1].repeat_interleave(CHUNK) + offsets
     here = int(case.positions[row])
-    seen = (positions <= here) & (positions > here - (case.window or here + 1))
+    window = case.window or here + 1
+    near = positions > here - window if window > 0 else positions // -window == here // -window
+    seen = (positions <= here) & near
     return slots[seen], offsets[seen], positions[seen]
 
 
@@ -219,6 +221,7 @@ def cases(draw: st.DrawFn, most: int = 6) -> Case:
     return make_case(
         tree, heads, kv_heads, draw(st.sampled_from([32, 64, 80, 96, 128, 256, 8, 20])),
         draw(st.sampled_from([torch.float32, torch.bfloat16])), bias=bias,
-        window=draw(st.sampled_from([None, None, 1, 7, 64, 100])), cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
+        window=draw(st.sampled_from([None, None, 1, 7, 64, 100, -1, -50, -128])),
+        cap=draw(st.sampled_from([None, None, 0.5, 50.0])),
         sinks=3 * torch.randn(heads, generator=generator) if draw(st.booleans()) else None,
     )  # fmt: skip

@@ -62,16 +62,16 @@ TYPES |= dict.fromkeys(("q_stride", "k_stride", "v_stride", "bias_len", "window"
 TYPES |= {"factor": "fp32", "cap": "fp32"}
 STORED = {"*fp32": torch.float32, "*i8": torch.int8}
 GATHER = {"addresses": "*i64", "into": "*i64", "tasks": "i32", "words": "i32"}
-MERGE = {"HEADS": 32, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": False, "SINKS": False}
+MERGE = {"HEADS": 32, "D": 128, "P": 128, "SPAN": tile_schedule.SPAN, "WINDOW": 0, "SINKS": False}
 WALK = MERGE | {"KV_HEADS": 8, "PART": 4, "PARTS": 1, "PRECISION": "ieee"}
 WALK |= {"BIAS": False, "CAP": False, "SPLIT": False, "RESUME": False}
 HEADS = (64, 128, 256, 512)
-MODELS: dict[str, dict[str, bool]] = {
-    "": {}, " window": {"WINDOW": True}, " bias": {"BIAS": True}, " cap": {"CAP": True},
-    " window, cap": {"WINDOW": True, "CAP": True}, " window, sinks": {"WINDOW": True, "SINKS": True},
+MODELS: dict[str, dict[str, int | bool]] = {
+    "": {}, " window": {"WINDOW": 1}, " blocks": {"WINDOW": 2}, " bias": {"BIAS": True}, " cap": {"CAP": True},
+    " window, cap": {"WINDOW": 1, "CAP": True}, " window, sinks": {"WINDOW": 1, "SINKS": True},
 }  # fmt: skip
-"""Of Llama, Mistral, BLOOM and MPT, Grok, Gemma 2, gpt-oss. Heads of 256 have no bias in any model, those of 512
-(Gemma 4's) none of all this."""
+"""Of Llama, Mistral, Llama 4, BLOOM and MPT, Grok, Gemma 2, gpt-oss. Heads of 256 have no bias in any model, those of
+512 (Gemma 4's) none of all this."""
 HOPPER = {"HEADS": 32, "KV_HEADS": 8, "D": 128, "SPAN": tile_schedule.SPAN}
 
 DRAWN = dict.fromkeys(("logits",), "*fp32") | dict.fromkeys(("masks", "tokens"), "*i32")
@@ -148,7 +148,7 @@ def attention_cases(architecture: int) -> Iterator[Compiled]:
             yield from _walks(architecture, dim, f"{model} int8", MODELS[model], int8)
         if dim < 128:
             yield from _walks(architecture, dim, " fp32", {}, TYPES | dict.fromkeys(("q", "k", "v", "out"), "*fp32"))
-        merge = MERGE | {"D": dim, "P": dim, "WINDOW": True, "SINKS": True}
+        merge = MERGE | {"D": dim, "P": dim, "WINDOW": 1, "SINKS": True}
         yield Compiled(f"merge_spans {dim}", attention_kernels.merge_spans, merge, {"num_warps": 1}, TYPES)
     store = {"KV_HEADS": 2, "D": 80, "P": 128}
     yield Compiled("store", attention_kernels.store, store, {"num_warps": 1}, TYPES)
@@ -176,7 +176,7 @@ def hopper_cases() -> Iterator[Compiled]:
     for dim, stages in ((128, 4), (64, 8)):
         flash = HOPPER | {"D": dim, "STAGES": stages, "SINKS": False}
         yield HopperCompiled(f"hopper flash {dim}", hopper_kernels.flash, flash, types=TYPES)
-        split = HOPPER | {"D": dim, "STAGES": stages * 3 // 4, "RESUME": True, "WINDOW": True}
+        split = HOPPER | {"D": dim, "STAGES": stages * 3 // 4, "RESUME": True, "WINDOW": 1}
         yield HopperCompiled(f"hopper split {dim}", hopper_kernels.split, split, {"maxnreg": 128}, TYPES)
 
 

@@ -39,6 +39,8 @@ from transformers import (
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MellumConfig,
     MellumForCausalLM,
     MiniMaxM2Config,
@@ -193,6 +195,12 @@ _granite4 = of(
     shared_intermediate_size=192, layer_types=["attention"] * 2,
 )  # fmt: skip
 
+_llama4 = of(
+    Llama4ForCausalLM, Llama4TextConfig, head_dim=64, num_hidden_layers=3, no_rope_layers=[1, 0, 1], moe_layers=[1, 2],
+    num_local_experts=4, intermediate_size=96, intermediate_size_mlp=192, attention_chunk_size=128, floor_scale=50,
+    attn_scale=0.3,
+)  # fmt: skip
+"""Blocks of two chunks of the pool, and factors of queries that change every 50 tokens."""
 EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "qwen3_moe": (_qwen3_moe, dict(norm_topk_prob=True)),
     "qwen3_moe_mixed": (_qwen3_moe, dict(num_hidden_layers=3, mlp_only_layers=[1], attention_bias=True)),
@@ -215,6 +223,7 @@ EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "granite4_experts": (_granite4, dict(num_local_experts=8, position_embedding_type="rope")),
     "glm4_moe": (_glm4_moe, dict(use_qk_norm=True, attention_bias=True)),
     "glm4_moe_groups": (_glm4_moe, dict(n_group=4, topk_group=2, norm_topk_prob=False, n_shared_experts=2)),
+    "llama4": (_llama4, dict(num_experts_per_tok=2)),
     "minimax_m2": (_minimax_m2, {}),
     "ernie_moe": (_ernie_moe, {}),
     "deepseek_v2": (_deepseek_v2, LATENT_YARN),

@@ -150,8 +150,10 @@ def add(writer: GGUFWriter, model: torch.nn.Module, name: str, parameter: Tensor
         write_each(writer, f"{prefix}ffn_gate_up_exps.weight", parameter, kind_of)
         return True
     parts, end = ("gate", "up") if shared or name.endswith("gate_up_proj") else ("down",), "shexp" if shared else "exps"
-    for part, own in zip(parts, parameter.chunk(len(parts), dim=0 if shared else 1), strict=True):
-        write_each(writer, f"{prefix}ffn_{part}_{end}.weight", own, kind_of)
+    by_inputs = config.model_type == "llama4_text"
+    turn = {"turn": lambda part: part.swapaxes(1, 2)} if by_inputs else {}
+    for part, own in zip(parts, parameter.chunk(len(parts), dim=0 if shared else 1 + by_inputs), strict=True):
+        write_each(writer, f"{prefix}ffn_{part}_{end}.weight", own, kind_of, **turn)
     return True
 
 

@@ -166,7 +166,7 @@ def write_family(
         latent
         or corrected
         or architecture
-        in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", "afmoe", *HYBRIDS)
+        in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", "afmoe", "llama4", *HYBRIDS)
     )
     _describe_whole(writer, model, architecture, old)
     if latent or corrected:
@@ -318,7 +318,8 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         return gguf_gemma4.describe(writer, config)
     if architecture != "qwen35moe":
-        writer.add_feed_forward_length(4 * config.hidden_size if architecture == "falcon" else config.intermediate_size)
+        name = "intermediate_size_mlp" if architecture == "llama4" else "intermediate_size"
+        writer.add_feed_forward_length(4 * config.hidden_size if architecture == "falcon" else getattr(config, name))
     if architecture == "falcon":
         writer.add_head_count_kv(config.num_kv_heads if config.new_decoder_architecture else 1)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
@@ -348,6 +349,7 @@ def describe(writer: GGUFWriter, config: Any, architecture: str) -> None:
             "ernie4_5-moe": gguf_routed.ernie_moe, "granitemoe": gguf_routed.granite_moe,
             "qwen2moe": gguf_routed.qwen2_moe, "hunyuan-moe": gguf_routed.hunyuan_moe,
             "exaone-moe": gguf_routed.exaone_moe, "mellum": gguf_routed.mellum, "afmoe": gguf_routed.afmoe,
+            "llama4": gguf_routed.llama4,
             "minicpm3": gguf_deepseek.minicpm3}  # fmt: skip
     if architecture in more:
         more[architecture](writer, config)

@@ -17,6 +17,10 @@ AFMOE = dict(
     num_hidden_layers=4, moe_intermediate_size=96,
     layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
 )  # fmt: skip
+LLAMA4 = dict(
+    num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0], moe_layers=[1, 3], interleave_moe_layer_step=2,
+    intermediate_size=96, intermediate_size_mlp=256, attention_chunk_size=8192, floor_scale=8192, attn_scale=0.1,
+)  # fmt: skip
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", "minimax_m2", dict(intermediate_size=96)),
     "granite_moe": ("granitemoe", "granite_moe", dict(intermediate_size=96)),
@@ -27,6 +31,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "afmoe": ("afmoe", "afmoe", AFMOE),
     "mellum": ("mellum", "mellum", MELLUM),
     "exaone_moe": ("exaone-moe", "exaone_moe", dict(moe_intermediate_size=96, num_hidden_layers=3)),
+    "llama4": ("llama4", "llama4", LLAMA4),
 }  # fmt: skip
 
 
@@ -35,6 +40,9 @@ NAMES = {
     "self_attn.gate_proj": "attn_gate", "pre_mlp_layernorm": "ffn_norm", "mlp.router.gate": "ffn_gate_inp",
     "mlp.gate.wg": "ffn_gate_inp", "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
     "mlp.shared_mlp.up_proj": "ffn_up_shexp", "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+    "feed_forward.router": "ffn_gate_inp",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }  # fmt: skip
 
 
@@ -66,6 +74,13 @@ def hunyuan_moe(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.intermediate_size)
     writer.add_expert_shared_feed_forward_length(config.intermediate_size)
     writer.add_expert_shared_count(1)
+
+
+def llama4(writer: GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
 
 
 def mellum(writer: GGUFWriter, config: Any) -> None:

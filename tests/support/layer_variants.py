@@ -22,6 +22,7 @@ LOCAL: dict[str, Any] = dict(
     attention=AttentionSpec(2, 4, 2, 32, 0.2, (7, None), score_cap=2.0), local_rope=rotary_of(16, 32)
 )
 SIGMOIDS = RoutingSpec("sigmoid", corrected=True, scale=2.5)
+WEIGHTED = RoutingSpec("sigmoid", weighs_inputs=True)
 GROUPS = RoutingSpec("sigmoid", corrected=True, groups=2, met_groups=1, summed=2, scale=1.5)
 YARN = (("factor", 4.0), ("original_max_position_embeddings", 32), ("rope_theta", 1e4))
 MINISTRAL3 = RopeSpec("yarn", YARN, 64, 0.5)
@@ -58,6 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared expert": dict(experts=replace(EXPERTS, shared=96)),
     "shared expert without a gate": dict(experts=replace(EXPERTS, shared=96, shared_gate=False), residual_scale=0.22),
     "experts by sigmoids": dict(experts=replace(EXPERTS, shared=96, shared_gate=False, routing=SIGMOIDS)),
+    "experts of weighted inputs": dict(experts=replace(EXPERTS, shared=96, shared_gate=False, routing=WEIGHTED)),
     "experts by groups": dict(experts=replace(EXPERTS, routing=GROUPS, layers=(False, True)), residual_scale=0.22),
     "dense and experts": dict(experts=replace(EXPERTS, layers=(False, True)), inner=700),
     "olmoe": dict(experts=EXPERTS, qk_norm=True, qk_norm_whole=True),

@@ -115,7 +115,8 @@ class NaiveAttend(Attend):
         key = torch.arange(length)[None, :]
         visible = key <= row
         if spec.windows[layer] is not None:
-            visible &= key > row - spec.windows[layer]
+            window = spec.windows[layer]
+            visible &= key > row - window if window > 0 else key // -window == row // -window
         scores = scores.masked_fill(~visible, float("-inf"))
         if self.sinks is not None:
             sink = self.sinks[layer][:, None, None].expand(-1, rows, 1)

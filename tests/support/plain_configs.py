@@ -19,6 +19,7 @@ MINISTRAL3_ROPE = dict(
 )  # fmt: skip
 HUNYUAN_ROPE = dict(type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0)
 FULL = ["full_attention"] * 3
+LLAMA4 = "Llama4ForCausalLM"
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
 DOTS, QWEN2_MOE = "Dots1ForCausalLM", "Qwen2MoeForCausalLM"
@@ -181,6 +182,11 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["Qwen3MoeForCausalLM"], num_local_experts=16, num_experts_per_tok=17),
     dict(architectures=["MixtralForCausalLM"], num_local_experts=4, sliding_window=64, rope_theta=5e5),
     dict(architectures=["MixtralForCausalLM"], num_experts=4, num_local_experts=3),
+    dict(architectures=[LLAMA4], num_hidden_layers=9, interleave_moe_layer_step=2, attn_temperature_tuning=False),
+    dict(architectures=[LLAMA4], num_hidden_layers=5, no_rope_layers=[], no_rope_layer_interval=2, use_qk_norm=False),
+    dict(architectures=[LLAMA4], num_hidden_layers=3, moe_layers=[], rope_scaling=LLAMA3 | dict(rope_type="llama3")),
+    dict(architectures=[LLAMA4], num_hidden_layers=3, attention_chunk_size=None, floor_scale=64, attn_scale=0.2),
+    dict(architectures=["Llama4ForConditionalGeneration"], num_experts_per_tok=2, intermediate_size_mlp=99),
     dict(architectures=["OlmoeForCausalLM"], num_local_experts=16, norm_topk_prob=True, attention_bias=True),
     dict(architectures=["OlmoeForCausalLM"], clip_qkv=8.0),
     dict(architectures=["GptOssForCausalLM"], num_hidden_layers=3, num_experts=16, rope_theta=1e5),

@@ -68,7 +68,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), split(CL100K)),
     "smaug-bpe": split(CL100K), "dbrx": split(CL100K), "glm4": split(CL100K), "chatglm-bpe": split(CL100K),
     "minicpm5": split("\\p{N}{1,3}", CL100K.replace("{1,3}", "+")),
-    "gpt-4o": split(O200K), "minimax-m2": split(O200K), "kanana2": split(O200K), "tekken": split(NEMO),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), split(O200K)), "tekken": split(NEMO),
     "tiny_aya": split(r"\d{1,3}(?=(?:\d{3})*\b)", O200K), "kimi-k2": split(KIMI),
     "afmoe": split(THREES, WITHOUT_SPACES, V3),
     "youtu": split(SCRIPTS, O200K.replace("{1,3}", "")), "exaone-moe": split(PHRASES), "seed-coder": split(SEED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.ending import Ending
+from headrace.engine import ending
+from headrace.engine.ending import Ending, collect_ended
 
 pytestmark = pytest.mark.unit
 
@@ -25,6 +27,12 @@ class Loaded:
     def close(self) -> None:
         self.closed.append(threading.current_thread().name)
         self.done.set()
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has 10 bytes."""
+    monkeypatch.setattr(ending, "memory_of", lambda loaded: 10)
 
 
 @pytest.fixture
@@ -66,3 +74,16 @@ def test_a_forked_process_ends_nothing(at_exit: list[Callable[[], Any]], monkeyp
     monkeypatch.setattr(os, "getpid", lambda: -1)
     ends()
     assert loaded.closed == []
+
+
+def test_python_looks_for_the_garbage_of_large_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or of many small ones; once."""
+    looked: list[int] = []
+    monkeypatch.setattr(ending, "_ended", [])
+    monkeypatch.setattr(ending, "WORTH_COLLECTING", 25)
+    monkeypatch.setattr(gc, "collect", lambda: looked.append(1))
+    for expected in (0, 0, 1, 1):
+        Ending(Loaded())()  # type: ignore[arg-type]
+        collect_ended()
+        collect_ended()
+        assert len(looked) == expected

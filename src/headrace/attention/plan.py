@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.config.attention import first_seen
 from headrace.types import CHUNK
 
 Int32 = NDArray[np.int32]
@@ -54,13 +55,13 @@ class Plan:
         return "\n".join(lines)
 
     def items_within(self, window: int | None) -> Int32:
-        """The items that some row can see through a window of the last `window` keys."""
+        """The items that some row can see through a window (config.attention.Window)."""
         if window is None or not len(self.items):
             return self.items
         # Rows of an item in several sequences are no range of positions: the least one decides.
         edges = self.items[:, 2:4].astype(np.int64).ravel()
         least = np.minimum.reduceat(np.append(self.positions, np.iinfo(np.int64).max), edges)[::2]
-        visible = self.items[:, 1] + CHUNK > np.maximum(least, self.items[:, 1]) - window + 1
+        visible = self.items[:, 1] + CHUNK > first_seen(np.maximum(least, self.items[:, 1]), window)
         return self.items[visible]
 
 

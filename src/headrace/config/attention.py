@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 RecurrentKind = Literal["delta", "mamba2", "conv"]
 """What a recurrent layer is: a gated delta net, a Mamba-2 layer, a short convolution."""
@@ -30,11 +30,25 @@ class IndexSpec:
     local: int = 0
 
 
+Window = int | None
+"""The keys that a row sees: the last w; of a negative number -w those of its own block of w keys, which begins at a
+multiple of w (chunked attention, Llama 4); None: all."""
+Position = TypeVar("Position")
+"""An int, or many of them in an array or a tensor."""
+
+
+def first_seen(position: Position, window: int) -> Position:
+    """Where the keys begin that a row at `position` sees through a window; below 0 for the first rows."""
+    if window < 0:
+        return position - position % -window  # type: ignore[return-value, operator]
+    return position - (window - 1)  # type: ignore[return-value, operator]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What attention needs to know of a model. `windows[layer]` is the number of latest keys a row sees (None: all).
+    """What attention needs to know of a model. `windows[layer]`: which keys a row sees (see Window).
 
-    A row at position p with window w attends keys p-w+1 .. p. `alibi` asks for a bias per (query head, key position),
+    `alibi` asks for a bias per (query head, key position),
     which the model supplies as a table; see attention.plan. With `score_cap` scaled scores s become
     score_cap * tanh(s / score_cap). With `sinks` every row also sees a key without a value, whose score each
     head of each layer has learned.
@@ -50,7 +64,7 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     scale: float
-    windows: tuple[int | None, ...]
+    windows: tuple[Window, ...]
     alibi: bool = False
     score_cap: float | None = None
     sinks: bool = False

@@ -17,7 +17,8 @@ class RoutingSpec:
     scores: what logits become: a softmax over all experts, or the sigmoid of each. corrected: to the score of an expert
     its correction is added, for the choice alone. groups: experts lie in so many groups of one size, of which those of
     the `met_groups` best can be chosen; a group is as good as the sum of its `summed` best experts. scale: shares are
-    multiplied by it, after they have been divided by their sum.
+    multiplied by it, after they have been divided by their sum. weighs_inputs: what enters an expert is multiplied by
+    its share, rounded, and what experts make is added up as it is (Llama 4).
 
     DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) has all of it; DeepSeek-V2 (arXiv 2405.04434, section 2.1.2) softmax
     scores and groups as good as their best expert.
@@ -29,6 +30,7 @@ class RoutingSpec:
     met_groups: int = 1
     summed: int = 1
     scale: float = 1.0
+    weighs_inputs: bool = False
 
     def obstacle(self, count: int, chosen: int) -> str | None:
         """Why `chosen` of `count` experts cannot be chosen so; None: they can."""

@@ -8,16 +8,27 @@ import os
 import threading
 
 from headrace.engine.loader import Loaded
+from headrace.models.sizes import compute_type, weight_bytes
 
-_ended = threading.Event()
+WORTH_COLLECTING = 256 << 20
+"""Bytes of ended engines for which Python looks through its heap: some tenths of a second in a large one."""
+_ended: list[int] = []
+"""Bytes of each engine that has ended since."""
 
 
 def collect_ended() -> None:
     """Frees the memory of engines that have ended, before another one asks how much is free: their parts refer to each
-    other, and would lie until Python next looks for such garbage."""
-    if _ended.is_set():
+    other, and would lie until Python next looks for such garbage, as those of small ones do."""
+    if sum(_ended) >= WORTH_COLLECTING:
         _ended.clear()
         gc.collect()
+
+
+def memory_of(loaded: Loaded) -> int:
+    """Bytes of an engine's pool and weights, about."""
+    model, capacity, facts = loaded.config.model, loaded.capacity, loaded.decoder.config
+    pool = capacity.kv_cache_tokens // capacity.context_parallel_size * capacity.kv_bytes_per_token
+    return pool + weight_bytes(facts, compute_type(facts, model.dtype), model.quantization)
 
 
 class Ending:
@@ -34,7 +45,7 @@ class Ending:
         loaded, self._loaded = self._loaded, None
         atexit.unregister(self)
         loaded.close()
-        _ended.set()
+        _ended.append(memory_of(loaded))
 
     def of_one_that_was_dropped(self) -> None:
         """Garbage is collected in any thread, one of those that end here too, which cannot wait for itself."""

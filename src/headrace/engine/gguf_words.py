@@ -141,7 +141,7 @@ WORDS = {
     "qwen2": QWEN, "deepseek-r1-qwen": QWEN, "qwen35": Words(_cut(QWEN3_5), normal=True),
     "hunyuan": Words(QWEN.steps, normal=True, whole=True), "seed-coder": Words(_cut(SEED)),
     "tekken": Words(_cut(TEKKEN), whole=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "minimax-m2", "kanana2"), Words(_cut(GPT4O))),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), Words(_cut(GPT4O))),
     "tiny_aya": Words(_cut(*TINY_AYA)), "kimi-k2": Words(_cut(KIMI_K2), whole=True),
     "afmoe": Words(_cut(*AFMOE)), "youtu": Words(_cut(*YOUTU), whole=True), "exaone-moe": Words(_cut(EXAONE_MOE)),
     "deepseek-llm": Words(_cut(*DEEPSEEK, then=(_digits(True),))),

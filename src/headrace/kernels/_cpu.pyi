@@ -119,6 +119,7 @@ class Experts:
         normalised: bool,
         routing: Routing,
         correction: int,
+        weighted_inputs: bool = False,
         shared: Sequence[Matrix] = (),
         outside: int = 0,
     ) -> None:

@@ -237,7 +237,9 @@ def _block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Blo
         {"q_norm": heads, "k_norm": kv} if shape.qk_norm_whole else dict.fromkeys(("q_norm", "k_norm"), spec.head_dim)
     )
     q_norm, k_norm = (
-        vector(layer.weights, f"{name}.weight", width) if shape.qk_norm and (query or name == "k_norm") else 0
+        vector(layer.weights, f"{name}.weight", width)
+        if f"{name}.weight" in layer.weights and (query or name == "k_norm")
+        else 0
         for name, width in widths.items()
     )
     return ext.Block(
@@ -348,7 +350,7 @@ def _experts(
     routing, correction = native_routing(experts.routing, layer.weights.get(CORRECTION), experts.count)
     return require().Experts(
         router, ups, downs, chosen=experts.chosen, normalised=experts.normalised, routing=routing,
-        correction=correction, shared=shared, outside=address(outside),
+        correction=correction, weighted_inputs=experts.routing.weighs_inputs, shared=shared, outside=address(outside),
     )  # fmt: skip
 
 

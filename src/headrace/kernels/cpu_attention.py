@@ -87,7 +87,7 @@ def _run(
         raise ValueError(f"pools must have 4 dimensions, got {list(pool.k.shape)} and {list(pool.v.shape)}")
     slots, kv_heads = pool.k.shape[:2]
     stored = pool_at(pool, q.dtype, (slots, kv_heads, dim))
-    if kv_heads == 0 or heads % kv_heads or (mask.window is not None and mask.window < 1):
+    if kv_heads == 0 or heads % kv_heads or mask.window == 0:
         raise ValueError(f"cannot attend with {heads} query heads, {kv_heads} KV heads and window {mask.window}")
     require().attend(
         type_of(q), q.data_ptr(), stored, _mask_at(mask, rows, heads), address(out), rows=rows, q_stride=q_stride,

@@ -206,7 +206,7 @@ def mixture(
     up, down = (gpu.GpuExperts(*each) for each in ((ups, up_biases), (downs, down_biases)))
     how = partial(gpu.route, chosen=chosen, normalised=normalised, routing=routing, correction=correction)
     activate = partial(ops.gated, gate=activation) if gated else partial(ops.activated, kind=activation)
-    return gpu.GpuMixture(up, down, activate, how, bring)
+    return gpu.GpuMixture(up, down, activate, how, bring, routing)
 
 
 def combine(y: Tensor, routes: Routes) -> Tensor:

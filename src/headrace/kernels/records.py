@@ -77,10 +77,10 @@ class Mask:
 
     items int32 [n, 4] = (slot, key_start, row_begin, row_end): the chunk in `slot` holds the keys at key_start ..
     key_start + 63 and is offered to rows row_begin .. row_end - 1. A row at position p, of positions int64 [R], sees
-    the keys at p - window + 1 .. p (no window: 0 .. p). Scores are multiplied by `scale`, capped to
-    cap * tanh(score / cap) where there is a cap, and bias fp32 [Hq, keys] is added to them by the key's position. sinks
-    fp32 [Hq]: the score of a key without a value, which every row that sees any key sees when it is finished. kept:
-    what backends have made of items and positions, where several calls have the same.
+    the keys up to p, through a window those from config.attention.first_seen on. Scores are multiplied by `scale`,
+    capped to cap * tanh(score / cap) where there is a cap, and bias fp32 [Hq, keys] is added to them by the key's
+    position. sinks fp32 [Hq]: the score of a key without a value, which every row that sees any key sees when it is
+    finished. kept: what backends have made of items and positions, where several calls have the same.
     """
 
     items: Tensor

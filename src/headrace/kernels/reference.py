@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headrace.config.attention import first_seen
 from headrace.kernels.backend import Capabilities, PiecewiseBackend, PreparedStep
 from headrace.kernels.indexer import block_scores, gather, index_scores
 from headrace.kernels.records import Layout, Mask, Pool, StepInputs
@@ -70,7 +71,7 @@ def visible(positions: Tensor, key_start: int, window: int | None) -> Tensor:
     keys = torch.arange(key_start, key_start + CHUNK, device=positions.device)
     seen = keys[None] <= positions[:, None]
     if window is not None:
-        seen &= keys[None] > positions[:, None] - window
+        seen &= keys[None] >= first_seen(positions, window)[:, None]
     return seen
 
 

@@ -44,6 +44,14 @@ def plain_route(
     return expert.int().contiguous(), (share * routing.scale).contiguous()
 
 
+def weighted_inputs(x: Tensor, order: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """(a row for each pair: its row of x [T, H] times its share, rounded once; shares of 1) -> [M, H], [T, k]. order,
+    share: as in experts.Routes, of a GPU too. Where RoutingSpec.weighs_inputs says so."""
+    order = order.long()
+    rows = x[order // share.shape[1]].float() * share.flatten()[order][:, None]
+    return rows.to(x.dtype), torch.ones_like(share)
+
+
 def _of_the_best_groups(worth: Tensor, routing: RoutingSpec) -> Tensor:
     """worth [T, E], of experts that are not in the best groups -inf."""
     groups = worth.view(len(worth), routing.groups, worth.shape[1] // routing.groups)

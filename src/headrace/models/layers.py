@@ -21,6 +21,7 @@ from headrace.kernels.backend import Attend
 from headrace.kernels.layer_shape import ALPHAS, LayerShape
 from headrace.kernels.records import QKRotary
 from headrace.kernels.recurrent import Recur
+from headrace.kernels.routing import weighted_inputs
 from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.hybrid import let_through, recurrent_layer
 from headrace.models.shards import ALONE, Whole, Width
@@ -160,7 +161,7 @@ class Layer:
             heads, turns = ops.rotary(heads, turns), None
         if self.config.qk_norm_whole:
             heads = self._normed_together(name, heads)
-        elif self.config.qk_norm:
+        elif f"{name}.weight" in self.weights:
             heads = ops.rms_norm(heads, self.weights[f"{name}.weight"], self.config.norm_eps, self.config.norm_offset)
         return heads if turns is None else ops.rotary(heads, turns)
 
@@ -234,7 +235,11 @@ class Layer:
         (ups, up_biases), (downs, down_biases) = self._of_experts("up", spec), self._of_experts("down", spec)
         if experts.OUTSIDE in self.weights:
             experts.fetch(self.weights[experts.OUTSIDE], routes.begin)
-        chosen = x[routes.order // spec.chosen]
+        if spec.routing.weighs_inputs:
+            chosen, ones = weighted_inputs(x, routes.order, routes.share)
+            routes = replace(routes, share=ones)
+        else:
+            chosen = x[routes.order // spec.chosen]
         inner = self._inner_of_experts(chosen, ups, routes.begin, up_biases)
         made = experts.linear(self.whole("expert_inner", inner), downs, routes.begin, biases=down_biases)
         return experts.combine(made, routes)

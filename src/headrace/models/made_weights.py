@@ -28,7 +28,9 @@ def made_weights(config: ModelConfig, weights: Weights) -> Weights:
     if config.qk_norm and not config.qk_norm_affine:
         dtype, device = weights["final_norm.weight"].dtype, weights["final_norm.weight"].device
         same = torch.full((config.attention.head_dim,), 1.0 - config.norm_offset, dtype=dtype, device=device)
-        layers = range(config.layers)
+        layers = [
+            n for n in range(config.layers) if not config.qk_norm_local or config.attention.windows[n] is not None
+        ]
         weights = weights | {f"layers.{layer}.{each}_norm.weight": same for layer in layers for each in "qk"}
     if config.activation == "xielu":
         weights = weights | {f"layers.{layer}.{ALPHAS}": _alphas(weights, layer) for layer in range(config.layers)}

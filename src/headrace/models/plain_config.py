@@ -15,7 +15,14 @@ from headrace.models.config import ModelConfig, read_with
 from headrace.models.families import Family
 from headrace.models.families.base import LAYER_TYPES as KINDS
 from headrace.models.plain_defaults import CWM_ENDS, DENSE, GEMMA4_TEXTS, GLM_ENDS, NEVER_NULL
-from headrace.models.plain_layers import GRANITE_KINDS, NEMOTRON_KINDS, fill_in_kinds, fill_in_minimax_m3, layers_turned
+from headrace.models.plain_layers import (
+    GRANITE_KINDS,
+    NEMOTRON_KINDS,
+    fill_in_kinds,
+    fill_in_llama4,
+    fill_in_minimax_m3,
+    layers_turned,
+)
 from headrace.models.plain_rotations import LOCAL_THETAS, OWN_ROPES, PARTS, ROPES, THETA, THETAS
 from headrace.models.plain_routed import ONE_NAME, OTHER_NAMES, ROUTED
 from headrace.types import UnsupportedModel
@@ -62,6 +69,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         _fill_in_qwen3_moe(values)
     if model_type == "smollm3":
         _fill_in_smollm3(values)
+    if model_type == "llama4_text":
+        fill_in_llama4(values)
     if model_type in ("glm", "glm4") and values["eos_token_id"] is None:
         values["eos_token_id"] = GLM_ENDS
     if model_type == "minimax_m3_vl_text":

@@ -40,6 +40,22 @@ def fill_in_minimax_m3(values: dict[str, Any]) -> None:
         values["mlp_layer_types"] = [MLP_TYPES[bool(each)] for each in flags]
 
 
+def fill_in_llama4(values: dict[str, Any]) -> None:
+    layers, every, step = (
+        range(values["num_hidden_layers"]),
+        values["no_rope_layer_interval"],
+        "interleave_moe_layer_step",
+    )
+    if not values["no_rope_layers"]:
+        values["no_rope_layers"] = [int((layer + 1) % every != 0) for layer in layers]
+    if values["moe_layers"] is None:
+        values["moe_layers"] = [*layers[values[step] - 1 :: values[step]]]
+    if values["layer_types"] is None:
+        cut = values["attention_chunk_size"] is not None
+        kinds = (KINDS[0], "chunked_attention")
+        values["layer_types"] = [kinds[bool(turned and cut)] for turned in values["no_rope_layers"]]
+
+
 def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:
     """layer_types and mlp_layer_types. Raises UnsupportedModel where nothing tells them."""
     if model_type.startswith("gemma") and values.get("layer_types", ()) is None:

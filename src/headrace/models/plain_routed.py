@@ -157,6 +157,14 @@ ROUTED: dict[str, dict[str, Any]] = {
         use_bias=False, moe_intermediate_size=1536, moe_k=6, moe_num_experts=64, moe_num_shared_experts=2,
         moe_layer_start_index=1, moe_layer_end_index=-1, moe_layer_interval=1,
     ),
+    "llama4_text": LLAMA
+    | dict(
+        vocab_size=202048, hidden_size=5120, intermediate_size=8192, num_hidden_layers=48, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        intermediate_size_mlp=16384, num_experts_per_tok=1, num_local_experts=16, moe_layers=None,
+        interleave_moe_layer_step=1, use_qk_norm=True, no_rope_layers=None, no_rope_layer_interval=4,
+        attention_chunk_size=8192, layer_types=None, attn_temperature_tuning=True, floor_scale=8192, attn_scale=0.1,
+    ),
     "minimax_m2": LLAMA
     | dict(
         vocab_size=200064, hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48,

@@ -91,7 +91,9 @@ class Rope:
 
     def _query_factors(self, positions: Tensor) -> Tensor:
         """What queries at positions [BLOCK] are multiplied by (see RopeSpec)."""
-        periods = torch.floor(positions / dict(self.spec.parameters)["original_max_position_embeddings"])
+        periods = torch.floor(
+            (positions + self.spec.query_ahead) / dict(self.spec.parameters)["original_max_position_embeddings"]
+        )
         return 1 + self.spec.query_beta * torch.log(1 + periods)
 
     def _compute_frequencies(self, length: int) -> tuple[Tensor, float]:

@@ -198,6 +198,13 @@ class ConfigFields(msgspec.Struct):
     layer_types: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     no_rope_layers: Annotated[list[Annotated[int, Meta(ge=0, le=1)]], Meta(max_length=4096)] | UnsetType | None = UNSET
     no_rope_layer_interval: Count = UNSET
+    attention_chunk_size: Length = UNSET
+    attn_temperature_tuning: Flag | Small = UNSET
+    floor_scale: Length = UNSET
+    attn_scale: Scale = UNSET
+    intermediate_size_mlp: WideCount = UNSET
+    moe_layers: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
+    interleave_moe_layer_step: Count = UNSET
     hidden_activation: ShortText = UNSET
     embedding_multiplier: Factor = UNSET
     scale_emb: Factor = UNSET

@@ -58,6 +58,7 @@ class RopeSpec:
     query_beta: rotated queries are multiplied by 1 + query_beta * ln(1 + floor(position / the original length of the
     `parameters`)), as Llama 4 tempers attention over long contexts; 0: by 1. factor_alone: the factor is for more than
     what is rotated (latent attention), and a column of the table by itself.
+    query_ahead: is added to the position in it.
     """
 
     kind: RopeKind
@@ -65,6 +66,7 @@ class RopeSpec:
     original_length: int
     query_beta: float = 0.0
     factor_alone: bool = False
+    query_ahead: int = 0
 
     def width(self, head_dim: int) -> int:
         """How many elements of a head are rotated, the first ones. proportional: all, the slow ones by nothing."""
@@ -160,8 +162,9 @@ class ModelConfig:
     """The facts of one model. Sizes in elements; `embed_size` is the width of the embedding and of the head.
 
     norm_affine, norm_bias: whether norms have weights, and LayerNorms biases. qk_norm_affine: whether those of queries
-    and keys have. out_norm_eps: of norms behind attention and MLP, where theirs is not norm_eps. embed_norm: embeddings
-    are normed, without weights. final_offset: norm_offset of the last norm, where that differs.
+    and keys have. qk_norm_local: layers with a window alone norm theirs. out_norm_eps: of norms behind attention and
+    MLP, where theirs is not norm_eps. embed_norm: embeddings are normed, without weights. final_offset: norm_offset of
+    the last norm, where that differs.
     mlp_bias: of MLPs, and where a layer has experts of each of them and of the router.
     qk_norm: queries and keys are normed, head by head, or with qk_norm_whole all heads of a row together.
     turn_before_norm: they are rotated first.
@@ -215,6 +218,7 @@ class ModelConfig:
     qk_norm: bool = False
     qk_norm_whole: bool = False
     qk_norm_affine: bool = True
+    qk_norm_local: bool = False
     out_norm_eps: float | None = None
     embed_norm: bool = False
     final_offset: float | None = None

@@ -130,7 +130,7 @@ def _attention(rank: Rank, rows: int, seconds: Callable[[Callable[[], object]], 
     """Operations a second of both products."""
     spec = rank.kernels.spec
     window = spec.windows[0]
-    keys = KEYS if window is None else min(KEYS, max(CHUNK, window // CHUNK * CHUNK))
+    keys = KEYS if window is None else min(KEYS, max(CHUNK, abs(window) // CHUNK * CHUNK))
     return 4 * spec.heads * spec.shape(0)[1] * rows * keys / seconds(_attend_once(rank, rows, keys))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
 from headrace.config import AttentionSpec
+from headrace.config.attention import first_seen
 from headrace.kernels.backend import Backend, in_pieces
 from headrace.kernels.records import Mask, Pool
 from headrace.kernels.state import RunningState
@@ -162,7 +163,7 @@ class _MergingRun:
     def __post_init__(self) -> None:
         window = self.kernels.spec.windows[self.layer]
         if window is not None:
-            self.next = max(0, (self.start - window + 1) // CHUNK)
+            self.next = max(0, first_seen(self.start, window)) // CHUNK
 
     @property
     def _block(self) -> int:

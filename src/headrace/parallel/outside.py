@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.plan import Int32
+from headrace.config.attention import first_seen
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Watch
 from headrace.kv.own_chunks import OwnChunks
@@ -71,7 +72,7 @@ def own_chunks(group: StepGroup, rank: int, slots_per_rank: int, windows: Iterab
     begun = mine(lambda part: part.slots[chunks_for(part.start) :])
 
     def cached(window: int | None) -> Int32:
-        seen = mine(lambda part: part.slots[_first_seen(part.start, window) : chunks_for(part.start)])
+        seen = mine(lambda part: part.slots[_first_chunk(part.start, window) : chunks_for(part.start)])
         return _places(slots, np.setdiff1d(seen, begun))
 
     written = mine(lambda part: part.slots[part.start // CHUNK :])
@@ -102,9 +103,9 @@ def _computed_elsewhere(part: StepPart, rank: int) -> list[int]:
     return [slot for begin, end in ranges if end > begin for slot in part.slots[begin // CHUNK : chunks_for(end)]]
 
 
-def _first_seen(start: int, window: int | None) -> int:
+def _first_chunk(start: int, window: int | None) -> int:
     """The first chunk with a key that a row at `start` or later sees."""
-    return 0 if window is None else max(0, start - window + 1) // CHUNK
+    return 0 if window is None else max(0, first_seen(start, window)) // CHUNK
 
 
 def _places(slots: Int32, some: Int32) -> Int32:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.config.attention import Window
 from headrace.device import current
 from headrace.kernels.cpu_step import Pools, StepOver
 from headrace.kernels.records import Mask, Pool, QKRotary, StepInputs
@@ -208,7 +209,7 @@ class TileWork:
             self.arena.items.there, tasks, count, mask.positions, self.arena.bases.there, q if bias is None else bias,
             q if sinks is None else sinks, acc, m, z, out,
             mask.scale * LOG2_E * (1.0 if cap is None else 2.0 / cap), (cap or 0.0) * LOG2_E, q.stride(0),
-            0 if bias is None else bias.shape[-1], mask.window or 0, **self._shape(mask), **way,
+            0 if bias is None else bias.shape[-1], abs(mask.window or 0), **self._shape(mask), **way,
             KV_HEADS=heads.kv_heads, PART=heads.part, PARTS=heads.columns // heads.kv_heads, V=columns,
             K=options.keys, LANES=options.lanes, BIAS=bias is not None, CAP=cap is not None, PRECISION="ieee",
             num_warps=options.warps, num_stages=options.stages,
@@ -236,7 +237,7 @@ class TileWork:
         acc, m, z = self.states
         direct(attention_kernels.merge_spans)[(min(self.merges, len(out)), self.heads.heads)](
             acc, m, z, mask.positions, self.arena.bases.there, self.arena.merged.there, self.arena.count_of[-2],
-            acc if mask.sinks is None else mask.sinks, out, mask.window or 0, **self._shape(mask), num_warps=1,
+            acc if mask.sinks is None else mask.sinks, out, abs(mask.window or 0), **self._shape(mask), num_warps=1,
         )  # fmt: skip
 
     def _shape(self, mask: Mask) -> dict[str, Any]:
@@ -245,9 +246,16 @@ class TileWork:
             "D": self.heads.dim,
             "P": self.heads.padded,
             "SPAN": tile_schedule.SPAN,
-            "WINDOW": mask.window is not None,
+            "WINDOW": window_kind(mask.window),
             "SINKS": mask.sinks is not None,
         }
+
+
+def window_kind(window: Window) -> int:
+    """As kernels know it: 0, all keys; 1, the latest; 2, those of a row's own block."""
+    if window is None:
+        return 0
+    return 1 if window > 0 else 2
 
 
 def schedules(

@@ -87,6 +87,15 @@ def _softmax(m, z, scores, scale):
 
 
 @triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """Where the keys begin that a row sees: WINDOW 1, of the last `window`; 2, of its own block of so many."""
+    if WINDOW == 2:
+        return position - position % window
+    else:
+        return position - window + 1
+
+
+@triton.jit
 def _walk_chunks(
     rows, m, z, acc, total_m, total_z, total, k, v, k_scale, v_scale, items, begin, end, kv_head, column, head, taken,
     position, last, bias, factor, cap, bias_len, window,
@@ -126,7 +135,7 @@ def _walk_chunks(
         if MASKED:
             seen = keys[None, :] <= position[:, None]
             if WINDOW:
-                seen = seen & (keys[None, :] > position[:, None] - window)
+                seen = seen & (keys[None, :] >= first_seen(position, window, WINDOW)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         m, z, keep, p = _softmax(m, z, scores, scale)
         if INT8:
@@ -148,7 +157,7 @@ def _walk_spans(
     empty."""
     # Rows of one sequence and chunks that follow one another: all lanes see the middle ones whole.
     least = tl.min(tl.where(taken, position, 0x7FFFFFFF), 0)
-    low = tl.minimum(tl.maximum(last - window - key + 64, 0) // 64, count) if WINDOW else 0
+    low = tl.minimum(tl.maximum(first_seen(last, window, WINDOW) - key + 63, 0) // 64, count) if WINDOW else 0
     high = tl.minimum(tl.maximum((least + 1 - key) // 64, low), count)
     total_m, total_z, total = m, z, acc
     if WINDOW:
@@ -296,7 +305,7 @@ def merge_spans(
         m = tl.full((1,), float("-inf"), tl.float32)
         z = tl.zeros((1,), tl.float32)
         acc = tl.zeros((1, P), tl.float32)
-        first = tl.maximum(position - window + 1, 0) // SPAN if WINDOW else 0
+        first = tl.maximum(first_seen(position, window, WINDOW), 0) // SPAN if WINDOW else 0
         end = position // SPAN + 1
         # Several spans' states are on their way while one is merged.
         for span in tl.range(first, end, num_stages=8):

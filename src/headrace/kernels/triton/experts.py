@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.config import RoutingSpec
 from headrace.config.routing import SOFTMAX
-from headrace.kernels.routing import check_routing
+from headrace.kernels.routing import check_routing, weighted_inputs
 from headrace.kernels.triton import rounded, weight_kernels
 from headrace.kernels.triton.launching import direct
 from headrace.kernels.triton.weights import MAGIC, GpuQuantized, agreeing, constants, operands, tile_for
@@ -147,8 +147,10 @@ class GpuMixture:
         activate: Callable[[Tensor], Tensor],
         routes: Callable[[Tensor], GpuRoutes],
         bring: Callable[[Tensor], Tensor] | None = None,
+        routing: RoutingSpec = SOFTMAX,
     ) -> None:
         self.ups, self.downs, self.activate, self.routes, self.bring = ups, downs, activate, routes, bring
+        self.routing = routing
 
     def __call__(self, x: Tensor, logits: Tensor, scales: Tensor | None = None, gather: Gather | None = None) -> Tensor:
         """See kernels.experts.Mixture."""
@@ -159,7 +161,10 @@ class GpuMixture:
             by = self.bring(routes.begin)
             self.ups.move(by)
             self.downs.move(by)
-        inner = self.activate(self.ups(x, routes, sent=True))
+        if self.routing.weighs_inputs:
+            x, ones = weighted_inputs(x, routes.order, routes.share)
+            routes = replace(routes, share=ones)
+        inner = self.activate(self.ups(x, routes, sent=not self.routing.weighs_inputs))
         inner = inner if gather is None else gather(inner)
         return combine(self.downs(inner, routes, sent=False), routes)
 

@@ -40,10 +40,11 @@ def takes(place: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, di
 
 
 def takes_call(q: Tensor, pool: Pool, mask: Mask) -> bool:
-    """Whether there are kernels for q [R, Hq, D] on the pool: chunks begin at multiples of 16 bytes, and the scores are
-    neither biased nor capped."""
+    """Whether there are kernels for q [R, Hq, D] on the pool: chunks begin at multiples of 16 bytes, the scores are
+    neither biased nor capped, and rows do not attend within blocks."""
     _, kv_heads, dim = pool.shape
-    if mask.bias is not None or mask.cap is not None or pool.k.data_ptr() % 16 or pool.v.data_ptr() % 16:
+    others = mask.bias is not None or mask.cap is not None or (mask.window or 0) < 0
+    if others or pool.k.data_ptr() % 16 or pool.v.data_ptr() % 16:
         return False
     return takes(q.device, pool.k.dtype, q.shape[1], kv_heads, dim)
 

@@ -58,6 +58,7 @@ class Variant(NamedTuple):
         """What other models' attention does not have."""
         int8 = self.stored == torch.int8
         told = {"attention sinks": self.sinks, "soft caps": self.cap is not None, "int8 keys and values": int8}
+        told["blocks of keys"] = self.window is not None and self.window < 0
         told[f"latents of {self.heads.dim}"] = self.heads.once
         told[f"heads of {self.heads.dim}"] = self.heads.dim > USUAL_HEAD and not self.heads.once
         return [name for name, there in told.items() if there]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.config.attention import first_seen
 from headrace.types import CHUNK
 
 Bools = NDArray[np.bool_]
@@ -79,7 +80,7 @@ class TileSchedule:
 
 
 def cut(items: Int32, positions: Int64, bounds: Bounds, window: int | None = None) -> TileSchedule:
-    """The tasks of a plan's items for its rows, which see their last `window` keys (None: all)."""
+    """The tasks of a plan's items for its rows, which see keys through a window (config.attention)."""
     pieces = _pieces(items)
     edges = run_edges(pieces.high, positions)
     states = positions // SPAN + 1
@@ -290,7 +291,7 @@ def _flash(
         seen = np.searchsorted(mine[:, 1], positions[high - 1], side="right")
         first = np.zeros(len(low), dtype=np.int64)
         if window is not None:
-            first = np.searchsorted(mine[:, 1], positions[low] - window - CHUNK + 1, side="right")
+            first = np.searchsorted(mine[:, 1], first_seen(positions[low], window) - CHUNK, side="right")
         tasks.append(_tasks(low, high, offset + first, seen - first))
         walked.append(mine)
         offset += len(mine)

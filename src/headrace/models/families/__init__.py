@@ -24,6 +24,7 @@ from headrace.models.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
 from headrace.models.families.hyperclovax import HYPERCLOVAX
 from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION, LFM3
 from headrace.models.families.llama import ARCEE, CWM, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from headrace.models.families.llama4 import LLAMA4, LLAMA4_WITH_VISION
 from headrace.models.families.minicpm3 import MINICPM3, YOUTU
 from headrace.models.families.minimax_m2 import MINIMAX_M2
 from headrace.models.families.minimax_m3 import MINIMAX_M3
@@ -63,6 +64,8 @@ CLASSIFIERS: dict[str, Family] = {
 """Decoders with a classifier's head, as rerankers and reward models have it."""
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": LLAMA4_WITH_VISION,
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,

@@ -62,6 +62,7 @@ LFM2_MOE_NAMES = _with_experts("feed_forward", ("w1", "w3", "w2")) | lfm2.EXPERT
 NEMOTRON_EPSILON = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
 LAYER_NORM_EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
 LFM2_EPSILON = ("attention.layer_norm_rms_epsilon", "norm_eps")
+LLAMA4_NAMES = _with_experts("feed_forward", ("gate_proj", "up_proj", "down_proj")) | routed.LLAMA4_NAMES
 MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3", "w2"))
 
 
@@ -102,6 +103,7 @@ class Architecture:
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, turned=True),
+    "llama4": Architecture("Llama4ForCausalLM", "llama4_text", LLAMA4_NAMES, fields=routed.llama4, routed=False),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
     "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),

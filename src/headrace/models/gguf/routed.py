@@ -1,10 +1,10 @@
 """GGUF files of Granite 3, Qwen 2, HunYuan and Mellum 2 with experts, and of MiniMax-M2, ERNIE 4.5 with experts,
-K-EXAONE and Trinity, whose routers have corrections: what config.json would say, and what Granite's tensors are.
-Imports no torch.
+K-EXAONE and Trinity, whose routers have corrections, and of Llama 4: what config.json would say, and what Granite's
+tensors are. Imports no torch.
 
-Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py, mellum.py and afmoe.py,
-and src/models/minimax-m2.cpp, ernie4-5-moe.cpp, qwen2moe.cpp, hunyuan-moe.cpp, exaone-moe.cpp, mellum.cpp and
-afmoe.cpp.
+Facts: llama.cpp's conversion/granite.py, minimax.py, ernie.py, qwen.py, hunyuan.py, exaone.py, mellum.py, afmoe.py and
+llama4.py, and src/models/minimax-m2.cpp, ernie4-5-moe.cpp, qwen2moe.cpp, hunyuan-moe.cpp, exaone-moe.cpp, mellum.cpp,
+afmoe.cpp and llama4.cpp, which has as constants what its file does not say.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ AFMOE_NAMES = SHARED | {
     "blk.{}.ffn_gate_inp": LAYER + "mlp.router.gate",
     CORRECTIONS: LAYER + "mlp.expert_bias",
 }
+LLAMA4_NAMES = {f"blk.{{}}.ffn_{part}": f"{LAYER}feed_forward.{part}_proj" for part in ("gate", "up", "down")}
+LLAMA4_NAMES |= {
+    f"blk.{{}}.ffn_{part}_shexp": f"{LAYER}feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")
+}
+LLAMA4_NAMES |= {"blk.{}.ffn_gate_inp": LAYER + "feed_forward.router"}
+LLAMA4_EVERY, LLAMA4_WITHOUT_NORMS = 4, 128
+"""One layer of so many attends to all keys; experts of the model whose queries and keys are not normed."""
 HUNYUAN_NAMES = families.HUNYUAN_NAMES | {
     "blk.{}.ffn_gate_inp": LAYER + "mlp.gate.wg",
     "blk.{}.ffn_gate_shexp": LAYER + "mlp.shared_mlp.gate_proj",
@@ -167,6 +174,25 @@ def exaone_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "topk_group": facts.count("expert_group_used_count", 1),
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
         "norm_topk_prob": facts.flag("expert_weights_norm", False),
+    }
+
+
+def llama4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    _check(facts, READ | OF_SHARED, SIGMOID, normalised=False)
+    for name, usual in (("attention.sliding_window_pattern", LLAMA4_EVERY), ("expert_shared_count", 1)):
+        if (found := facts.value(name)) not in (None, usual):
+            raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}{name} {found} is not supported")
+    if facts.value("attention.sliding_window") == 0:
+        raise UnsupportedModel(f"{facts.file.path}: Llama 4 without blocks of keys is not supported")
+    count = facts.count("expert_count")
+    return {
+        "intermediate_size_mlp": facts.count("feed_forward_length"),
+        "intermediate_size": facts.count("expert_feed_forward_length"),
+        "num_local_experts": count,
+        "num_experts_per_tok": facts.count("expert_used_count"),
+        "interleave_moe_layer_step": facts.count("interleave_moe_layer_step"),
+        "no_rope_layer_interval": LLAMA4_EVERY,
+        "use_qk_norm": count != LLAMA4_WITHOUT_NORMS,
     }
 
 
