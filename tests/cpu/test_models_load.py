@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", dict(architectures=["GPT2LMHeadModel"]), "architecture GPT2LMHeadModel"),
+    ("llama", dict(architectures=["BloomForCausalLM"]), "architecture BloomForCausalLM"),
     ("llama", dict(architectures=["LlamaForTokenClassification"]), "architecture LlamaForTokenClassification"),
     ("llama", dict(architectures=[]), r"architecture \(none\)"),
     ("llama", dict(model_type="mistral"), "model_type 'mistral'"),
@@ -61,6 +61,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
     ("mixtral", dict(num_local_experts=65536, num_hidden_layers=4096), "65536 experts in 4096 layers"),
     ("mixtral", dict(sliding_window=0), "sliding_window 0"),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx true is not supported"),
+    ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights false is not supported"),
+    ("gpt2", dict(n_head=3), "n_embd 128 is not a multiple of n_head 3"),
+    ("gpt_neox", dict(hidden_act="silu"), "hidden_act 'silu'"),
     ("llama4", dict(layer_types=["sliding_attention"] * 3), "layer_types with 'sliding_attention' is not supported"),
     ("llama4", dict(layer_types=["full_attention"] * 3), "layer_types must name chunked_attention where"),
     ("llama4", dict(no_rope_layers=[1, 0]), "no_rope_layers names 2 layers, num_hidden_layers is 3"),

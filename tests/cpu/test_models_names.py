@@ -25,7 +25,10 @@ from tests.support.checkpoints import (
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
-PREFIXES = {"llama": "model.", "opt": "model.decoder.", "falcon40": "transformer."}
+PREFIXES = {
+    "llama": "model.", "opt": "model.decoder.", "falcon40": "transformer.", "gpt2": "transformer.",
+    "gpt_neox": "gpt_neox.",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PREFIXES)
@@ -39,6 +42,23 @@ def test_opt_names_under_decoder(folder_of: FolderOf, ours_of: OursOf, tmp_path:
     folder = copy_of(folder_of("opt"), tmp_path / "model")
     rename(folder, lambda tensors: {name.removeprefix("model."): t for name, t in tensors.items()})
     assert same(load_decoder(folder), ours_of("opt"))
+
+
+def test_masks_of_old_files_are_not_read(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """As GPT-2 and Pythia were published: which keys a row sees was a tensor of each layer."""
+    for kind, name in (("gpt2", "transformer.h.{}.attn.bias"), ("gpt_neox", "gpt_neox.layers.{}.attention.bias")):
+        folder = copy_of(folder_of(kind), tmp_path / kind)
+        masks = {name.format(layer): torch.ones(1, 1, 8, 8, dtype=torch.uint8) for layer in range(2)}
+        masks |= {f"{each.rpartition('.')[0]}.masked_bias": torch.tensor(-1e4) for each in list(masks)}
+        rename(folder, lambda tensors, masks=masks: tensors | masks)  # type: ignore[misc]
+        assert same(load_decoder(folder), ours_of(kind))
+
+
+def test_a_head_beside_and_one_in_memory(folder_of: FolderOf, ours_of: OursOf, tmp_path: Path) -> None:
+    """Published files of Pythia call it embed_out, and transformers calls it as it does all others."""
+    folder = copy_of(folder_of("gpt_neox"), tmp_path / "model")
+    rename(folder, lambda tensors: {name.replace("embed_out", "lm_head"): t for name, t in tensors.items()})
+    assert same(load_decoder(folder), ours_of("gpt_neox"))
 
 
 WITH_VISION = {
@@ -87,6 +107,7 @@ ALWAYS_TOGETHER = (
     "granite4_experts",
     "granite_moe_swa",
     "mistral4",
+    "llama4",
 )
 """Kinds whose experts lie in one tensor in every file."""
 

@@ -21,6 +21,10 @@ from transformers import (
     Exaone4ForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
     HunYuanDenseV1Config,
@@ -37,6 +41,7 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    PreTrainedModel,
     SeedOssConfig,
     SeedOssForCausalLM,
     Starcoder2Config,
@@ -45,7 +50,19 @@ from transformers import (
     YoutuForCausalLM,
 )
 
-from tests.support.kind_sizes import MIXED_WINDOWS, MULTIPLIERS, SHORT_LENGTH, WINDOW, YARN_ROPE, Build, of, rope
+from tests.support.kind_sizes import (
+    MIXED_WINDOWS,
+    MODEL_LENGTH,
+    MULTIPLIERS,
+    NO_TOKEN,
+    SHORT_LENGTH,
+    VOCAB,
+    WINDOW,
+    YARN_ROPE,
+    Build,
+    of,
+    rope,
+)
 
 _seed_oss = of(SeedOssForCausalLM, SeedOssConfig, head_dim=64)
 _arcee = of(ArceeForCausalLM, ArceeConfig)
@@ -87,7 +104,18 @@ _hyperclovax = of(HyperCLOVAXForCausalLM, HyperCLOVAXConfig, **MULTIPLIERS | dic
 _jais2 = of(Jais2ForCausalLM, Jais2Config)
 _apertus = of(ApertusForCausalLM, ApertusConfig, rope_parameters=None, dtype="float32")
 
+
+def _gpt2(**fields: Any) -> PreTrainedModel:
+    sizes = dict(n_embd=128, n_layer=2, n_head=4, n_positions=MODEL_LENGTH, vocab_size=VOCAB, tie_word_embeddings=False)
+    return GPT2LMHeadModel(GPT2Config(**sizes | dict(bos_token_id=None, eos_token_id=NO_TOKEN) | fields))
+
+
+_gpt_neox = of(GPTNeoXForCausalLM, GPTNeoXConfig)
+
 DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
+    "gpt2": (_gpt2, {}),
+    "gpt_neox": (_gpt_neox, {}),
+    "gpt_neox_sequential": (_gpt_neox, dict(use_parallel_residual=False, attention_bias=False)),
     "seed_oss": (_seed_oss, dict(mlp_bias=True)),
     "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
     "ernie4_5": (_ernie4_5, dict(use_bias=True)),

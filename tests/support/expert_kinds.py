@@ -197,7 +197,7 @@ _granite4 = of(
 
 _llama4 = of(
     Llama4ForCausalLM, Llama4TextConfig, head_dim=64, num_hidden_layers=3, no_rope_layers=[1, 0, 1], moe_layers=[1, 2],
-    num_local_experts=4, intermediate_size=96, intermediate_size_mlp=192, attention_chunk_size=128, floor_scale=50,
+    num_local_experts=4, intermediate_size=128, intermediate_size_mlp=192, attention_chunk_size=128, floor_scale=50,
     attn_scale=0.3,
 )  # fmt: skip
 """Blocks of two chunks of the pool, and factors of queries that change every 50 tokens."""

@@ -23,6 +23,7 @@ from tests.support import (
     checkpoints,
     gguf_deepseek,
     gguf_gemma4,
+    gguf_gpt,
     gguf_gpt_oss,
     gguf_granite,
     gguf_hybrids,
@@ -89,11 +90,12 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS | gguf_lfm2.KINDS  # fmt: skip
-KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS
+KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS | gguf_gpt.KINDS
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 OWN: Any = {gguf_granite.ARCHITECTURE: gguf_granite, **dict.fromkeys(gguf_nemotron.ARCHITECTURES, gguf_nemotron)}
+OWN |= dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)
 FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (
     "gemma2", "gemma3", "gemma4", "qwen3next", "qwen35", "qwen35moe", "seed_oss", "gpt-oss", "glm4moe", "olmo2",
@@ -141,6 +143,8 @@ def build(kind: str) -> PreTrainedModel:
     """A random model of a kind, in the sizes of gguf_files."""
     architecture, base, own = KINDS[kind]
     fields = {**SIZES, **own}
+    if architecture in gguf_gpt.ARCHITECTURES:
+        return checkpoints.build_model(base, **own if architecture == "gpt2" else fields)
     if architecture == "falcon":
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
     if architecture in (*gguf_deepseek.ARCHITECTURES, "minicpm3"):

@@ -19,7 +19,7 @@ MINISTRAL3_ROPE = dict(
 )  # fmt: skip
 HUNYUAN_ROPE = dict(type="dynamic", alpha=1000.0, factor=1.0, beta_fast=32, beta_slow=1, mscale=1.0)
 FULL = ["full_attention"] * 3
-LLAMA4 = "Llama4ForCausalLM"
+LLAMA4, GPT2, NEOX = "Llama4ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM"
 NEXT, QWEN3_5, QWEN3_5_MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
 GEMMA4, GLM_MOE = "Gemma4ForCausalLM", "Glm4MoeForCausalLM"
 DOTS, QWEN2_MOE = "Dots1ForCausalLM", "Qwen2MoeForCausalLM"
@@ -182,6 +182,19 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["Qwen3MoeForCausalLM"], num_local_experts=16, num_experts_per_tok=17),
     dict(architectures=["MixtralForCausalLM"], num_local_experts=4, sliding_window=64, rope_theta=5e5),
     dict(architectures=["MixtralForCausalLM"], num_experts=4, num_local_experts=3),
+    dict(
+        architectures=[GPT2], n_ctx=1024, n_embd=1024, n_layer=24, n_head=16, n_positions=1024, summary_type="cls_index"
+    ),
+    dict(architectures=[GPT2], n_inner=100, activation_function="gelu_pytorch_tanh", tie_word_embeddings=False),
+    dict(architectures=[GPT2], hidden_size=96, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=64),
+    dict(architectures=[GPT2], scale_attn_weights=False),
+    dict(architectures=[GPT2], scale_attn_by_inverse_layer_idx=True),
+    dict(architectures=[GPT2], add_cross_attention=True),
+    dict(architectures=[GPT2], n_embd=100),
+    dict(architectures=[NEOX], rotary_pct=0.5, rotary_emb_base=5e4, eos_token_id=0, num_hidden_layers=6),
+    dict(architectures=[NEOX], use_parallel_residual=False, attention_bias=False, hidden_act="gelu_new"),
+    dict(architectures=[NEOX], rope_scaling=dict(rope_type="linear", factor=2.0), max_position_embeddings=4096),
+    dict(architectures=[NEOX], hidden_act="swish"),
     dict(architectures=[LLAMA4], num_hidden_layers=9, interleave_moe_layer_step=2, attn_temperature_tuning=False),
     dict(architectures=[LLAMA4], num_hidden_layers=5, no_rope_layers=[], no_rope_layer_interval=2, use_qk_norm=False),
     dict(architectures=[LLAMA4], num_hidden_layers=3, moe_layers=[], rope_scaling=LLAMA3 | dict(rope_type="llama3")),
@@ -354,7 +367,7 @@ GIVEN: list[dict[str, Any]] = [
         ),
     ),
     dict(num_attention_heads=4, num_key_value_heads=3),
-    dict(architectures=["GPT2LMHeadModel"]),
+    dict(architectures=["BloomForCausalLM"]),
     dict(pretraining_tp=2),
     dict(hidden_act="gelu"),
     dict(quantization_config=dict(bits=4)),

@@ -212,8 +212,8 @@ MODELS = (
     WrongUse(
         "an unknown architecture",
         "chat m",
-        "architecture GPT2LMHeadModel is not supported",
-        files=model(architectures=["GPT2LMHeadModel"]),
+        "architecture BloomForCausalLM is not supported",
+        files=model(architectures=["BloomForCausalLM"]),
     ),
     WrongUse(
         "a quantised checkpoint",

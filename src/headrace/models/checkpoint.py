@@ -93,7 +93,8 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     by_inputs = _lie_by_inputs(config)
     if scheme is not None:
         return QuantisedCheckpoint(model, scheme, experts, by_inputs)
-    return SafetensorsCheckpoint(model, experts, by_inputs)
+    modules = family_of(config.architecture, config.text_type).by_inputs
+    return SafetensorsCheckpoint(model, experts, by_inputs, modules)
 
 
 def _lie_by_inputs(config: ModelConfig) -> ByInputs:
@@ -111,9 +112,16 @@ def _count_experts(config: ModelConfig) -> int:
 class SafetensorsCheckpoint:
     """The safetensors files of a folder. A tensor [experts, ...], `experts.NAME`, is shown as one of each expert:
     `experts.0.NAME.weight` and so on, `experts.NAME_bias` as `experts.0.NAME.bias`; so are those of Granite, which
-    stand without `experts`. by_inputs: which such weights lie as [experts, inputs, outputs]."""
+    stand without `experts`. by_inputs: which such weights lie as [experts, inputs, outputs]; turned: modules of layers
+    whose matrices lie as [inputs, outputs]."""
 
-    def __init__(self, folder: Path, experts: int = 0, by_inputs: ByInputs = lambda module, shape: False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        experts: int = 0,
+        by_inputs: ByInputs = lambda module, shape: False,
+        turned: tuple[str, ...] = (),
+    ) -> None:
         self.model, self._by_inputs = folder, by_inputs
         self._turned: set[str] = set()
         self._stack = ExitStack()
@@ -125,6 +133,8 @@ class SafetensorsCheckpoint:
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path} is damaged or cut short ({shown(error)}); download it again") from None
             self._where.update(dict.fromkeys(file.keys(), file))
+        ends = tuple(f".{module}.weight" for module in turned)
+        self._turned |= {name for name in self._where if name.endswith(ends)}
         if experts:
             self._take_apart(experts)
 

@@ -39,7 +39,7 @@ from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multipli
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import EMBED, HEAD, refuse_rounding
-from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET
+from headrace.models.spec import CLASSIFIER
 from headrace.models.tables import is_tied, take_tables
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
 from headrace.models.x_turns import XTurns
@@ -321,7 +321,8 @@ class Decoder:
         if "project_in.weight" in self.matrices:
             x = ops.linear(x, self.matrices["project_in.weight"])
         if self.config.positions == "learned":
-            x = x + ops.look_up(self.tables["positions.weight"], positions + LEARNED_OFFSET, self.dtype)
+            rows = positions + self.config.positions_from
+            x = x + ops.look_up(self.tables["positions.weight"], rows, self.dtype)
         return x
 
 

@@ -28,6 +28,11 @@ from headrace.models.plain_routed import ONE_NAME, OTHER_NAMES, ROUTED
 from headrace.types import UnsupportedModel
 
 DEFAULTS = DENSE | ROUTED
+GPT2_NAMES = {
+    "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}  # fmt: skip
+"""What GPT-2's files call these fields; its class takes both names."""
 
 
 def plain_config(folder: Path) -> ModelConfig:
@@ -37,7 +42,7 @@ def plain_config(folder: Path) -> ModelConfig:
 
 
 def _normalised(raw: dict[str, Any], family: Family) -> Any:
-    known = schema.known(raw)
+    known = {GPT2_NAMES.get(name, name): value for name, value in schema.known(raw).items()}
     model_type = family.fields_of
     values = DEFAULTS[model_type] | known
     never_null = [name for name in NEVER_NULL if DEFAULTS[model_type].get(name) is not None]
@@ -192,8 +197,11 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
     rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
     if not rope:
         rope = dict(ROPES.get(model_type, {}))
-    rope.setdefault("rope_theta", given.get("rope_theta", THETAS.get(model_type, THETA)))
+    base = "rotary_emb_base" if model_type == "gpt_neox" else "rope_theta"
+    rope.setdefault("rope_theta", given.get(base, THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
+    if model_type == "gpt_neox":
+        part = given.get("rotary_pct", 0.25)
     if part is None and model_type == "minimax_m2" and values.get("rotary_dim") is not None:
         part = values["rotary_dim"] / values["head_dim"]
     if part is not None:

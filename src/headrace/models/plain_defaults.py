@@ -161,6 +161,19 @@ DENSE: dict[str, dict[str, Any]] = {
         activation_function="relu", bos_token_id=2, eos_token_id=2, enable_bias=True,
         layer_norm_elementwise_affine=True, tie_word_embeddings=True,
     ),
+    "gpt2": COMMON
+    | dict(
+        vocab_size=50257, max_position_embeddings=1024, hidden_size=768, num_hidden_layers=12, num_attention_heads=12,
+        n_inner=None, activation_function="gelu_new", layer_norm_epsilon=1e-5, scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False, add_cross_attention=False, bos_token_id=50256, eos_token_id=50256,
+        tie_word_embeddings=True,
+    ),
+    "gpt_neox": COMMON
+    | dict(
+        vocab_size=50432, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64, intermediate_size=24576,
+        hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5, bos_token_id=0, eos_token_id=2,
+        use_parallel_residual=True, attention_bias=True,
+    ),
     "falcon": COMMON
     | dict(
         vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, num_ln_in_parallel_attn=None,

@@ -102,6 +102,17 @@ class ConfigFields(msgspec.Struct):
     vocab_size: WideCount = UNSET
     hidden_size: WideCount = UNSET
     n_embed: WideCount = UNSET
+    n_embd: WideCount = UNSET
+    n_layer: Layers = UNSET
+    n_head: Count = UNSET
+    n_positions: Length = UNSET
+    n_inner: WideCount = UNSET
+    scale_attn_weights: Flag = UNSET
+    scale_attn_by_inverse_layer_idx: Flag = UNSET
+    add_cross_attention: Flag = UNSET
+    use_parallel_residual: Flag = UNSET
+    rotary_pct: Factor = UNSET
+    rotary_emb_base: Theta = UNSET
     intermediate_size: WideCount = UNSET
     ffn_hidden_size: WideCount = UNSET
     ffn_dim: WideCount = UNSET

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from headrace.config.routing import CORRECTION
-from headrace.models.spec import CLASSIFIER, LEARNED_OFFSET, NORMED_BEHIND, LatentSpec, LayerInputs, ModelConfig
+from headrace.models.spec import CLASSIFIER, NORMED_BEHIND, LatentSpec, LayerInputs, ModelConfig
 
 OF_HEADS = re.compile(r"layers\.\d+\.(heads|(keys|values)\.\d+)\.weight$")
 
@@ -50,7 +50,7 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
     hidden, embed = config.hidden_size, config.embed_size
     slots = {"embed.weight": Slot((config.vocab_size,), embed)}
     if config.positions == "learned":
-        slots["positions.weight"] = Slot((config.max_model_len + LEARNED_OFFSET,), hidden)
+        slots["positions.weight"] = Slot((config.max_model_len + config.positions_from,), hidden)
     if embed != hidden:
         slots |= _linear("project_in", (hidden,), embed, False) | _linear("project_out", (embed,), hidden, False)
     if config.layer_inputs is not None:

@@ -44,8 +44,6 @@ LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")
 
 CLASSIFIER = "score.weight"
 """[labels, E]."""
-LEARNED_OFFSET = 2
-"""OPT's table of positions begins with two rows that no position uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +183,8 @@ class ModelConfig:
     without_mlp: layers that attention, or what stands in its place, makes up alone. apart: in files MLPs are layers of
     their own, each behind the one that it belongs to.
 
+    positions_from: the row of a table of learned positions that is the first one's.
+
     value_norm: values are normed, without weights. keys_as_values: in layers without a window values are the keys
     before their norm. shared_inner: MLP width of layers without keys and values of their own (AttentionSpec.shared); 0:
     as of the others. layer_scale: what leaves a layer is multiplied by a number of its own.
@@ -248,6 +248,7 @@ class ModelConfig:
     apart: bool = False
     value_norm: bool = False
     keys_as_values: bool = False
+    positions_from: int = 0
     shared_inner: int = 0
     layer_scale: bool = False
     layer_inputs: LayerInputs | None = None

@@ -150,7 +150,8 @@ def _sources(
 def source_of(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     """The checkpoint's tensors, with that prefix, that make ours."""
     if name == HEAD:  # of a text part that has a head of its own it stands there
-        return (f"{prefix.removesuffix('model.') if prefix.endswith('.model.') else ''}lm_head.weight",)
+        (head,) = names.get("head", ("lm_head",))
+        return (f"{prefix.removesuffix('model.') if prefix.endswith('.model.') else ''}{head}.weight",)
     if name == CLASSIFIER:
         return (CLASSIFIER,)
     module, kind = name.rsplit(".", 1)

@@ -17,6 +17,8 @@ from headrace.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_VI
 from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, GEMMA4_UNIFIED_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.glm4_moe import GLM4_MOE
+from headrace.models.families.gpt2 import GPT2
+from headrace.models.families.gpt_neox import GPT_NEOX
 from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
@@ -89,6 +91,8 @@ FAMILIES: dict[str, Family] = {
     "Lfm3ForCausalLM": LFM3,
     "NemotronHForCausalLM": NEMOTRON_H,
     "OPTForCausalLM": OPT,
+    "GPT2LMHeadModel": GPT2,
+    "GPTNeoXForCausalLM": GPT_NEOX,
     "FalconForCausalLM": FALCON,
     "Phi3ForCausalLM": PHI3,
     "SmolLM3ForCausalLM": SMOLLM3,

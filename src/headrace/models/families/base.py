@@ -28,7 +28,8 @@ class Family:
     text_config, which is what is computed; tensors whose names begin with `unread` belong to the other parts.
     other_texts: the same models with a text part of another type.
     fused_by_inputs: numbers of experts in one tensor lie as [E, inputs, outputs], not [E, outputs, inputs].
-    fused_either_way: they lie either way, by outputs where their shape fits that.
+    fused_either_way: they lie either way, by outputs where their shape fits that. by_inputs: modules of a layer whose
+    matrices lie as [inputs, outputs].
     published_as: another name that modules of the model's code had before transformers took them in.
     also_called: another model_type that published files have; of models with other parts, of text_config.
     completed: of models with other parts, fills in what a file leaves to their own class.
@@ -50,6 +51,7 @@ class Family:
     other_names: Callable[[ModelConfig], Names] | None = None
     fused_by_inputs: bool = False
     fused_either_way: bool = False
+    by_inputs: tuple[str, ...] = ()
     layer_fields: tuple[str, ...] = ()
     unused: Callable[[ModelConfig], frozenset[str]] | None = None
     published_as: str | None = None

@@ -19,6 +19,7 @@ def _facts(config: Any) -> dict[str, Any]:
         max_model_len=config.max_position_embeddings,
         attention=attention(config, kv_heads=heads, head_dim=config.hidden_size // heads),
         positions="learned",
+        positions_from=2,  # the first two rows are no position's
         norm="layer",
         norm_eps=1e-5,
         norm_affine=config.layer_norm_elementwise_affine,

@@ -60,6 +60,7 @@ HYBRID_NAMES: Mapping[str, str] = {**EXPERT_NAMES, **hybrids.EXPERT_NAMES}
 GRANITE_EXPERTS = _with_experts("block_sparse_moe", ("gate_proj", "up_proj", "down_proj"))
 LFM2_MOE_NAMES = _with_experts("feed_forward", ("w1", "w3", "w2")) | lfm2.EXPERT_NAMES
 NEMOTRON_EPSILON = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
+FALCON_EPSILON = ("attention.layer_norm_epsilon", "layer_norm_epsilon")
 LAYER_NORM_EPSILON = ("attention.layer_norm_epsilon", "layer_norm_eps")
 LFM2_EPSILON = ("attention.layer_norm_rms_epsilon", "norm_eps")
 LLAMA4_NAMES = _with_experts("feed_forward", ("gate_proj", "up_proj", "down_proj")) | routed.LLAMA4_NAMES
@@ -193,7 +194,12 @@ ARCHITECTURES = {
     ),
     "falcon": Architecture(
         "FalconForCausalLM", "falcon", families.FALCON_NAMES, form=families.falcon_form, fields=families.falcon,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+        epsilon=FALCON_EPSILON,
+    ),
+    "gpt2": Architecture("GPT2LMHeadModel", "gpt2", families.GPT2_NAMES, fields=families.gpt2, epsilon=FALCON_EPSILON),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM", "gpt_neox", families.NEOX_NAMES, form=families.fused_in_order, fields=families.gpt_neox,
+        epsilon=LAYER_NORM_EPSILON, partial=True,
     ),
     "qwen3next": Architecture(
         "Qwen3NextForCausalLM", "qwen3_next", HYBRID_NAMES, form=hybrids.qwen3_next_form, fields=hybrids.qwen3_next,
@@ -267,8 +273,6 @@ OTHERS: Mapping[str, Mapping[str, Architecture]] = {
 """What a name stands for where the file has a key that is not 0; the first such key says it."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 MODULE = re.compile(r"blk\.(\d+)\.")
-F32_ALONE = (".ssm_conv1d.weight", ".shortconv.conv.weight", ".ssm_a", ".ssm_d", ".ssm_norm.weight", ".bias")
-"""Filters of convolutions, vectors of Mamba-2 layers, biases of experts: always F32."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -338,7 +342,7 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": facts.count("context_length"),
         found.epsilon[1]: facts.number(found.epsilon[0]),
         "tie_word_embeddings": HEAD not in tensors,
-        "dtype": _dtype(tensors),
+        "dtype": facts.dtype,
         "bos_token_id": facts.token("bos_token_id"),
         "eos_token_id": facts.ends(),
     }
@@ -360,13 +364,6 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
         if name not in own:
             fields[name] = facts.count(key, default)
     return fields | own
-
-
-def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    """The type computed in: that of numbers where all are numbers, else bfloat16."""
-    matrices = [info for name, info in tensors.items() if len(info.shape) > 1 and not name.endswith(F32_ALONE)]
-    kinds = {info.type.name for info in matrices}
-    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

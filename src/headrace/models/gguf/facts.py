@@ -22,6 +22,12 @@ ENDS = (
 HARMONY, WITHIN = "<|return|>", "<|end|>"
 """Where there is the one, as in gpt-oss, the other ends a message within an answer."""
 
+F32_ALONE = (
+    ".ssm_conv1d.weight", ".shortconv.conv.weight", ".ssm_a", ".ssm_d", ".ssm_norm.weight", ".bias",
+    "position_embd.weight",
+)  # fmt: skip
+"""Filters of convolutions, vectors of Mamba-2 layers, biases of experts, learned positions: always F32."""
+
 
 class FileFacts:
     """The metadata of an architecture, by the end of the key."""
@@ -32,6 +38,13 @@ class FileFacts:
         self.tensors: Mapping[str, TensorInfo] = {name: part.tensors[name] for name, part in self._where.items()}
         name = str(file.metadata.get("general.architecture"))
         self.prefix, self.scaling = f"{name}.", READ_KEYS.get(name, set())
+
+    @property
+    def dtype(self) -> str:
+        """The type computed in: that of numbers where all are numbers, else bfloat16."""
+        matrices = [info for name, info in self.tensors.items() if len(info.shape) > 1 and not name.endswith(F32_ALONE)]
+        kinds = {info.type.name for info in matrices}
+        return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
     def value(self, name: str) -> Any:
         return self.file.metadata.get(self.prefix + name)

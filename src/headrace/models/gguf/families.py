@@ -36,6 +36,19 @@ GPT_OSS_NAMES = {
     "blk.{}.attn_sinks.weight": LAYER + "self_attn.sinks",
     "blk.{}.ffn_gate_inp": LAYER + "mlp.router",
 }
+GPT2_NAMES = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+    "output": "lm_head", "blk.{}.attn_norm": "transformer.h.{}.ln_1", "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
+    "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn", "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
+    "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc", "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
+}  # fmt: skip
+NEOX = "gpt_neox.layers.{}."
+NEOX_NAMES = {
+    "token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out",
+    "blk.{}.attn_norm": NEOX + "input_layernorm", "blk.{}.ffn_norm": NEOX + "post_attention_layernorm",
+    "blk.{}.attn_qkv": NEOX + "attention.query_key_value", "blk.{}.attn_output": NEOX + "attention.dense",
+    "blk.{}.ffn_up": NEOX + "mlp.dense_h_to_4h", "blk.{}.ffn_down": NEOX + "mlp.dense_4h_to_h",
+}  # fmt: skip
 BEHIND_NAMES = {
     "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
     "blk.{}.post_ffw_norm": LAYER + "post_feedforward_layernorm",
@@ -308,6 +321,17 @@ def falcon(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def gpt2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return {"n_inner": facts.count("feed_forward_length"), "rope_parameters": None}
+
+
+def gpt_neox(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": facts.flag("use_parallel_residual", True),
+        "attention_bias": "blk.0.attn_qkv.bias" in facts.tensors,
+    }
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -334,9 +358,14 @@ def glm_form(family: Family, present: Set[str]) -> Family:
     return renamed(family, {"layers.{}.qkv": ("layers.{}.self_attn.qkv_proj",)})
 
 
+def fused_in_order(family: Family, present: Set[str]) -> Family:
+    """All queries, then keys, then values."""
+    return replace(family, qkv_rows=None)
+
+
 def falcon_form(family: Family, present: Set[str]) -> Family:
-    """All queries, then keys, then values; of two norms the first is the MLP's."""
-    family = replace(family, qkv_rows=None)
+    """Of two norms the first is the MLP's."""
+    family = fused_in_order(family, present)
     if "transformer.h.0.ln_attn.weight" not in present:
         return family
     return renamed(family, {"layers.{}.mlp_norm": ("h.{}.input_layernorm",)})
