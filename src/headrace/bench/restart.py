@@ -17,6 +17,8 @@ from headrace.bench.benchmark import Benchmark, Case, integers, option, token_co
 from headrace.bench.server_process import ServerProcess
 from headrace.bench.shapes import SHAPES, checkpoint
 from headrace.bench.table import Column
+from headrace.engine.folders import model_folder
+from headrace.models.plain_config import plain_config
 
 READY_S = 300.0
 STORED_S = 300.0
@@ -58,7 +60,8 @@ class RestartBench(Benchmark):
         """One case for each way to end, repetition and restoring server; each way has a new directory each time."""
         restoring = self.again or (self.ranks,)
         model = str(checkpoint(self.model)) if self.model in SHAPES else self.model
-        run = _Run(model, self.tokens, self.prefault)
+        vocabulary = plain_config(model_folder(model)).vocab_size
+        run = _Run(model, self.tokens, self.prefault, vocabulary)
         for repeat in range(self.repeats):
             for name, sign in ENDS.items():
                 with tempfile.TemporaryDirectory(dir=self.directory) as directory:
@@ -132,6 +135,7 @@ class _Run:
     model: str
     tokens: int
     prefault: bool
+    vocabulary: int
 
     def options(self, ranks: int) -> list[str]:
         """Each rank may hold the whole prompt: whoever is fastest then may load all of it."""
@@ -141,7 +145,7 @@ class _Run:
 
     def store(self, directory: Path, ranks: int, sign: signal.Signals, seed: int) -> _Stored:
         source = random.Random(seed)
-        prompt = [source.randrange(10, 2_000) for _ in range(self.tokens)]
+        prompt = [source.randrange(min(10, self.vocabulary - 1), self.vocabulary) for _ in range(self.tokens)]
         with serving(self.model, directory, self.options(ranks)) as server:
             answer, cold = ask(server, prompt)
             stored_s = wait_stored(server) if sign == signal.SIGKILL else None

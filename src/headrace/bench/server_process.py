@@ -53,11 +53,15 @@ class ServerProcess:
             self._log.close()
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The reply to a GET, or to a POST of this body. Raises OSError."""
+        """The reply to a GET, or to a POST of this body. Raises OSError, with the reason that a refusal gives."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=ONE_REPLY_S) as reply:
-            found: bytes = reply.read()
+        try:
+            with urllib.request.urlopen(request, timeout=ONE_REPLY_S) as reply:
+                found: bytes = reply.read()
+        except urllib.error.HTTPError as error:
+            error.msg = _reason(error)
+            raise
         return found
 
     def metrics(self) -> dict[str, float]:
@@ -105,6 +109,14 @@ class ServerProcess:
                 with suppress(OSError):  # it has ended meanwhile
                     os.kill(pid, signal.SIGKILL)
             self.process.wait()
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """What the server says of a refusal, else what HTTP calls it."""
+    try:
+        return str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return error.msg
 
 
 def _started_by(pid: int) -> list[int]:
