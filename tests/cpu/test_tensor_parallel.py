@@ -69,6 +69,7 @@ MODELS: dict[str, Model] = {
     "squared relus": ("arcee", {}),
     "learned positions, matrices by inputs": ("gpt2", {}),
     "parallel blocks with biases": ("gpt_neox", {}),
+    "biases of the head": ("phi", {}),
     "blocks of keys, weighted inputs": ("llama4", {}),
     "norms behind alone": ("olmo2", {}),
     "one norm without biases": ("cohere2", {}),

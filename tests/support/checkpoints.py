@@ -315,7 +315,7 @@ second a kind leaves them out."""
 LATER = (
     "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
     "mistral4", "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "starcoder2", "glm4_moe", "minimax_m2", "ernie_moe",
-    "deepseek_v2", "llama4", "gpt_neox", "granite_swa", "hyperclovax", "afmoe", "apertus", "muse_glimmer",
+    "deepseek_v2", "llama4", "gpt_neox", "phi", "granite_swa", "hyperclovax", "afmoe", "apertus", "muse_glimmer",
 )  # fmt: skip
 """And in what takes a second a kind the matrix alone has these, whose facts are elsewhere tried one by one."""
 

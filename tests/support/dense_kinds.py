@@ -41,6 +41,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     SeedOssConfig,
     SeedOssForCausalLM,
@@ -110,12 +112,14 @@ def _gpt2(**fields: Any) -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(**sizes | dict(bos_token_id=None, eos_token_id=NO_TOKEN) | fields))
 
 
+_phi = of(PhiForCausalLM, PhiConfig)
 _gpt_neox = of(GPTNeoXForCausalLM, GPTNeoXConfig)
 
 DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "gpt2": (_gpt2, {}),
     "gpt_neox": (_gpt_neox, {}),
     "gpt_neox_sequential": (_gpt_neox, dict(use_parallel_residual=False, attention_bias=False)),
+    "phi": (_phi, {}),
     "seed_oss": (_seed_oss, dict(mlp_bias=True)),
     "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
     "ernie4_5": (_ernie4_5, dict(use_bias=True)),

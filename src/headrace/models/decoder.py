@@ -38,7 +38,7 @@ from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
 from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
-from headrace.models.sizes import EMBED, HEAD, refuse_rounding
+from headrace.models.sizes import EMBED, HEAD, HEAD_BIAS, refuse_rounding
 from headrace.models.spec import CLASSIFIER
 from headrace.models.tables import is_tied, take_tables
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
@@ -304,7 +304,7 @@ class Decoder:
             raise ValueError(f"{self.config.architecture} has no head over the vocabulary, and so no logits")
         if HEAD not in self.matrices:
             raise ValueError("this tensor rank has no head; ask rank 0 of its group for logits")
-        logits = ops.linear(hidden, self.matrices[HEAD], wide=True)
+        logits = ops.linear(hidden, self.matrices[HEAD], self.weights.get(HEAD_BIAS), wide=True)
         if self.config.logit_scale == 1.0 and self.config.logit_cap is None:
             return logits
         return ops.soft_cap(logits, self.config.logit_scale, self.config.logit_cap)

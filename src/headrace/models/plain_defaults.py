@@ -181,6 +181,12 @@ DENSE: dict[str, dict[str, Any]] = {
         parallel_attn=True, bias=False, max_position_embeddings=2048, ffn_hidden_size=None, activation="gelu",
         bos_token_id=11, eos_token_id=11, tie_word_embeddings=True,
     ),
+    "phi": COMMON
+    | dict(
+        vocab_size=51200, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32,
+        num_key_value_heads=None, hidden_act="gelu_new", max_position_embeddings=2048, layer_norm_eps=1e-5,
+        qk_layernorm=False, bos_token_id=1, eos_token_id=2,
+    ),
     "phi3": COMMON
     | dict(
         vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32, num_attention_heads=32,

@@ -15,7 +15,8 @@ THETAS |= {"cwm": 1_000_000.0, "hy_v3": 11_158_840.0}
 """Where the class has another one."""
 LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}
 """Of layers with a window, where they have a base of their own."""
-PARTS = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
+PARTS = {"phi": 0.5, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5}
+PARTS |= {"qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
 GPT_OSS_ROPE = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096

@@ -171,6 +171,7 @@ class ConfigFields(msgspec.Struct):
     moe_layer_end_index: Small | UnsetType | None = UNSET
     moe_layer_interval: Count = UNSET
     use_qk_norm: Flag = UNSET
+    qk_layernorm: Flag = UNSET
     qk_norm_type: ShortText = UNSET
     scoring_func: ShortText = UNSET
     use_routing_bias: Flag = UNSET

@@ -173,7 +173,7 @@ class Share:
 
     def holds(self, name: str) -> bool:
         """Whether this rank has any of the tensor `name`. Heads stand whole on rank 0, where logits are wanted."""
-        return name not in ("head.weight", CLASSIFIER) or self.rank == 0
+        return name not in ("head.weight", "head.bias", CLASSIFIER) or self.rank == 0
 
     def rows(self, name: str) -> list[range] | None:
         """Rows of our tensor `name` (see models.spec) that this rank holds, in order; None: all of them.

@@ -11,7 +11,7 @@ from headrace.models.spec import ModelConfig, StoredWeights
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Of a number by type; float16 is computed in bfloat16."""
 SCALE_BYTES = 4
-EMBED, HEAD = "embed.weight", "head.weight"
+EMBED, HEAD, HEAD_BIAS = "embed.weight", "head.weight", "head.bias"
 LOOKED_UP = (EMBED, "positions.weight", "layer_embed.weight")
 """Tables of rows: looked up, not multiplied by."""
 

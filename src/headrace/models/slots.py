@@ -69,7 +69,7 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots |= _norm(config, "final_norm")
     if config.labels:
         slots |= _linear("score", (len(config.labels),), embed, False)
-    return slots | _linear("head", (config.vocab_size,), embed, False) if config.head else slots
+    return slots | _linear("head", (config.vocab_size,), embed, config.head_bias) if config.head else slots
 
 
 def _layer_inputs(config: ModelConfig, spec: LayerInputs) -> dict[str, Slot]:

@@ -170,7 +170,8 @@ class ModelConfig:
     without rotation. norm_offset: is added to the weights of RMS norms. embed_scale multiplies embeddings,
     residual_scale what attention and MLP add to the residual stream, logit_scale the logits, which are then capped:
     logit_cap * tanh(logit / logit_cap). head: whether there are logits; a checkpoint made for embeddings may have none.
-    labels: names of a classifier's outputs, of a checkpoint that has one in place of the head.
+    head_bias: whether it has biases. labels: names of a classifier's outputs, of a checkpoint that has one in place of
+    the head.
 
     attention_gate: the attended heads are multiplied by the sigmoid of gates, which are projected beside q, k and v;
     gate_of_heads: of one gate a head, whose row stands in the matrix once for each number of the head. gate_apart: in
@@ -236,6 +237,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     head: bool = True
+    head_bias: bool = False
     labels: tuple[str, ...] = ()
     attention_gate: bool = False
     gate_of_heads: bool = False

@@ -18,7 +18,7 @@ from headrace.models.config import DTYPES
 from headrace.models.families import family_of
 from headrace.models.families.base import Family, Names
 from headrace.models.shards import Share
-from headrace.models.sizes import EMBED, HEAD, LOOKED_UP
+from headrace.models.sizes import EMBED, HEAD, HEAD_BIAS, LOOKED_UP
 from headrace.models.slots import Slot, expected, expert_of, is_of_heads
 from headrace.models.spec import CLASSIFIER, ModelConfig
 from headrace.types import UnsupportedModel
@@ -149,9 +149,9 @@ def _sources(
 
 def source_of(names: Names, name: str, prefix: str) -> tuple[str, ...]:
     """The checkpoint's tensors, with that prefix, that make ours."""
-    if name == HEAD:  # of a text part that has a head of its own it stands there
-        (head,) = names.get("head", ("lm_head",))
-        return (f"{prefix.removesuffix('model.') if prefix.endswith('.model.') else ''}{head}.weight",)
+    if name in (HEAD, HEAD_BIAS):  # of a text part that has a head of its own it stands there
+        (head,), kind = names.get("head", ("lm_head",)), name.rpartition(".")[2]
+        return (f"{prefix.removesuffix('model.') if prefix.endswith('.model.') else ''}{head}.{kind}",)
     if name == CLASSIFIER:
         return (CLASSIFIER,)
     module, kind = name.rsplit(".", 1)

@@ -35,7 +35,7 @@ from headrace.models.families.muse_glimmer import MUSE_GLIMMER
 from headrace.models.families.nemotron_h import NEMOTRON_H
 from headrace.models.families.olmo import EXAONE4, EXAONE4_5, OLMO2, OLMO3
 from headrace.models.families.opt import OPT
-from headrace.models.families.phi import PHI3
+from headrace.models.families.phi import PHI, PHI3
 from headrace.models.families.qwen3_next import (
     QWEN3_5,
     QWEN3_5_MOE,
@@ -94,6 +94,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": GPT2,
     "GPTNeoXForCausalLM": GPT_NEOX,
     "FalconForCausalLM": FALCON,
+    "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
     "SmolLM3ForCausalLM": SMOLLM3,
     "GraniteForCausalLM": GRANITE,

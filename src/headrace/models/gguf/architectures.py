@@ -168,6 +168,9 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         "Gemma3ForCausalLM", "gemma3_text", LLAMA_NAMES | families.GEMMA_NAMES, fields=families.gemma3, added_one=True
     ),
+    "phi2": Architecture(
+        "PhiForCausalLM", "phi", LLAMA_NAMES | families.PHI2_NAMES, epsilon=LAYER_NORM_EPSILON, partial=True
+    ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", LLAMA_NAMES | FUSED_NAMES, fields=families.phi3, partial=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA_NAMES, turned=True, fields=families.smollm3),
     "granite": Architecture("GraniteForCausalLM", "granite", LLAMA_NAMES, turned=True, fields=families.granite),

@@ -49,6 +49,10 @@ NEOX_NAMES = {
     "blk.{}.attn_qkv": NEOX + "attention.query_key_value", "blk.{}.attn_output": NEOX + "attention.dense",
     "blk.{}.ffn_up": NEOX + "mlp.dense_h_to_4h", "blk.{}.ffn_down": NEOX + "mlp.dense_4h_to_h",
 }  # fmt: skip
+PHI2_NAMES = FUSED_NAMES | {
+    "output_norm": "model.final_layernorm", "blk.{}.attn_output": LAYER + "self_attn.dense",
+    "blk.{}.ffn_up": LAYER + "mlp.fc1", "blk.{}.ffn_down": LAYER + "mlp.fc2",
+}  # fmt: skip
 BEHIND_NAMES = {
     "blk.{}.post_attention_norm": LAYER + "post_attention_layernorm",
     "blk.{}.post_ffw_norm": LAYER + "post_feedforward_layernorm",
