@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama": dict(positions="rope", rope=ROPE, vocab_size=130),
     "qwen3": dict(positions="rope", rope=ROPE, qk_norm=True, head_dim=64),
     "falcon7": PLAIN | dict(block="parallel", mlp_norm=False, kv_heads=1, positions="rope", rope=ROPE),
+    "phi": PLAIN | BIASED | dict(block="parallel", mlp_norm=False, head_bias=True, positions="rope", rope=ROPE),
     "no rotation": PLAIN | BIASED | dict(norm_affine=False, rotary=0),
     "gpt-oss": dict(qkv_bias=True, attention=AttentionSpec(2, 4, 2, 32, 0.2, (None, None), sinks=True)),
     "latents": dict(
