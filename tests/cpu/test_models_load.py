@@ -64,6 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx true is not supported"),
     ("gpt2", dict(scale_attn_weights=False), "scale_attn_weights false is not supported"),
     ("gpt2", dict(n_head=3), "n_embd 128 is not a multiple of n_head 3"),
+    ("stablelm", dict(qk_layernorm=True), "qk_layernorm true is not supported"),
     ("phi", dict(qk_layernorm=True), "qk_layernorm true is not supported"),
     ("gpt_neox", dict(hidden_act="silu"), "hidden_act 'silu'"),
     ("llama4", dict(layer_types=["sliding_attention"] * 3), "layer_types with 'sliding_attention' is not supported"),

@@ -46,6 +46,8 @@ from transformers import (
     PreTrainedModel,
     SeedOssConfig,
     SeedOssForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
     YoutuConfig,
@@ -112,6 +114,7 @@ def _gpt2(**fields: Any) -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(**sizes | dict(bos_token_id=None, eos_token_id=NO_TOKEN) | fields))
 
 
+_stablelm = of(StableLmForCausalLM, StableLmConfig)
 _phi = of(PhiForCausalLM, PhiConfig)
 _gpt_neox = of(GPTNeoXForCausalLM, GPTNeoXConfig)
 
@@ -120,6 +123,8 @@ DENSE: dict[str, tuple[Build, dict[str, Any]]] = {
     "gpt_neox": (_gpt_neox, {}),
     "gpt_neox_sequential": (_gpt_neox, dict(use_parallel_residual=False, attention_bias=False)),
     "phi": (_phi, {}),
+    "stablelm": (_stablelm, dict(use_qkv_bias=True)),
+    "stablelm_parallel": (_stablelm, dict(use_parallel_residual=True)),
     "seed_oss": (_seed_oss, dict(mlp_bias=True)),
     "arcee": (_arcee, dict(mlp_bias=True) | YARN_ROPE),
     "ernie4_5": (_ernie4_5, dict(use_bias=True)),

@@ -1,5 +1,5 @@
-"""GGUF files of GPT-2, GPT-NeoX and Phi-2, as llama.cpp's converter writes them (conversion/gpt2.py, gpt_neox.py and
-phi.py). Nothing here is taken from headrace's reader."""
+"""GGUF files of GPT-2, GPT-NeoX, Phi-2 and StableLM, as llama.cpp's converter writes them (conversion/gpt2.py,
+gpt_neox.py, phi.py and stablelm.py). Nothing here is taken from headrace's reader."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch import Tensor
 from tests.support.gguf_deepseek import write_each
 from tests.support.gguf_files import KindOf
 
-ARCHITECTURES = ("gpt2", "gptneox", "phi2")
+ARCHITECTURES = ("gpt2", "gptneox", "phi2", "stablelm")
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", dict(n_embd=256, tie_word_embeddings=True)),
     "gpt_neox": ("gptneox", "gpt_neox", dict(rope_parameters=None, rotary_pct=0.5)),
+    "stablelm": ("stablelm", "stablelm", {}),
+    "stablelm_parallel": ("stablelm", "stablelm", dict(use_parallel_residual=True)),
     "phi": ("phi2", "phi", dict(num_key_value_heads=4)),
     "gpt_neox_sequential": ("gptneox", "gpt_neox", dict(use_parallel_residual=False)),
 }
@@ -27,9 +29,10 @@ MODULES = {
     "mlp.c_proj": "ffn_down", "embed_in": "token_embd", "final_layer_norm": "output_norm",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "attention.query_key_value": "attn_qkv",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "final_layernorm": "output_norm",
-    "embed_tokens": "token_embd", "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down",
+    "self_attn.dense": "attn_output", "self_attn.o_proj": "attn_output", "norm": "output_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down", "final_layernorm": "output_norm", "embed_tokens": "token_embd",
+    "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
 }  # fmt: skip
 
 
@@ -46,9 +49,9 @@ def describe(writer: GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     part = config.rope_parameters["partial_rotary_factor"]
     writer.add_rope_dimension_count(int(part * (config.hidden_size // config.num_attention_heads)))
-    if config.model_type == "gpt_neox":
+    if config.model_type in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(config.use_parallel_residual)
-    else:
+    if config.model_type != "gpt_neox":
         writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_eps(config.layer_norm_eps)
 

@@ -181,6 +181,12 @@ DENSE: dict[str, dict[str, Any]] = {
         parallel_attn=True, bias=False, max_position_embeddings=2048, ffn_hidden_size=None, activation="gelu",
         bos_token_id=11, eos_token_id=11, tie_word_embeddings=True,
     ),
+    "stablelm": COMMON
+    | dict(
+        vocab_size=50304, hidden_size=2560, intermediate_size=6912, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, hidden_act="silu", max_position_embeddings=4096, layer_norm_eps=1e-5,
+        use_qkv_bias=False, qk_layernorm=False, use_parallel_residual=False, bos_token_id=0, eos_token_id=0,
+    ),
     "phi": COMMON
     | dict(
         vocab_size=51200, hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32,

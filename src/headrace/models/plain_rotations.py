@@ -15,7 +15,7 @@ THETAS |= {"cwm": 1_000_000.0, "hy_v3": 11_158_840.0}
 """Where the class has another one."""
 LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}
 """Of layers with a window, where they have a base of their own."""
-PARTS = {"phi": 0.5, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5}
+PARTS = {"stablelm": 0.25, "phi": 0.5, "glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5}
 PARTS |= {"qwen3_next": 0.25, "qwen3_5_text": 0.25, "qwen3_5_moe_text": 0.25}
 """Of each head that is rotated, where the class does not rotate all of it."""
 GPT_OSS_ROPE = dict(

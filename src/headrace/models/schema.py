@@ -172,6 +172,7 @@ class ConfigFields(msgspec.Struct):
     moe_layer_interval: Count = UNSET
     use_qk_norm: Flag = UNSET
     qk_layernorm: Flag = UNSET
+    use_qkv_bias: Flag = UNSET
     qk_norm_type: ShortText = UNSET
     scoring_func: ShortText = UNSET
     use_routing_bias: Flag = UNSET

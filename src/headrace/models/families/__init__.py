@@ -46,6 +46,7 @@ from headrace.models.families.qwen3_next import (
 from headrace.models.families.qwen3_vl_moe import QWEN3_VL_MOE
 from headrace.models.families.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from headrace.models.families.smollm import SMOLLM3
+from headrace.models.families.stablelm import STABLELM
 from headrace.models.families.starcoder2 import JAIS2, STARCODER2
 
 __all__ = ["CLASSIFIERS", "FAMILIES", "HEADLESS", "Family"]
@@ -94,6 +95,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": GPT2,
     "GPTNeoXForCausalLM": GPT_NEOX,
     "FalconForCausalLM": FALCON,
+    "StableLmForCausalLM": STABLELM,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,
     "SmolLM3ForCausalLM": SMOLLM3,

@@ -171,6 +171,10 @@ ARCHITECTURES = {
     "phi2": Architecture(
         "PhiForCausalLM", "phi", LLAMA_NAMES | families.PHI2_NAMES, epsilon=LAYER_NORM_EPSILON, partial=True
     ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM", "stablelm", LLAMA_NAMES, fields=families.stablelm, epsilon=LAYER_NORM_EPSILON,
+        partial=True,
+    ),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", LLAMA_NAMES | FUSED_NAMES, fields=families.phi3, partial=True),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", LLAMA_NAMES, turned=True, fields=families.smollm3),
     "granite": Architecture("GraniteForCausalLM", "granite", LLAMA_NAMES, turned=True, fields=families.granite),

@@ -329,6 +329,14 @@ def gpt2(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return {"n_inner": facts.count("feed_forward_length"), "rope_parameters": None}
 
 
+def stablelm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": facts.flag("use_parallel_residual", True),
+        "use_qkv_bias": "blk.0.attn_q.bias" in facts.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in facts.tensors,
+    }
+
+
 def gpt_neox(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     return {
         "use_parallel_residual": facts.flag("use_parallel_residual", True),
