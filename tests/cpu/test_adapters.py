@@ -29,17 +29,18 @@ pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 KINDS = (
     "llama_bias", "qwen3", "phi3", "glm4", "opt", "opt350", "falcon7", "falcon40", "gemma3", "granite", "cohere2",
     "olmo2", "mistral3", "qwen3_vl", "granite_moe_shared", "glm4_moe", "deepseek_v2_lora", "glm_dsa", "gpt_oss",
-    "starcoder2", "qwen2_moe", "hunyuan_moe", "afmoe", "apertus",
+    "starcoder2", "qwen2_moe", "hunyuan_moe", "afmoe", "apertus", "gpt2", "gpt_neox", "llama4",
 )  # fmt: skip
 """One of each way in which modules are named, fused, put in order and added up."""
-ATTENTION = r".*(q_proj|v_proj|qkv_proj|query_key_value|o_proj)"
+ATTENTION = r".*(q_proj|v_proj|qkv_proj|query_key_value|o_proj|c_attn)"
 COUNTS = (40, 7, 1)
 
 
 def adapters_of(kind: str, folder: Path, theirs_of: TheirsOf) -> list[AdapterFacts]:
-    """Two: of all modules, and of some of attention's."""
+    """Two: of all modules, and of some of attention's. PEFT says fan_in_fan_out of matrices that lie by inputs, whose
+    adapters lie as all do."""
     model = theirs_of(kind)
-    write_adapter(folder / "all", model, seed=1)
+    write_adapter(folder / "all", model, seed=1, fan_in_fan_out=kind == "gpt2")
     write_adapter(folder / "some", model, ATTENTION, rank=40, seed=2, use_rslora=True)
     return [read_adapter(name, folder / name) for name in ("all", "some")]
 

@@ -70,7 +70,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama4", dict(layer_types=["sliding_attention"] * 3), "layer_types with 'sliding_attention' is not supported"),
     ("llama4", dict(layer_types=["full_attention"] * 3), "layer_types must name chunked_attention where"),
     ("llama4", dict(no_rope_layers=[1, 0]), "no_rope_layers names 2 layers, num_hidden_layers is 3"),
-    ("llama4", dict(attention_chunk_size=None), "attention_chunk_size is missing"),
+    ("llama4", dict(attention_chunk_size=None), "attention_chunk_size null is not supported"),
     ("llama4", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_type 'dynamic' is not supported with"),
     ("granite_moe", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is not supported with 8 experts"),
     ("granite_moe", dict(residual_multiplier=None), "residual_multiplier is null"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from headrace.kernels import ops
 from headrace.kernels.adapted_rows import Pair
@@ -19,16 +20,16 @@ from headrace.models.adapters import MATRIX, Adapters
 from headrace.models.decoder import Decoder
 
 ADAPTED = re.compile(
-    r"\.(self_attn|mixer|mamba|linear_attn|conv|attention|self_attention|mlp|feed_forward|shared_experts?|shared_mlp|"
+    r"\.(self_attn|attn|mixer|mamba|linear_attn|conv|attention|self_attention|mlp|feed_forward|shared_experts?|shared_mlp|"
     r"decoder\.layers\.\d+)\.\w+$"
 )
 """Modules beside experts and routers."""
 UNTOUCHED = ("kv_b_proj", "gate", "router", "shared_expert_gate")
 
 
-def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     """Projections of attention, of recurrent layers and of MLPs, by their names."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     return {
         name: module
         for name, module in found.items()
@@ -48,8 +49,9 @@ def write_adapter(
     for place, (name, module) in enumerate(linear_modules(model).items()):
         if re.fullmatch(targets, name):
             own = rank + place % 3
-            a = torch.randn(own, module.in_features, generator=generator) / module.in_features**0.5
-            b = torch.randn(module.out_features, own, generator=generator) / own**0.5 * size / 2
+            outputs, inputs = module.weight.T.shape if isinstance(module, Conv1D) else module.weight.shape
+            a = torch.randn(own, inputs, generator=generator) / inputs**0.5
+            b = torch.randn(outputs, own, generator=generator) / own**0.5 * size / 2
             tensors |= {
                 f"base_model.model.{name}.lora_{part}.weight": each.bfloat16().float()
                 for part, each in (("A", a), ("B", b))
@@ -73,7 +75,8 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
             b, rank = tensors[name.replace("lora_A", "lora_B")], len(a)
             scale = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
             module = modules[name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")]
-            module.weight.data += (b.double() @ a.double() * scale).to(module.weight.dtype)
+            change = (b.double() @ a.double() * scale).to(module.weight.dtype)
+            module.weight.data += change.T if isinstance(module, Conv1D) else change
     return merged
 
 

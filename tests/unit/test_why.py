@@ -52,10 +52,22 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
 
 
 def test_short_prompts_are_told_alike_on_the_screen_and_as_json(tmp_path: Path) -> None:
-    told = "they have no whole chunk of 64 tokens in common"
+    told = "they have no whole chunk of 64 tokens in common: at token"
     found = json.loads(why(tmp_path, chat("Is it red?"), chat("Is it 9?")).stdout)
-    assert (found["cause"], found["told"]) == ("first", told)
+    assert found["cause"] == "first" and found["told"].startswith(f"{told} {found['common_tokens']} ")
+    assert (found["text"].strip(), found["other_text"].strip()) == ("9", "red")
     assert told in " ".join(why(tmp_path, chat("Is it red?"), chat("Is it 9?"), options=()).stdout.split())
+
+
+def test_another_salt_and_another_model(tmp_path: Path) -> None:
+    """Nothing is shared across salts, and an adapter answers by a name of its own."""
+    one = chat(SYSTEM, "Is it red?")
+    salted = json.loads(why(tmp_path, one, one | {"cache_salt": "mine"}).stdout)
+    assert (salted["cause"], salted["cached_tokens"]) == ("salt", 0) and "another cache_salt" in salted["told"]
+    assert json.loads(why(tmp_path, salt := one | {"cache_salt": "mine"}, salt).stdout)["cause"] == "continued"
+    shown = " ".join(why(tmp_path, one, one | {"model": "lora"}, options=()).stdout.split())
+    assert "'tiny' and 'lora': an adapter's cached prefixes are its own" in shown
+    assert "an adapter's" not in why(tmp_path, one, one, options=()).stdout
 
 
 def test_a_conversation_that_goes_on(tmp_path: Path) -> None:

@@ -198,7 +198,10 @@ def _contenders(engines: Sequence[str], model: str, path: Path | None) -> list[C
     if path is None:
         return [ENGINES[name] for name in (ENGINES if every else engines)]
     if (size := read_config(path).vocab_size) < VOCABULARY:
-        raise ValueError(f"{model} has {size:,} tokens; prompts are drawn from the first {VOCABULARY:,}")
+        raise ValueError(
+            f"{model} has {size:,} tokens; prompts are drawn from the first {VOCABULARY:,}: "
+            f"name a larger model, or one of {', '.join(SHAPES)}"
+        )
     if is_gguf(path):
         return [ENGINES[name].of_file(path) for name in (FILE_READERS if every else engines)]
     if every:

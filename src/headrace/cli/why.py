@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,32 +39,51 @@ def run(model: str, first: Path, second: Path, as_json: bool, template: Path | N
     and what Tokenizer raises."""
     tokenizer = Tokenizer(model_folder(model), template)
     try:
-        one, (ids, messages) = _prompt(tokenizer, first)[0], _prompt(tokenizer, second)
+        one, other = _asked(tokenizer, first), _asked(tokenizer, second)
     finally:
         tokenizer.close()
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    near = Nearest(Seen(first.name, None, one), common_tokens(one, ids), "evicted")
-    near = described(near, ids, messages, decode)
-    cached = min(near.common, len(ids) - 1, len(one) - 1) // CHUNK * CHUNK
-    reuse = Reuse(len(ids), max(0, cached), near)
-    before = decode(ids[: near.common].tolist())[-AROUND:]
-    told = f"they have no whole chunk of {CHUNK} tokens in common" if reuse.cause == "first" else reuse.told
+    near = Nearest(Seen(first.name, one.salt, one.ids), common_tokens(one.ids, other.ids), "salt")
+    near = described(near, other.ids, other.messages, decode, least=0)
+    chunks = min(near.common, len(other.ids) - 1, len(one.ids) - 1) // CHUNK * CHUNK
+    reuse = Reuse(len(other.ids), max(0, chunks) if one.salt == other.salt else 0, near)
+    before = decode(other.ids[: near.common].tolist())[-AROUND:]
+    told = _too_short(near) if reuse.cause == "first" else reuse.told
     if as_json:
-        sizes = {"tokens": [len(one), len(ids)], "cached_tokens": reuse.cached, "before": before}
-        print(json.dumps(reuse.asdict() | {"told": told, "common_tokens": near.common} | sizes, indent=1))
+        sizes = {"tokens": [len(one.ids), len(other.ids)], "cached_tokens": reuse.cached, "before": before}
+        parts = {"told": told, "common_tokens": near.common, "text": near.text or None}
+        parts |= {"other_text": near.other_text or None, "models": [one.model, other.model]}
+        print(json.dumps(reuse.asdict() | parts | sizes, indent=1))
         return
     rows = [
-        (_end_of(first), f"{len(one):,} tokens"),
-        (_end_of(second), f"{len(ids):,} tokens"),
+        (_end_of(first), f"{len(one.ids):,} tokens"),
+        (_end_of(second), f"{len(other.ids):,} tokens"),
         ("alike", f"{near.common:,} tokens; in whole chunks of {CHUNK}: {reuse.cached:,}"),
         ("why", told),
         ("behind", repr(before)),
     ]
+    if one.model != other.model:
+        note = "an adapter's cached prefixes are its own (docs/adapters.md)"
+        rows.append(("models", f"{one.model!r} and {other.model!r}: {note}"))
     out.print(Trimmed(rows_of(rows)), end="")
 
 
-def _prompt(tokenizer: Tokenizer, path: Path) -> tuple[Ids, list[dict[str, Any]]]:
-    """Tokens of a request's prompt, and the messages of a conversation."""
+def _too_short(near: Nearest) -> str:
+    """What is told of requests that have less than a chunk in common."""
+    parts = f"at token {near.common} {near.text!r} here, {near.other_text!r} there"
+    return f"they have no whole chunk of {CHUNK} tokens in common" + (f": {parts}" if near.text else "")
+
+
+class Asked(NamedTuple):
+    """A request. ids: its prompt; messages: of a conversation; salt: its cache_salt; model: whom it asks."""
+
+    ids: Ids
+    messages: list[dict[str, Any]]
+    salt: str | None
+    model: str | None
+
+
+def _asked(tokenizer: Tokenizer, path: Path) -> Asked:
     try:
         raw = read_given(path, MOST_BYTES)
     except OSError as error:
@@ -72,13 +91,16 @@ def _prompt(tokenizer: Tokenizer, path: Path) -> tuple[Ids, list[dict[str, Any]]
     try:
         body = json.loads(raw)
         if isinstance(body, dict) and "messages" in body:
-            turn = parse_body(ChatBody, raw).turn()
+            chat = parse_body(ChatBody, raw)
+            turn = chat.turn()
             read = rendered(tokenizer, turn)
-            return np.array(replay(TokenTexts(tokenizer), read.text, read.carried).ids, np.int32), turn.messages
-        given = parse_body(CompletionBody, raw).prompts()
+            ids = np.array(replay(TokenTexts(tokenizer), read.text, read.carried).ids, np.int32)
+            return Asked(ids, turn.messages, chat.cache_salt, chat.model)
+        completion = parse_body(CompletionBody, raw)
+        given = completion.prompts()
     except (ApiError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is no request to /v1/chat/completions or /v1/completions: {error}") from None
     if len(given) != 1:
         raise ValueError(f"{path} has {len(given)} prompts; compare requests of one prompt each")
-    ids = tokenizer.encode(given[0]) if isinstance(given[0], str) else given[0]
-    return np.array(ids, np.int32), []
+    tokens = tokenizer.encode(given[0]) if isinstance(given[0], str) else given[0]
+    return Asked(np.array(tokens, np.int32), [], completion.cache_salt, completion.model)

@@ -138,6 +138,7 @@ OF_TIERS = {
     "MORE THAN IS FREE": "lower --kv-offloading-size",
     "LESS THAN MAY BE USED": "lower --kv-offload-disk-size, or make room",
     "CANNOT BE USED": "give --kv-offload-path a directory that can be written",
+    "REFUSES US": "give --kv-remote-url the user and the password that the server asks for",
     "CANNOT BE REACHED": "start the server, or correct --kv-remote-url",
     "the disk is full": "make room",
 }

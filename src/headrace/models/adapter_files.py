@@ -22,7 +22,6 @@ BLOCK = 1 << 20
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
-    "fan_in_fan_out": (False, None),
     "lora_bias": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),

@@ -195,10 +195,12 @@ def message_at(messages: Sequence[Mapping[str, Any]], before: str) -> int | None
 Decode = Callable[[list[int]], str]
 
 
-def described(near: Nearest, ids: Ids, messages: Sequence[Mapping[str, Any]], decode: Decode) -> Nearest:
-    """With the text behind what both have, where both go on."""
+def described(
+    near: Nearest, ids: Ids, messages: Sequence[Mapping[str, Any]], decode: Decode, least: int = CHUNK
+) -> Nearest:
+    """With the text behind what both have, where both go on, of prompts that have so many tokens in common at least."""
     at, other = near.common, near.seen.ids
-    if at < CHUNK or at in (len(ids), len(other)):
+    if at < least or at in (len(ids), len(other)):
         return near
     message = message_at(messages, decode(ids[:at].tolist())) if messages else None
     text, other_text = (decode(tokens[at : at + 1].tolist()) for tokens in (ids, other))

@@ -48,10 +48,10 @@ def _blocks(config: Any) -> list[bool]:
         if len(each) != config.num_hidden_layers:
             raise UnsupportedModel(f"{name} names {len(each)} layers, num_hidden_layers is {config.num_hidden_layers}")
     local = [kind == KINDS[1] for kind in kinds]
+    if not config.attention_chunk_size:
+        raise UnsupportedModel("attention_chunk_size null is not supported; a number of keys is")
     if local != [bool(each) for each in turned]:
         raise UnsupportedModel(f"layer_types must name {KINDS[1]} where no_rope_layers has 1, and {KINDS[0]} elsewhere")
-    if any(local) and not config.attention_chunk_size:
-        raise UnsupportedModel("attention_chunk_size is missing, but layer_types names chunked_attention")
     return local
 
 

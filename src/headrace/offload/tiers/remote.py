@@ -314,12 +314,18 @@ def findings(own: RemoteTierSettings, shared: OffloadSettings, free_memory: int)
     try:
         facts: Any = client.info("server")
         times = [_round_trip(client) for _ in range(ROUND_TRIPS)]
+    except redis.AuthenticationError as error:
+        return {"remote": f"{own.place} REFUSES US: {_told(error)}"}
     except (redis.RedisError, OSError) as error:
-        return {"remote": f"{own.place} CANNOT BE REACHED: {error}"}
+        return {"remote": f"{own.place} CANNOT BE REACHED: {_told(error)}"}
     finally:
         client.close()
     version = facts.get("valkey_version") or facts.get("redis_version", "of unknown version")
     return {"remote": f"{own.place} answers ({version}), round trip {min(times) * 1e3:.2f} ms"}
+
+
+def _told(error: Exception) -> str:
+    return str(error).rstrip(".")
 
 
 def _round_trip(client: Any) -> float:
