@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from contextlib import closing
 
 import pytest
 
+from headrace.config.offload import OffloadSettings
+from headrace.config.tiers import RemoteTierSettings
 from headrace.offload.tiers.base import Read
-from headrace.offload.tiers.remote import RemoteTier
+from headrace.offload.tiers.remote import RemoteTier, open_tier
 from tests.support.redis_servers import REAL, Address, Proxy, fake_server, real_server, wait_for
 from tests.support.remote_tier import BUDGETS, NAMES, blob_of, client, in_time, tier_of, whole
 
@@ -29,6 +32,16 @@ def test_no_server(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     assert (stats.errors, stats.dropped, stats.misses) == (1, 1, 1)
     assert len(caplog.records) == 1 and "geheim" not in caplog.text + stats.reason
     tier.close()
+
+
+def test_a_server_that_cannot_be_used_is_told_of_at_the_start(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
+    """And not with the first prompt that is long enough; one that answers is not spoken of."""
+    settings = RemoteTierSettings(url=f"redis://127.0.0.1:{proxy.port}")
+    with closing(open_tier(settings, OffloadSettings())):
+        assert not caplog.records
+    proxy.stop()
+    with closing(open_tier(settings, OffloadSettings())) as tier:
+        assert "refused" in caplog.text.lower() and tier.stats().degraded
 
 
 def test_server_comes_back(proxy: Proxy) -> None:

@@ -41,6 +41,8 @@ ROUND_BYTES = 32 << 20
 ROUND_NAMES = 1024
 ROUND_TRIPS = 5
 GIB = 1 << 30
+NOBODYS = bytes(32)
+"""A name that no chunk has."""
 LARGEST_BLOB = 512 << 20
 """proto-max-bulk-len, a server's default bound of one value."""
 
@@ -300,7 +302,9 @@ class RemoteTier:
 def open_tier(own: RemoteTierSettings, shared: OffloadSettings) -> RemoteTier:
     """Raises ValueError as RemoteTier does."""
     budget = int(own.size * GIB) or None
-    return RemoteTier(own.redis_url, own.format, shared.timeout_s, budget, shared.tenant_quota)
+    tier = RemoteTier(own.redis_url, own.format, shared.timeout_s, budget, shared.tenant_quota)
+    tier.has([NOBODYS])  # a server that is not there, or refuses us, is told of at the start
+    return tier
 
 
 def findings(own: RemoteTierSettings, shared: OffloadSettings, free_memory: int) -> dict[str, Any]:
