@@ -251,3 +251,31 @@ def activation(field: str, name: str, known: Mapping[str, Activation]) -> Activa
     if name not in known:
         raise UnsupportedModel(f"{field} {name!r} is not supported; supported: {', '.join(known)}")
     return known[name]
+
+
+def layer_normed(
+    config: Any,
+    norm_eps: float,
+    kv_heads: int,
+    windows: tuple[int | None, ...] | None = None,
+    partial: bool = False,
+    gated: bool = False,
+) -> dict[str, Any]:
+    """What families with LayerNorm and rotary positions have in common. partial: whether a part of each head may be
+    rotated; gated: whether MLPs are. Refuses a width that is no multiple of the heads."""
+    if head_dim_of(config) * config.num_attention_heads != config.hidden_size and not hasattr(config, "head_dim"):
+        told = f"num_attention_heads {config.num_attention_heads}"
+        raise UnsupportedModel(f"hidden_size {config.hidden_size} is not a multiple of {told}")
+    turned = rope(config, partial)
+    return dict(
+        intermediate_size=config.intermediate_size,
+        embed_size=config.hidden_size,
+        max_model_len=rope_reach(config, turned),
+        attention=attention(config, kv_heads=kv_heads, head_dim=head_dim_of(config), windows=windows),
+        positions="rope",
+        rope=turned,
+        norm="layer",
+        norm_eps=norm_eps,
+        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS if gated else PLAIN_ACTIVATIONS),
+        gated=gated,
+    )

@@ -6,32 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.models.families import falcon
-from headrace.models.families.base import PLAIN_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.base import Family, Names, layer_normed
 from headrace.models.spec import ModelConfig
-from headrace.types import UnsupportedModel
 
 
 def _facts(config: Any) -> dict[str, Any]:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if hidden % heads:
-        raise UnsupportedModel(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    spec = rope(config, partial=True)
-    return dict(
-        intermediate_size=config.intermediate_size,
-        embed_size=hidden,
-        max_model_len=rope_reach(config, spec),
-        attention=attention(config, kv_heads=heads, head_dim=hidden // heads),
-        positions="rope",
-        rope=spec,
-        norm="layer",
-        norm_eps=config.layer_norm_eps,
-        activation=activation("hidden_act", config.hidden_act, PLAIN_ACTIVATIONS),
-        gated=False,
-        block="parallel" if config.use_parallel_residual else "pre",
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        mlp_bias=True,
-    )
+    bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=True)
+    facts = layer_normed(config, config.layer_norm_eps, config.num_attention_heads, partial=True)
+    return facts | bias | dict(block="parallel" if config.use_parallel_residual else "pre")
 
 
 def _names(config: ModelConfig) -> Names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.models.families.base import PLAIN_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.base import Family, Names, layer_normed
 from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
@@ -23,25 +23,9 @@ def _names(config: ModelConfig) -> Names:
 def _phi(config: Any) -> dict[str, Any]:
     if config.qk_layernorm:
         raise UnsupportedModel("qk_layernorm true is not supported; only false is")
-    heads, spec = config.num_attention_heads, rope(config, partial=True)
-    return dict(
-        intermediate_size=config.intermediate_size,
-        embed_size=config.hidden_size,
-        max_model_len=rope_reach(config, spec),
-        attention=attention(config, kv_heads=config.num_key_value_heads, head_dim=config.hidden_size // heads),
-        positions="rope",
-        rope=spec,
-        norm="layer",
-        norm_eps=config.layer_norm_eps,
-        activation=activation("hidden_act", config.hidden_act, PLAIN_ACTIVATIONS),
-        gated=False,
-        block="parallel",
-        mlp_norm=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-    )
+    facts = layer_normed(config, config.layer_norm_eps, config.num_key_value_heads, partial=True)
+    bias = dict(qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True)
+    return facts | bias | dict(block="parallel", mlp_norm=False)
 
 
 def _phi_names(config: ModelConfig) -> Names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.models.families.base import GATED_ACTIVATIONS, Family, activation, attention, rope, rope_reach
+from headrace.models.families.base import Family, layer_normed
 from headrace.models.families.llama import PREFIXES, names
 from headrace.types import UnsupportedModel
 
@@ -13,22 +13,9 @@ from headrace.types import UnsupportedModel
 def _facts(config: Any) -> dict[str, Any]:
     if config.qk_layernorm:
         raise UnsupportedModel("qk_layernorm true is not supported; only false is")
-    heads, spec = config.num_attention_heads, rope(config, partial=True)
-    return dict(
-        intermediate_size=config.intermediate_size,
-        embed_size=config.hidden_size,
-        max_model_len=rope_reach(config, spec),
-        attention=attention(config, kv_heads=config.num_key_value_heads, head_dim=config.hidden_size // heads),
-        positions="rope",
-        rope=spec,
-        norm="layer",
-        norm_eps=config.layer_norm_eps,
-        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS),
-        gated=True,
-        block="parallel" if config.use_parallel_residual else "pre",
-        mlp_norm=not config.use_parallel_residual,
-        qkv_bias=config.use_qkv_bias,
-    )
+    beside = bool(config.use_parallel_residual)
+    facts = layer_normed(config, config.layer_norm_eps, config.num_key_value_heads, partial=True, gated=True)
+    return facts | dict(block="parallel" if beside else "pre", mlp_norm=not beside, qkv_bias=config.use_qkv_bias)
 
 
 STABLELM = Family(

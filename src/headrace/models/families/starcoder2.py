@@ -5,44 +5,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.models.families.base import (
-    PLAIN_ACTIVATIONS,
-    Family,
-    Names,
-    activation,
-    attention,
-    head_dim_of,
-    rope,
-    rope_reach,
-)
+from headrace.models.families.base import Family, Names, layer_normed
 from headrace.models.families.llama import PREFIXES, names, ungated_names, uniform_windows
 from headrace.models.spec import ModelConfig
 
 
-def _facts(config: Any, window: int | None, norm_eps: float) -> dict[str, Any]:
-    turned, windows, kv_heads = rope(config), uniform_windows(config, window), config.num_key_value_heads
-    return dict(
-        intermediate_size=config.intermediate_size,
-        embed_size=config.hidden_size,
-        max_model_len=rope_reach(config, turned),
-        attention=attention(config, kv_heads=kv_heads, head_dim=head_dim_of(config), windows=windows),
-        positions="rope",
-        rope=turned,
-        norm="layer",
-        norm_eps=norm_eps,
-        activation=activation("hidden_act", config.hidden_act, PLAIN_ACTIVATIONS),
-        gated=False,
-    )
-
-
 def _starcoder2(config: Any) -> dict[str, Any]:
     bias = dict(qkv_bias=config.use_bias, out_bias=config.use_bias, mlp_bias=config.use_bias)
-    return _facts(config, config.sliding_window, config.norm_epsilon) | bias
+    windows = uniform_windows(config, config.sliding_window)
+    return layer_normed(config, config.norm_epsilon, config.num_key_value_heads, windows) | bias
 
 
 def _jais2(config: Any) -> dict[str, Any]:
     bias = dict(qkv_bias=config.attention_bias, out_bias=config.attention_bias, mlp_bias=config.mlp_bias)
-    return _facts(config, None, config.layer_norm_eps) | bias
+    windows = uniform_windows(config, None)
+    return layer_normed(config, config.layer_norm_eps, config.num_key_value_heads, windows) | bias
 
 
 def _names(config: ModelConfig) -> Names:
