@@ -60,8 +60,7 @@ class RestartBench(Benchmark):
         """One case for each way to end, repetition and restoring server; each way has a new directory each time."""
         restoring = self.again or (self.ranks,)
         model = str(checkpoint(self.model)) if self.model in SHAPES else self.model
-        vocabulary = plain_config(model_folder(model)).vocab_size
-        run = _Run(model, self.tokens, self.prefault, vocabulary)
+        run = _Run(model, self.tokens, self.prefault)
         for repeat in range(self.repeats):
             for name, sign in ENDS.items():
                 with tempfile.TemporaryDirectory(dir=self.directory) as directory:
@@ -135,7 +134,6 @@ class _Run:
     model: str
     tokens: int
     prefault: bool
-    vocabulary: int
 
     def options(self, ranks: int) -> list[str]:
         """Each rank may hold the whole prompt: whoever is fastest then may load all of it."""
@@ -144,8 +142,8 @@ class _Run:
         return options + (["--context-parallel-size", str(ranks)] if ranks > 1 else [])
 
     def store(self, directory: Path, ranks: int, sign: signal.Signals, seed: int) -> _Stored:
-        source = random.Random(seed)
-        prompt = [source.randrange(min(10, self.vocabulary - 1), self.vocabulary) for _ in range(self.tokens)]
+        source, vocabulary = random.Random(seed), plain_config(model_folder(self.model)).vocab_size
+        prompt = [source.randrange(min(10, vocabulary - 1), vocabulary) for _ in range(self.tokens)]
         with serving(self.model, directory, self.options(ranks)) as server:
             answer, cold = ask(server, prompt)
             stored_s = wait_stored(server) if sign == signal.SIGKILL else None
