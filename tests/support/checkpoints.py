@@ -308,16 +308,14 @@ NEAR = (
     "glm_lite", "deepseek_v32", "qwen3_vl_moe", "mistral3", "mistral3_ministral3", "qwen2_5_vl", "qwen3_vl", "seed_oss",
     "ernie4_5", "exaone4_plain", "cohere", "solar_open", "dots1", "minicpm3", "qwen2_moe", "mistral3_mistral4", "gemma",
     "cwm", "ministral", "youtu", "exaone_moe", "hunyuan_moe", "hy3", "mellum", "granite_moe_swa", "hyperclovax_plain",
-    "jais2", "gpt_neox_sequential", "stablelm",
-    *(kind for kind in VISION if kind not in ("muse_glimmer", "minimax_m3")),
+    "jais2", "gpt_neox_sequential", "stablelm", "stablelm_parallel", *(set(VISION) - {"muse_glimmer", "minimax_m3"}),
 )  # fmt: skip
 """Kinds all of whose facts others have too: the matrix alone has them in what runs for every kind, and what takes a
 second a kind leaves them out."""
 LATER = (
-    "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee",
+    "smollm3", "granite", "granite_moe_shared", "granite4", "glm4", "gemma3", "gemma4", "ministral3", "arcee", "phi",
     "mistral4", "hunyuan", "olmo2", "olmo3", "exaone4", "cohere2", "starcoder2", "glm4_moe", "minimax_m2", "ernie_moe",
-    "deepseek_v2", "llama4", "gpt_neox", "phi", "stablelm_parallel", "granite_swa", "hyperclovax", "afmoe", "apertus",
-    "muse_glimmer",
+    "deepseek_v2", "llama4", "gpt_neox", "granite_swa", "hyperclovax", "afmoe", "apertus", "muse_glimmer",
 )  # fmt: skip
 """And in what takes a second a kind the matrix alone has these, whose facts are elsewhere tried one by one."""
 
