@@ -131,3 +131,12 @@ def test_hopper_kernels_are_asked_for_windows_and_sinks(monkeypatch: pytest.Monk
     for more, flash, split in (({}, True, True), ({"window": 8}, False, False), ({"sinks": q[0, :, 0]}, False, True)):
         found = attention.TileWork._ways(work, q, pool, replace(plain, **more), None)
         assert found == hopper_agreement.Ways(flash, split)
+
+
+def test_hopper_kernels_take_no_blocks_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know windows alone: blocks of keys are told by negative ones."""
+    monkeypatch.setattr(hopper, "takes", lambda *layer: True)
+    q, pool = torch.empty(1, 4, 64, dtype=torch.float16), Pool(*(torch.empty(1, 2, 64, 64).half() for _ in range(2)))
+    plain = Mask(torch.empty(0, 4, dtype=torch.int32), torch.empty(0), scale=1.0)
+    taken = [hopper.takes_call(q, pool, replace(plain, window=window)) for window in (None, 8, -8)]
+    assert taken == [True, True, False]

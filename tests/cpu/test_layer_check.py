@@ -100,3 +100,6 @@ def test_what_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = AttentionSpec(layers=4, heads=4, kv_heads=2, head_dim=256, windows=windows, scale=1.0, shapes=shapes)
     layer_check.verify(mixed, torch.bfloat16, torch.bfloat16)
     assert [(each.heads.dim, each.window) for each in asked[3:]] == [(512, None)]
+    blocks = AttentionSpec(layers=3, heads=4, kv_heads=2, head_dim=16, windows=(-8, None, 8), scale=0.25)
+    layer_check.verify(blocks, torch.bfloat16, torch.bfloat16)
+    assert [(each.features, each.window) for each in asked[4:]] == [(["blocks of keys"], -8)]

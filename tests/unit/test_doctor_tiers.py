@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from headrace.config import EngineConfig
+from headrace.doctor import verdict
 from headrace.doctor.machine import tiers
 from headrace.doctor.tiers import findings_of
 from headrace.offload.tiers import disk_check
@@ -93,6 +95,19 @@ def test_remote(server: int, scheme: str) -> None:
         assert "CANNOT BE REACHED" in told, "AUTH is not known here"
     told = found(kv_remote_url=f"{scheme}://127.0.0.1:{server}/0?protocol=2")["remote"]
     assert told.startswith(f"{scheme}://127.0.0.1:{server}/0 answers (8.1.0), round trip ") and "secret" not in told
+
+
+def test_remote_that_refuses_the_password(server: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not be started; a remedy names what is wrong."""
+
+    def refuse(*_: object) -> None:
+        raise redis.AuthenticationError("invalid username-password pair.")
+
+    monkeypatch.setattr(redis.Redis, "info", refuse)
+    told = found(kv_remote_url=f"redis://:secret@127.0.0.1:{server}/0?protocol=2")["remote"]
+    assert told == f"redis://127.0.0.1:{server}/0 REFUSES US: invalid username-password pair"
+    [warned] = verdict._tiers({"tiers": {"remote": told}})
+    assert "the password that the server asks for" in str(warned)
 
 
 def test_remote_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

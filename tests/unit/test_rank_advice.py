@@ -47,6 +47,7 @@ def test_a_small_gain_is_none() -> None:
     """0.45 s against 0.50: predictions are no better than that."""
     told = advice(TWO, 2, 1, 2, profile(1.8), S2)
     assert told is not None and told[1] and "0.45 s, by one engine with all 2 cores 0.50 s" in told[0]
+    assert "Ranks gain less than predictions may be off, and one engine decodes faster" in told[0]
 
 
 def test_more_threads_than_cores() -> None:

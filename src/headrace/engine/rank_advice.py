@@ -41,8 +41,8 @@ def advice(
     times = f"predicted for {TOKENS:,} tokens: {seconds_text(ranks_s)} s, by {one} {seconds_text(engine_s)} s"
     if ranks_s < engine_s * (1 - WORTH):
         return f"{begin} ({times}). One engine {better}", threads * here > usable
-    near = "the ranks gain less than predictions may be off; one engine" if ranks_s < engine_s else "One engine also"
-    return f"{begin} ({times}). {near[0].upper()}{near[1:]} {better}. {_remedy(config)}", True
+    also = "Ranks gain less than predictions may be off, and one engine" if ranks_s < engine_s else "One engine also"
+    return f"{begin} ({times}). {also} {better}. {_remedy(config)}", True
 
 
 def _remedy(config: EngineConfig) -> str:
