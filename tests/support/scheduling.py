@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Generator
 from random import Random
 
@@ -15,33 +16,59 @@ from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = (
     "processes/test_server_ranks.py",
-    "processes/test_deploy.py",
-    "processes/test_server.py",
-    "processes/test_offload_server.py",
-    "processes/test_tour.py",
+    "cpu/test_families.py",
+    "cpu/test_tensor_tiers.py",
     "processes/test_ray.py",
-    "processes/test_torchrun_ranks.py",
-    "processes/test_async_llm.py",
-    "processes/test_prefill_bench.py",
-    "processes/test_likelihood_ranks.py",
-    "processes/test_restart_bench.py",
-    "processes/test_ranked_restore.py",
-    "processes/test_ranked_streaming.py",
-    "processes/test_ranks.py",
-    "processes/test_foreign_connections.py",
-    "cpu/test_every_pair.py",
+    "cpu/test_gguf_families.py",
+    "cpu/test_models.py",
+    "processes/test_server.py",
     "cpu/test_ranked_tiers.py",
+    "cpu/test_kernels_formats.py",
+    "processes/test_deploy.py",
+    "cpu/test_offload.py",
+    "cpu/test_gpu_weights.py",
+    "processes/test_offload_server.py",
+    "cpu/test_gpu_hybrid.py",
+    "cpu/test_tensor_parallel.py",
+    "processes/test_ranked_restore.py",
+    "cpu/test_ptx.py",
+    "cpu/test_kernels_attend.py",
+    "processes/test_async_llm.py",
+    "cpu/test_every_pair.py",
+    "cpu/test_hybrid_engine.py",
+    "processes/test_torchrun_ranks.py",
+    "cpu/test_experts.py",
     "cpu/test_ranked_stream.py",
-    "cpu/test_cli.py",
+    "processes/test_tour.py",
+    "cpu/test_offload_damage.py",
+    "cpu/test_bench.py",
+    "processes/test_prefill_bench.py",
+    "cpu/test_kernels_linear.py",
+    "cpu/test_ranked_remote.py",
+    "processes/test_ranks.py",
+    "cpu/test_parallel.py",
+    "cpu/test_gpu_latent.py",
+    "processes/test_docs_served.py",
     "cpu/test_stream.py",
+    "cpu/test_device_sampler.py",
+    "processes/test_ranked_streaming.py",
+    "cpu/test_cli.py",
     "cpu/test_triton.py",
-    "cpu/test_triton_layers.py",
-    "cpu/test_templates.py",
+    "processes/test_restart_bench.py",
+    "cpu/test_sparse.py",
+    "cpu/test_draft_model.py",
+    "processes/test_likelihood_ranks.py",
+    "cpu/test_triton_compiled.py",
+    "cpu/test_gpu_adapters.py",
+    "processes/test_foreign_connections.py",
+    "cpu/test_gpu_streamed_weights.py",
+    "cpu/test_kernels_states.py",
 )
-"""Files that take longest come first, so that at the end no worker is left alone with one of them."""
+"""Files that take longest come first, so that at the end no worker is left alone with one of them. Between two that
+start processes, and wait for them, stand two that compute: neither cores nor workers are without work meanwhile."""
 
-FOLDERS = ("processes", "cpu", "gpu", "unit")
-"""Of the others, those come last that take least."""
+FOLDERS = ("unit",)
+"""Files of these folders take least, and come last."""
 
 
 class Scheduling(LoadScopeScheduling):
@@ -56,12 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place(item.nodeid))
 
 
-def place(nodeid: str) -> tuple[int, int, str]:
-    """Where a test stands in the order: the same in all workers, in whatever order they have collected."""
+def place(nodeid: str) -> tuple[int, int, int, str]:
+    """Where a test stands in the order: the same in all workers, in whatever order they have collected. What is not
+    among the longest is shuffled, by the names of the files, so that those with processes are spread over the others."""
     name = nodeid.split("::")[0].removeprefix("tests/")
-    folder = name.split("/")[0]
     first = LONGEST.index(name) if name in LONGEST else len(LONGEST)
-    return first, FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS), name
+    return first, int(name.split("/")[0] in FOLDERS), zlib.crc32(name.encode()), name
 
 
 @pytest.hookimpl(wrapper=True)
