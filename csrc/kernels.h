@@ -265,7 +265,7 @@ struct Mamba2 {
   const float *gates;                  // [T, Hv]: of the steps
   const float *conv, *conv_bias;       // [K, C], [C] or null
   const float *rate, *dt_bias, *skip;  // [Hv] each
-  const float *norm;                   // [Hv V]
+  const float *norm;                   // [Hv V]; null: out is what it would be taken of, in fp32
   void *last;                          // [slots, K - 1, C]: the convolution's last inputs, of the type of `mixed`
   float *matrices;                     // [slots, Hv, D, V]
   const StateSegment *segments;        // [n], which take effect one after another

@@ -93,17 +93,22 @@ void recur(const Mamba2 &a, const Piece *pieces, int64_t count, int64_t head, in
   }
 }
 
-// Times silu of the gates, then an RMS norm of all heads of each group together.
+// x of a row, times silu of its gates. -> to, which may be x.
+template <typename T> void gate(const Mamba2 &a, int64_t row, const float *x, float *to, int64_t first, int64_t end) {
+  const T *const gates = static_cast<const T *>(a.mixed) + row * a.mixed_stride;
+  for (int64_t i = first; i < end; i += W) {
+    const vf gate = load_up_to(gates + i, end - i);
+    store_up_to(to + i, load_up_to(x + i, end - i) * sigmoid_times(gate, gate), end - i);
+  }
+}
+
+// Times silu of the gates, then an RMS norm of all heads of each group together, if there is one.
 template <typename T> void write_normed(const Mamba2 &a, int64_t row, float *x) {
   const int64_t width = a.value_heads * a.value_dim, group = width / a.key_heads;
-  const T *const gates = static_cast<const T *>(a.mixed) + row * a.mixed_stride;
+  if (!a.norm) return gate<T>(a, row, x, static_cast<float *>(a.out) + row * width, 0, width);
   T *const out = static_cast<T *>(a.out) + row * width;
   for (int64_t first = 0; first < width; first += group) {
-    for (int64_t i = first; i < first + group; i += W) {
-      const int64_t left = first + group - i;
-      const vf gate = load_up_to(gates + i, left);
-      store_up_to(x + i, load_up_to(x + i, left) * sigmoid_times(gate, gate), left);
-    }
+    gate<T>(a, row, x, x, first, first + group);
     const float squares = sum_of_products(x + first, x + first, group) / static_cast<float>(group);
     const float factor = 1.0f / __builtin_sqrtf(squares + a.eps);
     for (int64_t i = first; i < first + group; i += W) {

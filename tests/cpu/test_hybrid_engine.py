@@ -201,7 +201,6 @@ def test_a_request_that_is_aborted_leaves_no_state_held(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: .* has recurrent layers"),
         ({"context_parallel_size": 2, "prefill_strategy": "ring-kv"}, "prefill_strategy ring-kv: .* use auto, single"),
         ({"context_parallel_size": 2, "prefill_strategy": "gather"}, "prefill_strategy gather: .* use auto, single"),
         (

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from headrace import LLM, SamplingParams
+from headrace import LLM
 from headrace.bench.prefill_testbed import open_testbed
 from headrace.config import EngineConfig
 from headrace.engine.footprint import Footprint
@@ -21,37 +20,17 @@ from headrace.parallel.states import GroupMove, StateHolders, moves_of
 from headrace.parallel.transport import RankLost
 from headrace.types import Request
 from tests.support.hybrid_checkpoints import make_checkpoint
-from tests.support.kind_sizes import VOCAB
+from tests.support.hybrid_prompts import LONG, SHORT, alone, prompts, words
 from tests.support.offloading import counters, flush, forced, watched
 from tests.support.ranked_offloading import RankedLLM, close, over_ranks
-from tests.support.traces import Trace, run, same
+from tests.support.traces import Trace, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
-SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("3_5_ends_recurrent", tmp_path_factory.mktemp("hybrid"))
-
-
-def words(count: int, seed: int = 0) -> list[int]:
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCAB, (count,), generator=g).tolist()
-
-
-def prompts() -> list[list[int]]:
-    """Uneven ones; some are alike, some share 130 or 200 tokens, one is a prefix of another."""
-    base = words(330)
-    mixed = [words(1, 1), words(65, 3), words(200, 4), base, base, base[:256], base + words(70, 5)]
-    return mixed + [base[:130] + words(40 + i, 6 + i) for i in range(2)] + [base[:200] + words(90, 9)]
-
-
-def alone(folder: Path, given: list[list[int]], params: SamplingParams = SHORT, **settings: Any) -> list[Trace]:
-    """On one rank, one by one, with nothing shared."""
-    private = LLM(str(folder), dtype="bfloat16", kv_cache_tokens=8192, enable_prefix_caching=False, **settings)
-    return [run(private, [prompt], params)[0] for prompt in given]
 
 
 @pytest.fixture(scope="module")

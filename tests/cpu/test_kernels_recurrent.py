@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import RecurrentSpec
-from headrace.kernels import cpu, dispatch
-from headrace.kernels.records import ConvWeights, LayerStates
+from headrace.kernels import cpu, dispatch, mamba2
+from headrace.kernels.records import ConvWeights, LayerStates, MambaWeights
 from tests.support.recurrent_cases import SLOTS, RecurrentCase
 
 pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not cpu.available(), reason="there are no kernels")]
@@ -83,6 +83,23 @@ def test_larger_layers_than_the_kernels_take_are_computed_in_torch(spec: Recurre
     whole, _ = case.run([[0, 20, 1, 0]])
     cut, _ = case.run([[0, 3, 1, 0], [3, 20, 0, 0]])
     assert torch.equal(whole, cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", MAMBA)
+def test_a_norm_that_follows_later_has_the_same_bits(spec: RecurrentSpec, dtype: torch.dtype, isa: str) -> None:
+    """Of heads that tensor ranks make apart, each group among fewer of them."""
+    case, segments = RecurrentCase(spec, 70, dtype), [[0, 70, 2, 0]]
+    assert isinstance(case.weights, MambaWeights) and case.weights.norm is not None
+    whole, _ = case.run(segments)
+    norm, case.weights = case.weights.norm, case.weights._replace(norm=None)
+    made, _ = case.run(segments)
+    assert made.dtype == torch.float32
+    normed = mamba2.normed(spec, made.flatten(1), norm, case.weights.eps)
+    assert torch.equal(normed.to(dtype).view_as(whole), whole)
+    with dispatch.force("torch"):
+        plain, _ = case.run(segments)
+    torch.testing.assert_close(made, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "torch"])

@@ -86,9 +86,10 @@ class RankedLLM(LLM):
     def forget(self) -> None:
         """What lies in the pools becomes wrong, so that whatever is read before it has come back shows."""
         for rank in self.ranks:
-            states = () if rank.states is None else (x for layer in rank.states.storage.layers for x in layer)
+            states = [] if rank.states is None else [*rank.states.storage.layers]
             pools = (x for pool in rank.storage.pools for x in (pool.k, pool.v))
-            for each in (*pools, *(rank.storage.x or ()), *states):
+            kept = (x for layer in states for x in (layer.last, layer.matrices))
+            for each in (*pools, *(rank.storage.x or ()), *kept):
                 each.fill_(7)
 
 

@@ -84,8 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def place(nodeid: str) -> tuple[int, int, int, str]:
-    """Where a test stands in the order: the same in all workers, in whatever order they have collected. What is not
-    among the longest is shuffled, by the names of the files, so that those with processes are spread over the others."""
+    """Where a test stands in the order: the same in all workers, in whatever order they have collected. Files that
+    are not among the longest are shuffled by their names, so that those with processes are spread over the others."""
     name = nodeid.split("::")[0].removeprefix("tests/")
     first = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     return first, int(name.split("/")[0] in FOLDERS), zlib.crc32(name.encode()), name

@@ -182,6 +182,19 @@ class RecurrentSpec:
         return 2 * self.keys + self.values
 
     @property
+    def channel_parts(self) -> tuple[int, ...]:
+        """Widths of the parts of `channels`, in their order."""
+        found = {"delta": (self.keys, self.keys, self.values), "mamba2": (self.values, self.keys, self.keys)}
+        return found.get(self.kind, (self.values,))
+
+    @property
+    def mixed_parts(self) -> tuple[int, ...]:
+        """`mixed` with channels by their parts."""
+        if self.kind == "conv":
+            return self.mixed
+        return (*self.channel_parts, self.values) if self.kind == "delta" else (self.values, *self.channel_parts)
+
+    @property
     def mixed(self) -> tuple[int, ...]:
         """Widths of what a layer first makes of its rows: channels and what gates a net's output, in Mamba-2 the other
         way round; or what gates a convolution's inputs, its output, and what is gated."""

@@ -35,7 +35,7 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.logs import short_id
 from headrace.parallel import messages
-from headrace.parallel.messages import StateMove, StepGroup, StepPart
+from headrace.parallel.messages import StateMove, StepGroup, StepPart, WholeState
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.states import StateHolders
 from headrace.planner.choice import StrategyChoice
@@ -195,23 +195,39 @@ class Driver(Executor):
         over.synchronize()
         return True
 
-    def _run(self, groups: list[StepGroup], moves: Sequence[StateMove] = ()) -> Hidden:
-        step = messages.RankStep(self.steps, groups, list(moves), self._copying)
+    def _run(
+        self, groups: list[StepGroup], moves: Sequence[StateMove] = (), whole: Sequence[WholeState] = ()
+    ) -> Hidden:
+        step = messages.RankStep(self.steps, groups, list(moves), self._copying, list(whole))
         self.steps, self._copying = self.steps + 1, []
         self.send(messages.encode(step))
         return self.rank.run(step)
 
-    def fetch(self, slot: int) -> None:
+    def fetch(self, slot: int) -> int:
         """Has rank 0 hold the state in a slot, between two steps (offload.stored_states.StateHome). Raises RankLost."""
         assert self.holders is not None, "only a model with recurrent layers has states"
-        if self.holders.of[slot] != 0:
-            self._run([], [StateMove(slot, self.holders.of[slot], 0)])
+        moves = [StateMove(slot, self.holders.of[slot], 0)] if self.holders.of[slot] != 0 else []
+        whole = [WholeState(slot, read=False)] if self._several else []
+        if moves or whole:
+            self._run([], moves, whole)
             self.holders.of[slot] = 0
+        return self.place(slot)
+
+    def place(self, slot: int) -> int:
+        """Where rank 0 has a state: tensor ranks have their parts, and the first of them room for one whole."""
+        return 0 if self._several else slot
 
     def written(self, slot: int) -> None:
-        """Rank 0 has put a state into a slot."""
+        """Rank 0 has put a state there. Raises RankLost."""
         assert self.holders is not None, "only a model with recurrent layers has states"
         self.holders.of[slot] = 0
+        if self._several:
+            self._run([], [], [WholeState(slot, read=True)])
+
+    @property
+    def _several(self) -> bool:
+        """Whether tensor ranks have a part of each state."""
+        return self.rank.states is not None and self.rank.states.whole is not None
 
     def _groups(self, slices: Sequence[Slice]) -> tuple[list[StepGroup], list[Places]]:
         """The groups in an order in which a chunk is written before another sequence reads it, and where each slice

@@ -11,7 +11,7 @@ from headrace.engine.adapters import adapter_bytes
 from headrace.engine.draft_facts import DraftFacts
 from headrace.host import GIB
 from headrace.kv.milestones import INTERVAL
-from headrace.models.shards import shard
+from headrace.models.shards import recurrent_share, shard
 from headrace.models.sizes import (
     BYTES,
     compute_type,
@@ -185,7 +185,7 @@ class Footprint:
         return self._state_of_a_rank() * ranks_here(self.config)
 
     def _state_of_a_rank(self) -> int:
-        spec = self.model.recurrent
+        spec = recurrent_share(self.model, self.config.ranks.tensor)
         return 0 if spec is None else spec.state_bytes(BYTES[compute_type(self.model, self.config.model.dtype)])
 
     def state_bytes(self) -> int:

@@ -84,7 +84,6 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
             f"order, from rank to rank; use auto, {' or '.join(RECURRENT)}"
         )
     found = {
-        "tensor_parallel_size": config.ranks.tensor > 1,
         "offload_schedule": config.streaming is not None,
         "kv_offload_activations": tiers is not None and tiers.activations == "on",
     }

@@ -15,7 +15,7 @@ from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.cache import KVCache
-from headrace.kv.storage import KVStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.decoder import Decoder
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CudaStream, ThreadStream
@@ -127,7 +127,7 @@ def open_offload(
     keep_notes(config, capacity, cache.identity, opened.tiers.tiers)
     storer = ChunkStorer(peers, cache.pool.per_rank, opened.tiers)
     only_idle, states = _only_idle(config, opened.codec, profile), None
-    storage = rank.states.storage if isinstance(rank.states, RankStates) else rank.states
+    storage = _state_memory(rank)
     if cache.states is not None and storage is not None:
         states = StoredStates(cache.states, StateCodec(storage, cache.identity), opened.tiers, only_idle)
     return StoredPrefixes(
@@ -139,6 +139,13 @@ def open_offload(
         tiers=AllTiers(peers),
         max_batch_tokens=config.scheduler.max_batch_tokens,
     )
+
+
+def _state_memory(rank: Runner | Rank) -> StateStorage | None:
+    """Where rank 0 has states as tiers store them: those of tensor ranks one at a time."""
+    if not isinstance(rank.states, RankStates):
+        return rank.states
+    return rank.states.storage if rank.states.whole is None else rank.states.whole.room
 
 
 WRITE_S, WRITE_BYTE_S = 0.7e-3, 2.9e-9

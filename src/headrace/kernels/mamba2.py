@@ -7,7 +7,8 @@ convolution with silu, with step = softplus(gate + dt_bias):
 
     S = exp(-rate step) S + k (x) step x,    out = norm((q S + skip x) silu(z))        S [D, V] fp32 of each head
 
-The norm is of all heads of a group together. There is one order of operations, token by token, so a row has the same
+The norm is of all heads of a group together; without it (MambaWeights.norm None) out is what it would be taken of, in
+fp32. There is one order of operations, token by token, so a row has the same
 bits however its sequence is cut into segments.
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.config import RecurrentSpec
-from headrace.kernels import dispatch
+from headrace.kernels import dispatch, ops
 from headrace.kernels.extension import check, require, type_of
 from headrace.kernels.records import LayerStates, MambaWeights
 from headrace.kernels.recurrent_step import check_states
@@ -30,7 +31,7 @@ MOST_KEY_DIM, MOST_INPUTS = 256, 8
 def mamba2(
     spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: MambaWeights, states: LayerStates, segments: Tensor
 ) -> Tensor:
-    """mixed [T, Hv V + C] = (z, x, k, q), gates fp32 [T, Hv] -> [T, Hv, V] in mixed's type.
+    """mixed [T, Hv V + C] = (z, x, k, q), gates fp32 [T, Hv] -> [T, Hv, V] in mixed's type, in fp32 without a norm.
 
     segments: as of kernels.gated_delta. Raises ValueError for tensors that do not fit each other.
     """
@@ -58,13 +59,26 @@ def check_weights(spec: RecurrentSpec, weights: MambaWeights) -> None:
         check("conv_bias", weights.conv_bias, wide, (spec.channels,))
     for name in ("rate", "dt_bias", "skip"):
         check(name, getattr(weights, name), wide, (spec.value_heads,))
-    check("norm", weights.norm, wide, (spec.values,))
+    if weights.norm is not None:
+        check("norm", weights.norm, wide, (spec.values,))
+
+
+def normed(spec: RecurrentSpec, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """The norm that was left out: x fp32 [T, Hv V], norm [Hv V] -> [T, Hv V], fp32. spec: of all heads. In C++ it has
+    the bits of the one that was not."""
+    parts = zip(x.chunk(spec.key_heads, dim=1), norm.chunk(spec.key_heads), strict=True)
+    return torch.cat([ops.rms_norm(part.contiguous(), own, eps, 0.0) for part, own in parts], dim=1)
+
+
+def _out(spec: RecurrentSpec, mixed: Tensor, weights: MambaWeights) -> Tensor:
+    dtype = mixed.dtype if weights.norm is not None else torch.float32
+    return torch.empty((len(mixed), spec.value_heads, spec.value_dim), dtype=dtype)
 
 
 def _native(
     spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: MambaWeights, states: LayerStates, segments: Tensor
 ) -> Tensor:
-    out = torch.empty((len(mixed), spec.value_heads, spec.value_dim), dtype=mixed.dtype)
+    out = _out(spec, mixed, weights)
     require().mamba2(
         type_of(mixed), mixed.data_ptr(), gates.data_ptr(), weights.addresses,
         [states.last.data_ptr(), states.matrices.data_ptr()], segments.data_ptr(), out.data_ptr(), rows=len(mixed),
@@ -79,7 +93,7 @@ def _plain(
     spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: MambaWeights, states: LayerStates, segments: Tensor
 ) -> Tensor:
     """One token at a time, in tensors of the same shapes: torch then computes each alike."""
-    out = torch.empty((len(mixed), spec.value_heads, spec.value_dim), dtype=mixed.dtype)
+    out = _out(spec, mixed, weights)
     for begin, end, source, target in segments.tolist():
         if source < 0:
             last, matrix = torch.zeros_like(states.last[0]), torch.zeros_like(states.matrices[0])
@@ -89,9 +103,11 @@ def _plain(
             seen = torch.cat((last, mixed[row : row + 1, spec.values :]))
             matrix, read = _token(spec, seen.float(), gates[row], weights, matrix)
             gated = read.flatten() * F.silu(mixed[row, : spec.values].float())
-            groups = gated.view(spec.key_heads, -1)
-            scaled = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + weights.eps)
-            out[row], last = (scaled.flatten() * weights.norm).view_as(read).to(mixed.dtype), seen[1:]
+            if weights.norm is not None:
+                groups = gated.view(spec.key_heads, -1)
+                scaled = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + weights.eps)
+                gated = scaled.flatten() * weights.norm
+            out[row], last = gated.view_as(read).to(out.dtype), seen[1:]
         states.last[target], states.matrices[target] = last.clone(), matrix.clone()
     return out
 

@@ -148,14 +148,14 @@ class ConvWeights(NamedTuple):
 
 class MambaWeights(NamedTuple):
     """Vectors of a Mamba-2 layer, fp32: conv [K, C], its bias [C] or None; rate [Hv], exp(A_log); dt_bias [Hv]; skip
-    [Hv], what the paper calls D; norm [Hv V], its epsilon."""
+    [Hv], what the paper calls D; norm [Hv V], or None where it follows later, and its epsilon."""
 
     conv: Tensor
     conv_bias: Tensor | None
     rate: Tensor
     dt_bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
     eps: float
 
     @property

@@ -23,7 +23,7 @@ from headrace.kernels import block, dispatch, ops
 from headrace.kernels.adapted_rows import AdaptedRows, placed
 from headrace.kernels.backend import Attend
 from headrace.kernels.model_step import Ends, ModelStep
-from headrace.kernels.recurrent import Recur
+from headrace.kernels.recurrent import Recur, fits_cpp
 from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.adapters import Adapters, load_adapters
@@ -101,7 +101,7 @@ class Decoder:
         self.turns = XTurns(None if share is None else tensor)
         weights = made_weights(config, weights)
         table = weights[EMBED] if EMBED in weights else torch.empty(0, dtype=dtype)
-        self.config = config if share is None else replace(config, attention=share.attention)
+        self.config = config if share is None else _shared(config, share)
         self.dtype, self.device, tied = table.dtype, table.device, is_tied(weights)
         outputs = {} if share is None else share.outputs
         if config.latent is not None and not dispatch.on_gpu(table):
@@ -137,11 +137,14 @@ class Decoder:
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
         if self.config.value_norm:
             return self._mixed_layers(share, tensor)
-        whole = ALONE if share is None or tensor is None else Gathered(share, tensor)
+        several = None if share is None or tensor is None else (share, tensor)
         kind: type[Layer] = Layer if self.config.latent is None else LatentLayer
         if self.config.attention.index is not None:
             kind = BlockIndexedLayer if self.config.latent is None else IndexedLayer
-        layers = [kind(self.config, self.weights, self.matrices, index, whole) for index in range(self.config.layers)]
+        layers = [
+            kind(self.config, self.weights, self.matrices, index, Gathered(*several, index) if several else ALONE)
+            for index in range(self.config.layers)
+        ]
         if share is not None:
             reason: str | None = f"shared by {share.size} tensor ranks"
         else:
@@ -327,8 +330,22 @@ class Decoder:
 
 
 def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
-    """What this rank computes; None: everything."""
-    return None if tensor is None or tensor.size == 1 else Share(config, tensor.rank, tensor.size)
+    """What this rank computes; None: everything. Raises ValueError as Share does, and for recurrent layers that are not
+    computed in C++: torch's bits depend on how many heads there are."""
+    if tensor is None or tensor.size == 1:
+        return None
+    if config.recurrent is not None and not (dispatch.in_cpp() and fits_cpp(config.recurrent)):
+        raise ValueError(
+            f"tensor_parallel_size {tensor.size}: {config.architecture} has recurrent layers, which tensor ranks share "
+            f"where the C++ kernels compute them, and these do not; use 1"
+        )
+    return Share(config, tensor.rank, tensor.size)
+
+
+def _shared(config: ModelConfig, share: Share) -> ModelConfig:
+    """The facts of a share: its own heads, whatever mixes rows."""
+    recurrent = None if share.recurrent is None else share.recurrent.spec
+    return replace(config, attention=share.attention, recurrent=recurrent)
 
 
 def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headrace.config import RecurrentSpec
-from headrace.kernels import ops
+from headrace.kernels import mamba2, ops
 from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
 from headrace.kernels.recurrent import Recur
+from headrace.models.shards import UNIT, Whole
 from headrace.models.spec import ModelConfig
 
 Linear = Callable[[str, Tensor], Tensor]
@@ -24,39 +26,45 @@ Linear = Callable[[str, Tensor], Tensor]
 class DeltaNet:
     """A gated delta net in place of a layer's attention. place: its number among the recurrent layers."""
 
-    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor]) -> None:
-        self.place = config.place(index)
-        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
+    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole) -> None:
+        self.place, self.whole = config.place(index), whole
+        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), rates(weights["delta.A_log"])
         self.weights = DeltaWeights(conv, rate, weights["delta.dt_bias"], weights["delta_norm.weight"], config.norm_eps)
-        self.tiled = config.recurrent if config.tiled_values else None
+        self.tiled = whole.recurrent(config.recurrent) if config.tiled_values else None
 
     def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
-        """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
+        """x [T, H], normed -> this rank's heads [T, Hv, V]. Raises ValueError without `recur`."""
         return needed(recur)(self.place, linear("mixed", x), linear("gates", x), self.weights)
 
-    def as_columns(self, heads: Tensor) -> Tensor:
-        """All heads of a row [T, Hv V] as the columns of `out` take them (ModelConfig.tiled_values)."""
+    def together(self, heads: Tensor) -> Tensor:
+        """Those of all ranks [T, Hv V] as the columns of `out` take them (ModelConfig.tiled_values)."""
+        heads = self.whole("heads", heads.flatten(1))
         return heads if self.tiled is None else as_tiled(self.tiled, heads)
 
 
 class MambaLayer:
-    """A Mamba-2 layer in place of a layer's attention. place: as of a DeltaNet."""
+    """A Mamba-2 layer in place of a layer's attention. place: as of a DeltaNet.
+
+    Where tensor ranks share a group of heads, which the norm goes over, each makes its heads without it, in fp32.
+    """
 
     tiled = None
 
-    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor]) -> None:
-        self.place = config.place(index)
-        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
-        vectors = (rate, weights["delta.dt_bias"], weights["delta.D"], weights["delta_norm.weight"])
+    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole) -> None:
+        self.place, self.whole = config.place(index), whole
+        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), rates(weights["delta.A_log"])
+        self.norm, self.joined = weights["delta_norm.weight"], whole.joined_groups
+        vectors = (rate, weights["delta.dt_bias"], weights["delta.D"], None if self.joined else self.norm)
         self.weights = MambaWeights(conv, weights.get("conv.bias"), *vectors, config.norm_eps)
 
     def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
-        """x [T, H], normed -> [T, Hv, V]. Raises ValueError without `recur`."""
+        """x [T, H], normed -> this rank's heads [T, Hv, V]. Raises ValueError without `recur`."""
         return needed(recur)(self.place, linear("mixed", x), linear("gates", x), self.weights)
 
-    def as_columns(self, heads: Tensor) -> Tensor:
-        """As they are."""
-        return heads
+    def together(self, heads: Tensor) -> Tensor:
+        """Those of all ranks [T, Hv V]; in fp32 where they are normed now."""
+        heads = self.whole("heads", heads.flatten(1))
+        return mamba2.normed(self.joined, heads, self.norm, self.weights.eps) if self.joined else heads
 
 
 class ShortConvolution:
@@ -64,17 +72,17 @@ class ShortConvolution:
 
     tiled = None
 
-    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor]) -> None:
-        self.place = config.place(index)
+    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole) -> None:
+        self.place, self.whole = config.place(index), whole
         self.weights = ConvWeights(weights["conv.weight"].squeeze(1).t().contiguous())
 
     def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
-        """x [T, H], normed -> [T, H]. Raises ValueError without `recur`."""
+        """x [T, H], normed -> this rank's channels [T, C]. Raises ValueError without `recur`."""
         return needed(recur)(self.place, linear("mixed", x), None, self.weights)
 
-    def as_columns(self, made: Tensor) -> Tensor:
-        """As they are."""
-        return made
+    def together(self, made: Tensor) -> Tensor:
+        """Those of all ranks [T, H]."""
+        return self.whole("heads", made)
 
 
 KINDS: Mapping[str, type[DeltaNet | MambaLayer | ShortConvolution]] = {
@@ -85,12 +93,19 @@ KINDS: Mapping[str, type[DeltaNet | MambaLayer | ShortConvolution]] = {
 
 
 def recurrent_layer(
-    config: ModelConfig, index: int, weights: Mapping[str, Tensor]
+    config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole
 ) -> DeltaNet | MambaLayer | ShortConvolution | None:
-    """What a layer has in place of attention; None: it has attention."""
+    """What a layer has in place of attention; None: it has attention. whole: puts together what several ranks make."""
     if config.recurrent is None or index not in config.recurrent_layers:
         return None
-    return KINDS[config.recurrent.kind](config, index, weights)
+    return KINDS[config.recurrent.kind](config, index, weights, whole)
+
+
+def rates(logarithms: Tensor) -> Tensor:
+    """exp of [Hv]. torch computes the last numbers of a vector otherwise than those before them, and which are last
+    depends on a rank's share of it: so there are zeros behind them."""
+    count = len(logarithms)
+    return pad(logarithms, (0, -count % UNIT)).exp()[:count].contiguous()
 
 
 def as_tiled(spec: RecurrentSpec, heads: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Layer:
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
         self.place = config.place(index)
-        self.net = recurrent_layer(config, index, self.weights)
+        self.net = recurrent_layer(config, index, self.weights, whole)
         self.experts = config.experts_of(index)
         self.has_mlp = index not in config.without_mlp
         self.mixture = self._mixture(self.experts)
@@ -87,8 +87,11 @@ class Layer:
             if not len(rows):
                 return x, None
             self.adapted = None if self.adapted is None else self.adapted.of(rows)
-        heads = self.whole("heads", heads.reshape(len(x), -1))
-        attended = self._linear("out", heads if self.net is None else self.net.as_columns(heads))
+        if self.net is None:
+            heads = self.whole("heads", heads.reshape(len(x), -1))
+        else:
+            heads = self.net.together(heads).to(x.dtype)
+        attended = self._linear("out", heads)
         if self.config.block == "post":
             x = self._norm("attention_norm", x + self.whole("hidden", attended))
             return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x))), None

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from headrace.config import AttentionSpec
+from headrace.config import AttentionSpec, RecurrentSpec
+from headrace.models import recurrent_shares
+from headrace.models.recurrent_shares import RecurrentShare
 from headrace.models.slots import expected
 from headrace.models.spec import CLASSIFIER, LatentSpec, ModelConfig
 
@@ -21,9 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Width = Literal["queries", "keys", "heads", "inner", "expert_inner", "shared_inner", "hidden"]
-"""What ranks gather: queries [T, Hq D] and keys [T, Hkv D] normed over all heads, attended heads [T, Hq D],
-the MLP's activations [T, I], those of the experts that rows meet [T k, an expert's I] and of the one that all meet
-[T, its I], a block's output [T, H]."""
+"""What ranks gather: queries [T, Hq D] and keys [T, Hkv D] normed over all heads, attended heads [T, Hq D] or what a
+recurrent layer has made [T, Hv V], the MLP's activations [T, I], those of the experts that rows meet [T k, an expert's
+I] and of the one that all meet [T, its I], a block's output [T, H]."""
 
 UNIT = 64
 """Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
@@ -49,6 +52,11 @@ class ShardGroup(Protocol):
         """
         ...
 
+    def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
+        """parts, on rank 0: a tensor for each rank -> this rank's, of the shape and type of `own`. All ranks call it
+        equally often."""
+        ...
+
 
 def shard(config: ModelConfig, rank: int, size: int) -> AttentionSpec:
     """Attention of the tensor rank `rank` of `size`: its own heads. More ranks than KV heads hold copies of them.
@@ -58,19 +66,36 @@ def shard(config: ModelConfig, rank: int, size: int) -> AttentionSpec:
     if not 0 <= rank < size:
         raise ValueError(f"tensor rank {rank} does not exist in a group of {size}")
     spec = config.attention
-    if not _fits(spec, size):
-        fitting = [str(n) for n in range(1, spec.heads + 1) if _fits(spec, n)]
+    if not _fits(config, size):
+        fitting = [str(n) for n in range(1, spec.heads + 1) if _fits(config, n)]
         raise ValueError(
             f"tensor_parallel_size {size} does not divide {spec.heads} query heads and "
-            f"{' or '.join(str(kv) for kv, _ in spec.every_shape)} KV heads; "
+            f"{' or '.join(str(kv) for kv, _ in spec.every_shape)} KV heads{_recurrent_heads(config)}; "
             f"this model can use {', '.join(fitting)}"
         )
     shapes = tuple((max(1, heads // size), dim) for heads, dim in spec.shapes)
     return replace(spec, heads=spec.heads // size, kv_heads=max(1, spec.kv_heads // size), shapes=shapes)
 
 
-def _fits(spec: AttentionSpec, size: int) -> bool:
-    return spec.heads % size == 0 and all(max(kv, size) % min(kv, size) == 0 for kv, _ in spec.every_shape)
+def recurrent_share(config: ModelConfig, size: int) -> RecurrentSpec | None:
+    """Recurrent layers of that of `size` tensor ranks whose states take most. Raises ValueError as Share does."""
+    if size == 1 or config.recurrent is None:
+        return config.recurrent
+    shares = [each.spec for each in Share(config, 0, size).recurrent_shares]
+    return max(shares, key=lambda spec: spec.state_bytes(1))
+
+
+def _fits(config: ModelConfig, size: int) -> bool:
+    spec, recurrent = config.attention, config.recurrent
+    divides = spec.heads % size == 0 and all(max(kv, size) % min(kv, size) == 0 for kv, _ in spec.every_shape)
+    return divides and (recurrent is None or recurrent_shares.fits(recurrent, size))
+
+
+def _recurrent_heads(config: ModelConfig) -> str:
+    spec = config.recurrent
+    if spec is None or spec.kind == "conv":
+        return ""
+    return f", and {spec.value_heads} value heads and {spec.key_heads} key heads of recurrent layers"
 
 
 def cut(name: str, total: int, size: int) -> list[range]:
@@ -90,21 +115,16 @@ def cut(name: str, total: int, size: int) -> list[range]:
 
 @dataclass(frozen=True)
 class Share:
-    """What tensor rank `rank` of `size` computes of the model `config`. Raises ValueError as `shard` and `cut` do, and
-    for a model with recurrent layers."""
+    """What tensor rank `rank` of `size` computes of the model `config`. Raises ValueError as `shard` and `cut` do."""
 
     config: ModelConfig
     rank: int
     size: int
 
     def __post_init__(self) -> None:
-        if self.config.recurrent is not None:
-            raise ValueError(
-                f"tensor_parallel_size {self.size}: {self.config.architecture} has recurrent layers, which "
-                f"tensor ranks do not share yet; use 1"
-            )
-        for width in self.gathered:
-            self.widths(width)
+        for layer in (0, *self.config.recurrent_layers[:1]):
+            for width in self.gathered:
+                self.widths(width, layer)
 
     @property
     def gathered(self) -> list[Width]:
@@ -120,6 +140,20 @@ class Share:
     @property
     def attention(self) -> AttentionSpec:
         return shard(self.config, self.rank, self.size)
+
+    @cached_property
+    def recurrent_shares(self) -> list[RecurrentShare]:
+        """What each rank computes of the recurrent layers; none where there are none."""
+        spec = self.config.recurrent
+        if spec is None:
+            return []
+        channels = cut("channels", spec.values, self.size) if spec.kind == "conv" else None
+        return [RecurrentShare.of(spec, rank, self.size, channels) for rank in range(self.size)]
+
+    @property
+    def recurrent(self) -> RecurrentShare | None:
+        """This rank's."""
+        return self.recurrent_shares[self.rank] if self.recurrent_shares else None
 
     @property
     def heads(self) -> range:
@@ -138,7 +172,9 @@ class Share:
         return range(first, first + self.attention.shape(layer)[0])
 
     def widths(self, width: Width, layer: int = 0) -> list[int]:
-        """How many columns each rank has of what is gathered."""
+        """How many columns each rank has of what is gathered in a layer."""
+        if width == "heads" and layer in self.config.recurrent_layers:
+            return [each.spec.values for each in self.recurrent_shares]
         if width in ("heads", "queries", "keys"):
             kv_heads, dim = self.attention.shape(layer)
             if self.config.latent is not None:
@@ -189,6 +225,8 @@ class Share:
             return [self._rows_of_heads(module, self.config.latent)]
         if kind == "sinks":
             return [self.heads]
+        if self.recurrent is not None and (found := self.recurrent.rows(module)) is not None:
+            return found
         if module == "up":
             parts = self._cut(_inner_of(name), layer)
             mine, inner = parts[self.rank], parts[-1].stop
@@ -218,7 +256,16 @@ def _inner_of(name: str) -> Width:
 
 
 class Whole:
-    """The widths of a layer where one rank computes all of them."""
+    """The widths of a layer where one rank computes all of them.
+
+    joined_groups: all heads of Mamba-2 layers, where several ranks have a part of each group; else None.
+    """
+
+    joined_groups: RecurrentSpec | None = None
+
+    def recurrent(self, own: RecurrentSpec | None) -> RecurrentSpec | None:
+        """Recurrent layers of all ranks together. own: this rank's."""
+        return own
 
     def __call__(self, width: Width, x: Tensor) -> Tensor:
         """x [T, this rank's share of a width] -> [T, that width]."""
@@ -235,6 +282,11 @@ class Gathered(Whole):
     def __init__(self, share: Share, tensor: ShardGroup, layer: int = 0) -> None:
         self.share, self.tensor = share, tensor
         self.widths: dict[Width, list[int]] = {width: share.widths(width, layer) for width in share.gathered}
+        if share.recurrent is not None and share.recurrent.joins_groups:
+            self.joined_groups = share.recurrent.whole
+
+    def recurrent(self, own: RecurrentSpec | None) -> RecurrentSpec | None:
+        return self.share.config.recurrent
 
     def __call__(self, width: Width, x: Tensor) -> Tensor:
         every = self.tensor.gather(x, self.widths[width])
@@ -254,6 +306,9 @@ class Unsent:
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         return x.new_zeros(len(x), sum(widths))
+
+    def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
+        return own.new_zeros(own.shape)
 
 
 ALONE = Whole()

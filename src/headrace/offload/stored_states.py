@@ -30,18 +30,26 @@ log = logging.getLogger(__name__)
 class StateHome(Protocol):
     """Who knows which rank has a state."""
 
-    def fetch(self, slot: int) -> None:
-        """Returns when this rank has the state in the slot. Raises RankLost."""
+    def fetch(self, slot: int) -> int:
+        """Returns when this rank has the state in the slot: where, in the memory of the codec. Raises RankLost."""
+        ...
+
+    def place(self, slot: int) -> int:
+        """Where in that memory a state is to be put that is for the slot."""
+        ...
 
     def written(self, slot: int) -> None:
-        """This rank has put a state into the slot."""
+        """This rank has put the state for the slot there. Raises RankLost."""
 
 
 class OnlyRank(StateHome):
     """There is one rank."""
 
-    def fetch(self, slot: int) -> None:
-        pass
+    def fetch(self, slot: int) -> int:
+        return slot
+
+    def place(self, slot: int) -> int:
+        return slot
 
     def written(self, slot: int) -> None:
         pass
@@ -81,8 +89,8 @@ class StoredStates:
         else:
             self._stored.add(digest)
         if lacking:
-            self.home.fetch(node.state)
-            offer(self.tiers, lacking, name, node.payer, self.codec.encode(node.state, digest))
+            place = self.home.fetch(node.state)
+            offer(self.tiers, lacking, name, node.payer, self.codec.encode(place, digest))
 
     def store_idle(self) -> bool:
         """Stores one state that is not stored, unless enough waits to be written; False if there is none."""
@@ -119,7 +127,7 @@ class StoredStates:
         if not all(self.tiers.read(tier, [Read(name, 0, memoryview(blob.numpy().data).cast("B"))])):
             return "the state behind the last chunk cannot be read"
         try:
-            self.codec.decode(blob, digest, slot)
+            self.codec.decode(blob, digest, self.home.place(slot))
         except frame.DamagedBlob as error:
             self.tiers.drop([name])
             return f"the state behind the last chunk {error}"

@@ -32,6 +32,14 @@ class StateMove(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
+class WholeState(msgspec.Struct, frozen=True, array_like=True):
+    """The state in a slot of the tensor ranks that context rank 0 consists of: all parts of it go to the first of them,
+    or, where it was `read` from a tier, from there to the others (parallel.whole_states)."""
+
+    slot: int
+    read: bool
+
+
 class StepPart(msgspec.Struct, frozen=True):
     """New tokens of one sequence: positions start .. start+len(tokens)-1.
 
@@ -68,13 +76,14 @@ class StepGroup(msgspec.Struct, frozen=True):
 
 class RankStep(msgspec.Struct, frozen=True):
     """Groups that a rank computes one after another; it does not wait for the others between them. moves: recurrent
-    states that change hands before them. copies: (slot, other slot) of chunks that are copied before them, in this
-    order, by ranks each of which has all chunks."""
+    states that change hands before them; whole: then those of tensor ranks. copies: (slot, other slot) of chunks that
+    are copied before them, in this order, by ranks each of which has all chunks."""
 
     number: int
     groups: list[StepGroup]
     moves: list[StateMove] = []
     copies: list[tuple[int, int]] = []
+    whole: list[WholeState] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,6 +25,7 @@ from headrace.parallel.states import RankStates
 from headrace.parallel.step_fence import StepFence
 from headrace.parallel.threads import RankThreads, one_rank_computes
 from headrace.parallel.transport import LAST, Tag, Transfer, Transport
+from headrace.parallel.whole_states import WholeStates
 from headrace.parallel.workspace import Workspace
 from headrace.strategies import STRATEGIES, load
 from headrace.types import CHUNK
@@ -65,7 +66,7 @@ class Rank:
         spec = decoder.config.attention
         self.kernels = Kernels(backend_of(backend), spec, decoder.key_bias, decoder.sinks)
         self.workspace = Workspace(spec, storage.dtype, decoder.device)
-        self.states = None if states is None else RankStates(states, transport, spec.layers)
+        self.states = None if states is None else RankStates(states, transport, spec.layers, _whole(decoder, states))
         self.counters = TokenCounters()
         self.coming: Coming = NothingComes()
         self.tiers: Callable[[bytes, Callable[[bytes], None]], None] | None = None
@@ -124,6 +125,8 @@ class Rank:
         going: list[Transfer] = []
         if self.states is not None and step.moves:
             self.states.move(step.moves, self.groups)
+        if self.states is not None:
+            self.states.exchange(step.whole)
         first = self.groups + bool(step.moves)
         self.groups = first + len(step.groups)
         places = placed(step.groups, self.storage, self.coming, self.transport.rank, self.kernels.spec.windows)
@@ -216,6 +219,12 @@ class Rank:
         parts = [group.parts[run.part] for run in runs]
         own = [(run.start, run.end, p.adapter, p.adapter_start) for run, p in zip(runs, parts, strict=True)]
         return TokenBatch(torch.tensor(tokens), torch.from_numpy(positions), lengths, row_numbers(own))
+
+
+def _whole(decoder: Decoder, states: StateStorage) -> WholeStates | None:
+    """Of one of several tensor ranks."""
+    group = decoder.turns.group
+    return None if decoder.share is None or group is None else WholeStates(decoder.share, group, states)
 
 
 def _wanted_rows(group: StepGroup, runs: list[group_layout.RowRange]) -> list[int]:

@@ -23,8 +23,9 @@ from headrace.kernels.recurrent import Recur, recur_rows
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import NONE, Segment
 from headrace.parallel.group_layout import RowRange, runs
-from headrace.parallel.messages import StateMove, StateRun, StepGroup
+from headrace.parallel.messages import StateMove, StateRun, StepGroup, WholeState
 from headrace.parallel.transport import Tag, Transfer, Transport
+from headrace.parallel.whole_states import WholeStates
 
 
 class StateHolders:
@@ -75,10 +76,12 @@ def moves_of(group: StepGroup) -> list[GroupMove]:
 
 class RankStates:
     """A rank's memory for states, and its links. first_layer: the number under which tags know the first recurrent
-    layer; those before are the layers with attention."""
+    layer; those before are the layers with attention. whole: of one of several tensor ranks, states of all of them."""
 
-    def __init__(self, storage: StateStorage, transport: Transport, first_layer: int) -> None:
-        self.storage, self.transport, self.first_layer = storage, transport, first_layer
+    def __init__(
+        self, storage: StateStorage, transport: Transport, first_layer: int, whole: WholeStates | None = None
+    ) -> None:
+        self.storage, self.transport, self.first_layer, self.whole = storage, transport, first_layer, whole
         self.going: list[Transfer] = []
 
     def at(self, group: StepGroup, number: int) -> GroupStates:
@@ -94,6 +97,13 @@ class RankStates:
             if move.rank == self.transport.rank:
                 for work in (work for each in self.receive_all(move, number, index) for work in each):
                     work.wait()
+
+    def exchange(self, states: Sequence[WholeState]) -> None:
+        """Among the tensor ranks of context rank 0: see WholeState. Raises RankLost."""
+        if self.whole is None or self.transport.rank > 0:
+            return
+        for each in states:
+            (self.whole.scatter if each.read else self.whole.gather)(each.slot)
 
     def send_all(self, move: StateMove, number: int, index: int) -> None:
         for layer in range(self.storage.spec.layers):

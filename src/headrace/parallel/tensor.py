@@ -53,10 +53,27 @@ class TensorGroup:
         """x [T, widths[rank]] -> [T, sum(widths)]: the columns of all ranks, in order. Raises RankLost."""
         if x.dim() != 2 or len(widths) != self.size or x.shape[1] != widths[self.rank]:
             raise ValueError(f"tensor rank {self.rank} of {self.size} cannot gather {list(x.shape)} by {list(widths)}")
-        group, layer = divmod(self.exchanges, LAST)
-        self.exchanges += 1
+        tag = self._next()
         shares = [x.contiguous() if rank == self.rank else x.new_empty(len(x), n) for rank, n in enumerate(widths)]
-        works = all_gather(self.transport, [shares[self.rank]], [[share] for share in shares], Tag(group, layer, 0))
+        works = all_gather(self.transport, [shares[self.rank]], [[share] for share in shares], tag)
         for work in works:
             work.wait()
         return torch.cat(shares, dim=1)
+
+    def scatter(self, parts: Sequence[Tensor] | None, own: Tensor) -> Tensor:
+        """parts, on rank 0: a tensor for each rank -> this rank's, of the shape and type of `own`. Raises RankLost."""
+        tag = self._next()
+        if self.rank > 0 or parts is None:
+            mine = torch.empty_like(own)
+            self.transport.irecv(mine, 0, tag).wait()
+            return mine
+        going = [self.transport.isend(parts[rank].contiguous(), rank, tag) for rank in range(1, self.size)]
+        for work in going:
+            work.drain()
+        return parts[0]
+
+    def _next(self) -> Tag:
+        """Of the next exchange."""
+        group, layer = divmod(self.exchanges, LAST)
+        self.exchanges += 1
+        return Tag(group, layer, 0)

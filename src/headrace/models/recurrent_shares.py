@@ -1,0 +1,103 @@
+"""A tensor rank's share of recurrent layers: value heads with the keys and queries that they read, or channels of a
+short convolution, and the states of these alone.
+
+Neither a value head nor a channel reads anything of another one, so each has the bits that it has on one rank. More
+ranks than key heads hold copies of them, as of KV heads. The one thing that joins heads is the norm of a Mamba-2 layer,
+over all heads of a group: where ranks share a group, it is taken of what they have gathered (models.hybrid.MambaLayer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headrace.config import RecurrentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShare:
+    """What one of several tensor ranks computes. whole: all of it; spec: its share; key_heads, value_heads: which of
+    all. Of a short convolution value_heads are channels."""
+
+    whole: RecurrentSpec
+    spec: RecurrentSpec
+    key_heads: range
+    value_heads: range
+
+    @classmethod
+    def of(cls, whole: RecurrentSpec, rank: int, size: int, channels: Sequence[range] | None = None) -> RecurrentShare:
+        """channels: of each rank, where the layers are short convolutions. `size` fits."""
+        if channels is not None:
+            own = channels[rank]
+            return cls(whole, replace(whole, value_dim=len(own)), range(0), own)
+        keys, values = whole.key_heads, whole.value_heads
+        count, first = max(1, keys // size), rank * keys // size
+        spec = replace(whole, key_heads=count, value_heads=values // size)
+        heads = range(rank * spec.value_heads, (rank + 1) * spec.value_heads)
+        return cls(whole, spec, range(first, first + count), heads)
+
+    @property
+    def joins_groups(self) -> bool:
+        """Whether other ranks have heads of the same groups of a Mamba-2 layer, which are normed together."""
+        return self.whole.kind == "mamba2" and self.spec.value_heads * self.whole.key_heads < self.whole.value_heads
+
+    def rows(self, module: str) -> list[range] | None:
+        """This rank's rows of a tensor of a recurrent layer (models.slots), by the module that it is of; None: it is
+        no such tensor, or whole on every rank."""
+        if module == "mixed":
+            return _side_by_side(self.whole.mixed_parts, self._mixed)
+        if module == "conv":
+            return self.channels
+        if module == "delta_norm":
+            return [self._values] if self.whole.kind == "mamba2" and not self.joins_groups else None
+        if module == "delta":
+            return [self.value_heads]
+        if module != "gates":
+            return None
+        count = self.whole.value_heads
+        return _side_by_side((count,) * (self.whole.gates // count), [self.value_heads] * (self.whole.gates // count))
+
+    @property
+    def channels(self) -> list[range]:
+        """Its channels among all that are convolved."""
+        return _side_by_side(self.whole.channel_parts, self._channels)
+
+    @property
+    def _values(self) -> range:
+        if self.whole.kind == "conv":
+            return self.value_heads
+        return _times(self.value_heads, self.whole.value_dim)
+
+    @property
+    def _channels(self) -> list[range]:
+        keys = _times(self.key_heads, self.whole.key_dim)
+        return {"delta": [keys, keys, self._values], "mamba2": [self._values, keys, keys], "conv": [self._values]}[
+            self.whole.kind
+        ]
+
+    @property
+    def _mixed(self) -> list[range]:
+        if self.whole.kind == "conv":
+            return [self._values] * 3
+        return [*self._channels, self._values] if self.whole.kind == "delta" else [self._values, *self._channels]
+
+
+def fits(spec: RecurrentSpec, size: int) -> bool:
+    """Whether so many tensor ranks can share value heads out evenly, and key heads or copies of them."""
+    if spec.kind == "conv":
+        return True  # channels are cut where it suits the kernels (models.shards.cut)
+    keys, values = spec.key_heads, spec.value_heads
+    return values % size == 0 and max(keys, size) % min(keys, size) == 0
+
+
+def _times(heads: range, width: int) -> range:
+    return range(heads.start * width, heads.stop * width)
+
+
+def _side_by_side(widths: Sequence[int], parts: Sequence[range]) -> list[range]:
+    """A range of each of several parts, as it lies where they lie one behind the other."""
+    found, start = [], 0
+    for width, part in zip(widths, parts, strict=True):
+        found.append(range(start + part.start, start + part.stop))
+        start += width
+    return found
