@@ -26,7 +26,7 @@ from headrace import LLM, SamplingParams, device
 from headrace.attention.execute import PlanAttention
 from headrace.attention.plan import Span, build
 from headrace.config import EngineConfig
-from headrace.engine.draft_facts import draft_kv_bytes
+from headrace.engine.footprint import draft_kv_bytes
 from headrace.engine.runner import Runner
 from headrace.kernels.backend import backend_of
 from headrace.kernels.triton import graph_step

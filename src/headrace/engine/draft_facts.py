@@ -53,6 +53,11 @@ class DraftFacts:
         """Of a token of the pool, beside the model's own."""
         return kv_bytes_per_token(self.model.attention, self.compute, "auto")
 
+    def bytes_beside(self, config: EngineConfig, here: int) -> int:
+        """The same for each token of one rank's pool, where `here` ranks share this host and one of them, rank 0, has
+        it for the tokens of all context ranks."""
+        return -(-self.kv_bytes_per_token * config.ranks.context // here)
+
     def check(self, model: ModelConfig) -> None:
         """Raises ValueError where it cannot draft for `model`."""
         own = self.model
@@ -68,9 +73,3 @@ class DraftFacts:
                 f"speculative {self.name}: it has a vocabulary of {own.vocab_size:,} tokens, the model one of "
                 f"{model.vocab_size:,}; take a smaller model of the model's own family"
             )
-
-
-def draft_kv_bytes(config: EngineConfig) -> int:
-    """Bytes that a token of the pool takes for the draft model; 0 without one."""
-    draft = DraftFacts.of(config)
-    return 0 if draft is None else draft.kv_bytes_per_token

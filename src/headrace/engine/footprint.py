@@ -43,6 +43,12 @@ def ranks_here(config: EngineConfig) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", config.ranks.count))
 
 
+def draft_kv_bytes(config: EngineConfig) -> int:
+    """Bytes that a token of a rank's pool takes for the draft model; 0 without one."""
+    draft = DraftFacts.of(config)
+    return 0 if draft is None else draft.bytes_beside(config, ranks_here(config))
+
+
 def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: int, kv_element_bytes: int) -> bool:
     """Whether the pool keeps the inputs of the projections beside K and V, to store them below: KVPR, section 3.2.
 
@@ -93,8 +99,8 @@ class Footprint:
         free = host.memory_available() if free is None else free
         here = ranks_here(config)
         draft = DraftFacts.of(config)
-        beside = PROCESS_BYTES + (0 if draft is None else draft.weight_bytes) + adapter_bytes(config)
-        weights, loading = ((each + beside) * here for each in (kept, loading))
+        beside, drafting = PROCESS_BYTES + adapter_bytes(config), 0 if draft is None else draft.weight_bytes
+        weights, loading = ((each + beside) * here + drafting for each in (kept, loading))
         taken = cls(config, model, free, weights, loading, rest, outside, draft)
         return replace(taken, weights=taken.weights + taken.kept_experts() * here)
 
@@ -105,8 +111,8 @@ class Footprint:
     def kept_experts(self) -> int:
         """Bytes of experts in a file that each rank keeps in memory: as given, else a part of what is free."""
         given = self.config.experts.memory
-        beside = PROCESS_BYTES + (0 if self.draft is None else self.draft.weight_bytes)
-        room = self.free // ranks_here(self.config) - self.rest - beside
+        drafting = 0 if self.draft is None else self.draft.weight_bytes
+        room = (self.free - drafting) // ranks_here(self.config) - self.rest - PROCESS_BYTES
         size = max(0, room) // EXPERTS_SHARE if given is None else int(given * GIB)
         return min(self.outside, size)
 
@@ -149,7 +155,7 @@ class Footprint:
         kv_element = 1 if kv_dtype == "int8" else BYTES[compute]
         kept = keeps_activations(config, self.model, BYTES[compute], kv_element)
         activations = spec.stored * self.model.hidden_size * BYTES[compute] if kept else 0
-        drafts = 0 if self.draft is None else self.draft.kv_bytes_per_token
+        drafts = 0 if self.draft is None else self.draft.bytes_beside(config, ranks_here(config))
         return kv_bytes_per_token(spec, compute, kv_dtype) + activations + drafts
 
     def states(self) -> int | None:

@@ -17,9 +17,8 @@ from headrace.engine import gpu_memory, ranked_pools, ranks, tiers, torchrun
 from headrace.engine.adapters import read_adapters, served
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.capacity import Capacity, model_folder
-from headrace.engine.draft_facts import draft_kv_bytes
 from headrace.engine.executor import Executor
-from headrace.engine.footprint import Footprint, keeps_activations, tokens_in
+from headrace.engine.footprint import Footprint, draft_kv_bytes, keeps_activations, tokens_in
 from headrace.engine.outside import ExpertsOutside
 from headrace.engine.preflight import check_fit
 from headrace.engine.ranks import Ranks
@@ -243,12 +242,22 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
         if config.tiers is not None:
             tell(LoadPhase("opening the tiers"))
         offload = group.open_tiers(cache, config, capacity) if config.tiers is not None else None
+        draft = _draft_beside(sized, group, cache, tell)
     except BaseException:
         group.close()
         raise
     if offload is not None and offload.states is not None:
         offload.states.home = driver
-    return Loaded(config, capacity, decoder, sized.tokenizer, cache, driver, group, offload)
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, driver, group, offload, draft=draft)
+
+
+def _draft_beside(sized: Sized, group: Ranks, cache: KVCache, tell: OnPhase) -> DraftModel | None:
+    """A draft model of several ranks. Rank 0 has all of it, with keys and values behind the slots of all ranks."""
+    drafting = load_draft(sized.config, sized.model, sized.tokenizer, tell)
+    if drafting is None:
+        return None
+    rows = _decoding_rows(sized.config, sized.capacity)
+    return drafting.open(cache.pool.total, rows, sized.states is not None, group.rank.threads)
 
 
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:

@@ -134,6 +134,10 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     several = "several ranks on GPUs"
     if model.recurrent is not None:
         raise ValueError(f"{several}: {model.architecture} has recurrent layers, which one GPU computes; use one rank")
+    if config.speculation.model is not None:
+        raise ValueError(
+            f"speculative {config.speculation.model}: {several} leave a draft model no memory yet; use ngram or suffix"
+        )
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
 

@@ -13,7 +13,7 @@ What follows a wrong draft is written anew: rows behind the last token that stan
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 from headrace.device import current
@@ -23,6 +23,7 @@ from headrace.engine.runner import Runner
 from headrace.engine.sequence import SequenceState, Slice
 from headrace.kv.chunk_table import ChunkTable
 from headrace.kv.tree import Node
+from headrace.parallel.threads import RankThreads
 from headrace.types import CHUNK, chunks_for
 
 AT_ONCE = 8
@@ -130,10 +131,24 @@ class DraftModel:
     """runner: of the draft model, on a storage with the slots of the pool. longest: tokens that it takes. cost: of a
     pass, as a part of a step of the model, as long as nothing is measured. again: the model has recurrent layers, so
     it computes rows again that were right before a wrong one (see `places`). at_once: tokens that `catch_up` computes
-    at most."""
+    at most. threads: of rank 0 of several, where it runs with all cores of the host: the others wait for their step."""
 
-    def __init__(self, runner: Runner, longest: int, cost: float, again: bool = False, at_once: int = CATCH_UP) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        longest: int,
+        cost: float,
+        again: bool = False,
+        at_once: int = CATCH_UP,
+        threads: RankThreads | None = None,
+    ) -> None:
         self.runner, self.longest, self.cost, self.again, self.at_once = runner, longest, cost, again, at_once
+        self.threads = threads
+
+    def _run(self, slices: Sequence[Slice]) -> Computed:
+        if self.threads is not None:
+            self.threads.use(whole=True)
+        return self.runner.run(slices)
 
     def catch_up(self, sequences: Iterable[DraftedSequence]) -> int:
         """Computes tokens of those that it lacks, of one sequence after another. Of several sequences that lack the
@@ -148,7 +163,7 @@ class DraftModel:
                 slices[each] = part
                 most -= part.length
         if slices:
-            self.runner.run(list(slices.values()))
+            self._run(list(slices.values()))
             if self.runner.launches:
                 # Else whoever measures it would take what comes next for slow.
                 current().current_stream().synchronize()
@@ -173,7 +188,7 @@ class DraftModel:
                 _land(under_way, watch)
             found: dict[SequenceState, int] = {}
             if launched is None:
-                found = last_tokens(self.runner.run(parts))
+                found = last_tokens(self._run(parts))
                 watch.lap(sum(part.length for part in parts))
             for each, part in slices.items():
                 each.computed(part)

@@ -17,6 +17,7 @@ from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.sizes import compute_type, weight_bytes
+from headrace.parallel.threads import RankThreads
 from headrace.progress import LoadPhase, OnPhase, measured
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,9 @@ class LoadedDraft:
     decoder: Decoder
     cost: float
 
-    def open(self, slots: int, rows: int, again: bool) -> DraftModel:
+    def open(self, slots: int, rows: int, again: bool, threads: RankThreads | None = None) -> DraftModel:
         """With keys and values of its own in each of the pool's slots. rows: of the largest step in which all sequences
-        decode; again: see DraftModel. Raises ValueError where no backend computes it."""
+        decode; again, threads: see DraftModel. Raises ValueError where no backend computes it."""
         config, decoder = self.config, self.decoder
         spec = decoder.config.attention
         capped = spec.score_cap is not None or spec.sinks
@@ -50,7 +51,7 @@ class LoadedDraft:
             storage.prefault()
         runner = Runner(decoder, storage, backend, decoding_rows=rows)
         if not on_gpu:
-            return DraftModel(runner, decoder.config.max_model_len, self.cost, again)
+            return DraftModel(runner, decoder.config.max_model_len, self.cost, again, threads=threads)
         runner.record()
         at_once = min(GPU_CATCH_UP, config.scheduler.max_batch_tokens)
         return DraftModel(runner, decoder.config.max_model_len, self.cost, again, at_once)
