@@ -1,4 +1,5 @@
-"""A draft model beside several ranks: rank 0 has all of it, and answers are those of one rank that drafts nothing."""
+"""A draft model beside several ranks, of which the first has all of it, and beside streamed KV: answers are those of
+one rank that drafts nothing."""
 
 from __future__ import annotations
 
@@ -113,7 +114,50 @@ def test_memory_of_one_draft_model(context: int, tensor: int, copies: int) -> No
     assert both[0].kv_bytes() - both[1].kv_bytes() == facts.kv_bytes_per_token * 2048 * copies
 
 
-def test_not_on_several_gpus() -> None:
-    config = EngineConfig(model="tiny", tensor_parallel_size=2, attention_backend="triton", speculative="tiny")
-    with pytest.raises(ValueError, match="speculative tiny: several ranks on GPUs leave a draft model no memory yet"):
+STREAMS: list[dict[str, Any]] = [
+    {"offload_schedule": "row", "kv_offloading_size": 0.05},
+    {"offload_schedule": "column", "kv_offloading_size": 0.05, "weight_offload": True},
+    {"offload_schedule": "row", "kv_offloading_size": 0.05, "context_parallel_size": 2, "tensor_parallel_size": 2},
+]
+
+
+@pytest.mark.parametrize("settings", STREAMS, ids=["row", "column", "ranks"])
+def test_beside_streamed_keys_and_values(settings: dict[str, Any], truth: list[Trace]) -> None:
+    """Those of the draft model stay in memory."""
+    given = {"max_model_len": 1024, "threads": 1, "kv_cache_tokens": None, **settings}
+    with engine(speculative="tiny", **given) as made:
+        free_model(made)
+        same(run(made, prompts_of(made), LONG), truth)
+        stats = made.engine.stats()
+        assert stats.speculation.accepted == stats.speculation.drafted > 100 and stats.stream
+
+
+@pytest.mark.parametrize("place", [{"kv_offloading_size": 4}, {"kv_offload_path": "kv", "kv_offload_disk_size": 4}])
+@pytest.mark.parametrize("ranks", [{}, {"context_parallel_size": 2, "tensor_parallel_size": 2}])
+def test_memory_beside_streamed_keys_and_values(ranks: dict[str, int], place: dict[str, Any], tmp_path: Path) -> None:
+    """It holds what the draft model has of all tokens that may lie outside; else the setting that asks is named."""
+    place = place | ({"kv_offload_path": str(tmp_path)} if "kv_offload_path" in place else {})
+    given: dict[str, Any] = dict(model="tiny", offload_schedule="row", max_sequences=100_000, **place, **ranks)
+    config, model = EngineConfig(**given, speculative="tiny"), read_config(model_folder("tiny"))
+    taken, plain = (Footprint.of(each, model, free=1 << 40) for each in (config, EngineConfig(**given)))
+    per_token = plain.per_token()
+    outside = 4 * 2**30 // per_token * taken.draft.kv_bytes_per_token * config.ranks.context  # type: ignore[union-attr]
+    stored = 0 if "kv_offload_path" in place else 4 * 2**30 * config.ranks.count
+    replace(taken, free=taken.weights + stored + outside + 4096).check()
+    asks = "kv_offloading_size" if stored else "kv_offload_disk_size"
+    told = f"{asks} 4 GiB is too much: .* of the draft model: at most"
+    with pytest.raises(ValueError, match=told):
+        replace(taken, free=taken.weights + stored + outside - 4096).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"tensor_parallel_size": 2}, "several ranks"),
+        ({"offload_schedule": "row", "kv_offloading_size": 0.1}, "streamed KV"),
+    ],
+)
+def test_not_where_gpus_have_no_memory_for_it(settings: dict[str, Any], what: str) -> None:
+    config = EngineConfig(model="tiny", attention_backend="triton", speculative="tiny", **settings)
+    with pytest.raises(ValueError, match=f"speculative tiny: on GPUs {what} leave a draft model no memory yet; use"):
         check_fit(config, read_config(model_folder("tiny")))

@@ -117,7 +117,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
       for tier in KINDS if tier not in PLACES for way in STREAMED),
     *(Exclusion(tier, "private", "stored chunks go by the names that prefix caching gives them", yet=False)
       for tier in (*KINDS, "activations")),
-    *(Exclusion("draft", way, "a draft model's KV lies in the pool, beside the model's") for way in STREAMED),
     Exclusion("gpu", "int8_kv", "an engine with both ended by an illegal access of memory on an H200"),
 )  # fmt: skip
 

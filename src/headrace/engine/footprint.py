@@ -260,23 +260,32 @@ class Footprint:
 
     def _check_streamed(self) -> None:
         """Where KV is streamed from host memory, all of it lies there, each rank's own."""
-        streaming = self.config.streaming
+        streaming, here = self.config.streaming, ranks_here(self.config)
         assert streaming is not None
-        if streaming.path is not None:
-            return
-        if self._streamed_bytes() * ranks_here(self.config) > self.free - self.weights:
+        drafts = self._streamed_drafts() * here
+        stored = 0 if streaming.path is not None else self._streamed_bytes() * here
+        if stored + drafts > self.free - self.weights:
+            name, size = streaming.room
+            told = f" and {gib(drafts)} for keys and values of the draft model" if drafts else ""
             raise ValueError(
-                f"kv_offloading_size {streaming.host.size:g} GiB is too much: {self._what_is_free()}: "
-                f"at most {gib((self.free - self.weights) // ranks_here(self.config))} fit{self._each()}"
+                f"{name} {size:g} GiB is too much: {self._what_is_free()}{told}: "
+                f"at most {gib(max(0, self.free - self.weights - drafts) // here)} fit{self._each()}"
             )
 
     def _streamed_bytes(self) -> int:
         """Of KV that a rank streams from host memory: no more than all sequences can have."""
         streaming = self.config.streaming
         assert streaming is not None
-        length = self.config.model.max_len or self.model.max_model_len
-        most = self.config.scheduler.max_sequences * chunks_for(length) * CHUNK
-        return min(int(streaming.host.size * GIB), most * self.per_token())
+        return min(int(streaming.host.size * GIB), self._most_tokens() * self.per_token())
+
+    def _streamed_drafts(self) -> int:
+        """Bytes in memory that each rank here has, in the mean, of a draft model's keys and values, of all tokens that
+        lie outside."""
+        if self.draft is None or self.config.streaming is None:
+            return 0
+        beside = self.draft.bytes_beside(self.config, ranks_here(self.config))
+        room = int(self.config.streaming.room[1] * GIB) // (self.per_token() - beside)
+        return min(room, self._most_tokens()) * beside
 
     def _experts_remedy(self) -> str:
         if self.model.experts is None or self.config.expert_folder is not None:

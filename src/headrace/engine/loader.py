@@ -44,6 +44,7 @@ from headrace.offload.streaming import open as streaming
 from headrace.offload.streaming.open import StreamSizes
 from headrace.offload.weights.read_rate import read_rate
 from headrace.parallel import devices
+from headrace.parallel.threads import RankThreads
 from headrace.parallel.transport import RankLost
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
 from headrace.types import CHUNK, Pooling
@@ -226,7 +227,12 @@ def _streamed(sized: Sized, tell: OnPhase) -> Loaded:
     verify(backend_of(capacity.backend), decoder.config.attention, decoder.dtype, sized.kv_dtype)
     streamer = streaming.open_streamer(config, decoder, sized.streamed, sized.kv_dtype, capacity.backend)
     runner = StreamRunner(streamer, streaming.asked_of(config).batches)
-    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner)
+    try:
+        draft = _draft_beside(sized, cache, tell)
+    except BaseException:
+        runner.close()
+        raise
+    return Loaded(config, capacity, decoder, sized.tokenizer, cache, runner, draft=draft)
 
 
 def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
@@ -242,7 +248,7 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
         if config.tiers is not None:
             tell(LoadPhase("opening the tiers"))
         offload = group.open_tiers(cache, config, capacity) if config.tiers is not None else None
-        draft = _draft_beside(sized, group, cache, tell)
+        draft = _draft_beside(sized, cache, tell, group.rank.threads)
     except BaseException:
         group.close()
         raise
@@ -251,13 +257,14 @@ def _several_ranks(sized: Sized, tell: OnPhase) -> Loaded:
     return Loaded(config, capacity, decoder, sized.tokenizer, cache, driver, group, offload, draft=draft)
 
 
-def _draft_beside(sized: Sized, group: Ranks, cache: KVCache, tell: OnPhase) -> DraftModel | None:
-    """A draft model of several ranks. Rank 0 has all of it, with keys and values behind the slots of all ranks."""
+def _draft_beside(sized: Sized, cache: KVCache, tell: OnPhase, threads: RankThreads | None = None) -> DraftModel | None:
+    """A draft model in memory, with keys and values behind the slots of all ranks or of the store outside. Of several
+    ranks the first has all of it."""
     drafting = load_draft(sized.config, sized.model, sized.tokenizer, tell)
     if drafting is None:
         return None
     rows = _decoding_rows(sized.config, sized.capacity)
-    return drafting.open(cache.pool.total, rows, sized.states is not None, group.rank.threads)
+    return drafting.open(cache.pool.total, rows, sized.states is not None, threads)
 
 
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:

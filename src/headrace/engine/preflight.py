@@ -134,12 +134,20 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     several = "several ranks on GPUs"
     if model.recurrent is not None:
         raise ValueError(f"{several}: {model.architecture} has recurrent layers, which one GPU computes; use one rank")
-    if config.speculation.model is not None:
-        raise ValueError(
-            f"speculative {config.speculation.model}: {several} leave a draft model no memory yet; use ngram or suffix"
-        )
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
+
+
+def refuse_for_gpu_drafts(config: EngineConfig) -> None:
+    """Raises ValueError for a draft model on a GPU whose memory the pool, or what streams it, has all of."""
+    if config.speculation.model is None or not config.model.on_gpu:
+        return
+    for asked, what in ((config.ranks.count > 1, "several ranks"), (config.streaming is not None, "streamed KV")):
+        if asked:
+            raise ValueError(
+                f"speculative {config.speculation.model}: on GPUs {what} leave a draft model no memory yet; use ngram "
+                f"or suffix"
+            )
 
 
 def check_fit(config: EngineConfig, model: ModelConfig) -> None:
@@ -149,6 +157,7 @@ def check_fit(config: EngineConfig, model: ModelConfig) -> None:
     refuse_for_mixed(config, model)
     refuse_for_indexed(config, model)
     refuse_for_gpu_ranks(config, model)
+    refuse_for_gpu_drafts(config)
     refuse_rounding(model, config.model.quantization)
     if (draft := DraftFacts.of(config)) is not None:
         draft.check(model)
