@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from headrace import LLM
 from headrace.config import EngineConfig, RecurrentSpec
@@ -19,7 +18,6 @@ from headrace.engine.preflight import check_fit
 from headrace.kernels import dispatch
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
-from headrace.models.hybrid import rates
 from headrace.models.recurrent_shares import RecurrentShare, fits
 from headrace.models.shards import Share
 from headrace.parallel.tensor import TensorGroup
@@ -211,14 +209,6 @@ def test_without_the_kernels(folder: Path) -> None:
 
     with dispatch.force("torch"):
         on_ranks(2, rank)
-
-
-def test_rates_are_the_same_in_every_share() -> None:
-    logarithms = torch.randn(200, generator=torch.Generator().manual_seed(0))
-    whole = rates(logarithms)
-    for count in (1, 3, 8, 16, 17, 50):
-        parts = [rates(part) for part in logarithms.split(count)]
-        assert torch.equal(torch.cat(parts), whole)
 
 
 def test_each_rank_has_its_part_of_a_state(folder: Path) -> None:

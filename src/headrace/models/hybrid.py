@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from headrace.config import RecurrentSpec
 from headrace.kernels import mamba2, ops
 from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
 from headrace.kernels.recurrent import Recur
-from headrace.models.shards import UNIT, Whole
+from headrace.models.shards import Whole
 from headrace.models.spec import ModelConfig
 
 Linear = Callable[[str, Tensor], Tensor]
@@ -28,7 +27,7 @@ class DeltaNet:
 
     def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole) -> None:
         self.place, self.whole = config.place(index), whole
-        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), rates(weights["delta.A_log"])
+        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
         self.weights = DeltaWeights(conv, rate, weights["delta.dt_bias"], weights["delta_norm.weight"], config.norm_eps)
         self.tiled = whole.recurrent(config.recurrent) if config.tiled_values else None
 
@@ -52,7 +51,7 @@ class MambaLayer:
 
     def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole) -> None:
         self.place, self.whole = config.place(index), whole
-        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), rates(weights["delta.A_log"])
+        conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
         self.norm, self.joined = weights["delta_norm.weight"], whole.joined_groups
         vectors = (rate, weights["delta.dt_bias"], weights["delta.D"], None if self.joined else self.norm)
         self.weights = MambaWeights(conv, weights.get("conv.bias"), *vectors, config.norm_eps)
@@ -99,13 +98,6 @@ def recurrent_layer(
     if config.recurrent is None or index not in config.recurrent_layers:
         return None
     return KINDS[config.recurrent.kind](config, index, weights, whole)
-
-
-def rates(logarithms: Tensor) -> Tensor:
-    """exp of [Hv]. torch computes the last numbers of a vector otherwise than those before them, and which are last
-    depends on a rank's share of it: so there are zeros behind them."""
-    count = len(logarithms)
-    return pad(logarithms, (0, -count % UNIT)).exp()[:count].contiguous()
 
 
 def as_tiled(spec: RecurrentSpec, heads: Tensor) -> Tensor:
