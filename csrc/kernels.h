@@ -235,13 +235,14 @@ struct StateSegment {
 };
 
 // Gated delta nets: gated_delta.cpp. C = 2 Hk D + Hv V channels, of queries, keys and values; K: inputs of the convolution.
+// by_channel: Kimi Delta Attention, where each channel of a key decays by itself (Hk = Hv) and a sigmoid gates the output.
 struct GatedDelta {
   static constexpr int64_t MOST_KEY_DIM = 256;
 
   const void *mixed;             // [T, C + Hv V] rows mixed_stride apart: the channels, and what gates the output
-  const float *gates;            // [T, 2 Hv]: of beta, and of the decay
+  const float *gates;            // [T, 2 Hv], or [T, Hv + Hv D] by channel: of beta, and of the decay
   const float *conv;             // [K, C]
-  const float *rate, *dt_bias;   // [Hv] each
+  const float *rate, *dt_bias;   // [Hv] each; dt_bias [Hv D] by channel
   const float *norm;             // [V]
   void *last;                    // [slots, K - 1, C]: the convolution's last inputs, of the type of `mixed`
   float *matrices;               // [slots, Hv, D, V]
@@ -250,6 +251,7 @@ struct GatedDelta {
   int64_t rows, mixed_stride, segment_count, key_heads, value_heads, key_dim, value_dim, kernel;
   float eps;
   int threads;
+  bool by_channel;
 
   int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 

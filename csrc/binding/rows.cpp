@@ -16,7 +16,8 @@ void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, in
 // vectors: conv, rate, dt_bias and norm. states: last and matrices, of so many slots.
 void gated_delta(int type, Address mixed, Address gates, const Addresses &vectors, const Addresses &states, Address segments,
                  Address out, int64_t rows, int64_t mixed_stride, int64_t count, int64_t slots, int64_t key_heads,
-                 int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel, float eps, int threads) {
+                 int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel, float eps, int threads,
+                 bool by_channel) {
   const GatedDelta a = {
       .mixed = at<void>(mixed),
       .gates = at<float>(gates),
@@ -38,6 +39,7 @@ void gated_delta(int type, Address mixed, Address gates, const Addresses &vector
       .kernel = kernel,
       .eps = eps,
       .threads = threads,
+      .by_channel = by_channel,
   };
   check_segments(a, slots);
   kernels().gated_delta[type](a);
@@ -132,7 +134,7 @@ void bind_rows(nb::module_ &m) {
         "threads"_a);
   m.def("gated_delta", gated_delta, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a,
         named, "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
-        "kernel"_a, "eps"_a, "threads"_a);
+        "kernel"_a, "eps"_a, "threads"_a, "by_channel"_a);
   m.def("mamba2", mamba2, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a, named,
         "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
         "kernel"_a, "eps"_a, "threads"_a);

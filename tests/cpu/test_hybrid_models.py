@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from headrace.kernels import cpu, dispatch
+from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.plain_config import plain_config
+from headrace.types import UnsupportedModel
 from tests.support.greedy_answers import greedy_behind
-from tests.support.hybrid_checkpoints import KINDS, Sequence, build_model, greedy, make_checkpoint
+from tests.support.hybrid_checkpoints import KINDS, Sequence, build_model, greedy, make_checkpoint, seeds_for_rounding
 from tests.support.kind_sizes import VOCAB
 from tests.support.truth import as_near, exact_logits
 
@@ -68,10 +73,12 @@ def test_fp32_agrees_with_transformers(kind: str, folder: Callable[[str], Path])
 
 @all_kinds
 def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, folder: Callable[[str], Path]) -> None:
-    tokens = prompt(LENGTH)
-    truth = their_logits(theirs_of(folder(kind)), tokens)
-    mine = ours(load_decoder(folder(kind), "bfloat16"), tokens) - truth
-    theirs = their_logits(theirs_of(folder(kind), torch.bfloat16), tokens) - truth
+    prompts = [prompt(LENGTH, seed + 1) for seed in seeds_for_rounding(kind)]
+    exact, rounded = theirs_of(folder(kind)), theirs_of(folder(kind), torch.bfloat16)
+    decoder = load_decoder(folder(kind), "bfloat16")
+    truth = torch.cat([their_logits(exact, tokens) for tokens in prompts])
+    mine = torch.cat([ours(decoder, tokens) for tokens in prompts]) - truth
+    theirs = torch.cat([their_logits(rounded, tokens) for tokens in prompts]) - truth
     assert mine.norm() <= 1.5 * theirs.norm(), (mine.norm(), theirs.norm())
 
 
@@ -83,7 +90,7 @@ def test_a_row_has_the_same_bits_in_every_cut(kind: str, dtype: str, folder: Cal
 
 
 @pytest.mark.skipif(not cpu.available(), reason="there are no kernels")
-@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "lfm2", "lfm3", "granite_uneven"])
+@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "lfm2", "lfm3", "granite_uneven", "kimi"])
 def test_on_every_instruction_set(kind: str, isa: str, folder: Callable[[str], Path]) -> None:
     check_cuts(load_decoder(folder(kind), "bfloat16"))
 
@@ -107,6 +114,51 @@ def test_experts_in_one_tensor(kind: str, tmp_path: Path, folder: Callable[[str]
     assert {*load_file(forms[0] / "model.safetensors")} != {*load_file(forms[1] / "model.safetensors")}
     logits = [ours(load_decoder(each, "bfloat16"), prompt(70)) for each in forms]
     assert torch.equal(*logits)
+
+
+KIMI_WORDS = {
+    "linear_attn_config": {
+        "full_attn_layers": [2], "kda_layers": [1, 3], "head_dim": 32, "num_heads": 4, "short_conv_kernel_size": 4,
+    },
+    "first_k_dense_replace": 1, "mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1,
+    "head_dim": 72, "rope_theta": 10000.0, "rope_scaling": None,
+}  # fmt: skip
+"""Those of published files in place of others."""
+
+
+def test_kimi_linear_as_it_is_published(tmp_path: Path, folder: Callable[[str], Path]) -> None:
+    """Its one dense MLP is called so there, and config.json has words of its own."""
+    written = folder("kimi")
+    raw = json.loads((written / "config.json").read_text())
+    gone = ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    (tmp_path / "config.json").write_text(json.dumps({n: v for n, v in raw.items() if n not in gone} | KIMI_WORDS))
+    tensors = load_file(written / "model.safetensors")
+    dense = "layers.0.block_sparse_moe."
+    assert any(dense in name for name in tensors)
+    renamed = {name.replace(dense, "layers.0.mlp."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert read_config(tmp_path) == read_config(written) == plain_config(tmp_path)
+    assert torch.equal(*(ours(load_decoder(each, "bfloat16"), prompt(70)) for each in (tmp_path, written)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("mla_use_nope", False, "mla_use_nope False is not supported; only True is"),
+        ("moe_router_activation_func", "softmax", "moe_router_activation_func 'softmax' is not supported"),
+        ("linear_conv_kernel_dim", 1, "linear_conv_kernel_dim 1 is not supported; 2 or more is"),
+        ("layer_types", ["linear_attention"] * 3, "layer_types without 'full_attention' are not supported"),
+        ("layer_types", ["conv"] * 3, "layer_types with 'conv' is not supported"),
+        ("layer_types", ["linear_attention", "full_attention"], "names 2 layers, num_hidden_layers is 3"),
+    ],
+)
+def test_what_kimi_linear_has_not(
+    field: str, value: Any, told: str, tmp_path: Path, folder: Callable[[str], Path]
+) -> None:
+    raw = json.loads((folder("kimi") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {field: value}))
+    with pytest.raises(UnsupportedModel, match=told):
+        plain_config(tmp_path)
 
 
 def test_lfm3s_gates_by_either_name(tmp_path: Path, folder: Callable[[str], Path]) -> None:

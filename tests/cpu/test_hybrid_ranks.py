@@ -60,7 +60,9 @@ def test_the_chain_hands_the_state_on(size: int, budget: int, folder: Path, trut
     close(llm)
 
 
-@pytest.mark.parametrize("kind", ["next_experts", "3_5", "lfm3", "lfm2", "lfm2_experts", "granite", "nemotron_experts"])
+@pytest.mark.parametrize(
+    "kind", ["next_experts", "3_5", "lfm3", "lfm2", "lfm2_experts", "granite", "nemotron_experts", "kimi"]
+)
 def test_families(kind: str, tmp_path: Path) -> None:
     folder, given = make_checkpoint(kind, tmp_path), prompts()[2:6]
     llm = ranked(folder, 2, ("chain", "single"), kv_cache_dtype="int8")

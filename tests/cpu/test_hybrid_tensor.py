@@ -57,7 +57,7 @@ def ranked(folder: Path, size: int, tensor: int, **settings: Any) -> RankedLLM:
     return over_ranks(size, ("chain", "single"), model=folder, tensor=tensor, **given)
 
 
-KINDS = ["3_5", "granite", "lfm2"]
+KINDS = ["3_5", "granite", "lfm2", "kimi"]
 MORE = ["next_experts", "next_uneven", "3_5_experts", "lfm3", "lfm2_experts", "granite_experts", "nemotron_experts"]
 
 
@@ -108,7 +108,7 @@ def test_preempted(folder: Path) -> None:
     close(llm)
 
 
-@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "granite", "lfm2"])
+@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "granite", "lfm2", "kimi"])
 def test_any_number_of_ranks_restores_what_any_stored(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
     """A stored state is of all heads, whoever has computed them."""
     folder, given = folder_of(kind), [words(300, 50), *prompts()[4:]]
@@ -164,7 +164,8 @@ def test_a_lost_rank_ends_the_step(folder: Path) -> None:
 
 
 NET = RecurrentSpec(3, 4, 8, 16, 32, 4)
-SPECS = [NET, replace(NET, kind="mamba2"), replace(NET, kind="mamba2", key_heads=1)]
+KIMI = replace(NET, kind="kda", key_heads=8, value_dim=16)
+SPECS = [NET, KIMI, replace(NET, kind="mamba2"), replace(NET, kind="mamba2", key_heads=1)]
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -172,12 +173,14 @@ SPECS = [NET, replace(NET, kind="mamba2"), replace(NET, kind="mamba2", key_heads
 def test_shares_are_all_of_it(spec: RecurrentSpec, size: int) -> None:
     """Values and what gates them are each rank's own; keys of groups that several ranks have are copies."""
     shares = [RecurrentShare.of(spec, rank, size) for rank in range(size)]
-    for module, rows in (("mixed", sum(spec.mixed)), ("conv", spec.channels), ("gates", spec.gates), ("delta", 8)):
+    for module, rows in (("mixed", sum(spec.mixed)), ("conv", spec.channels), ("gates", spec.gate_rows), ("delta", 8)):
         each = [share.rows(module) or [] for share in shares]
         assert {row for part in chain(*each) for row in part} == set(range(rows))
         copies = 2 * spec.keys * (size // min(size, spec.key_heads) - 1) if module in ("mixed", "conv") else 0
+        if module == "mixed" and spec.kind == "kda":
+            copies += 2 * spec.key_dim * (size - 1)  # of which each makes its decays and gates
         assert sum(len(part) for part in chain(*each)) == rows + copies
-        widths = dict(mixed=sum(shares[0].spec.mixed), conv=shares[0].spec.channels, gates=shares[0].spec.gates)
+        widths = dict(mixed=sum(shares[0].spec.mixed), conv=shares[0].spec.channels, gates=shares[0].spec.gate_rows)
         assert {sum(map(len, parts)) for parts in each} == {widths.get(module, 8 // size)}
 
 

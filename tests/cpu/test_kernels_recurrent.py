@@ -25,10 +25,16 @@ MAMBA = [
     RecurrentSpec(1, 2, 6, 40, 20, 3, "mamba2"),
     RecurrentSpec(1, 1, 2, 7, 5, 2, "mamba2"),
 ]
+KIMI = [
+    RecurrentSpec(1, 4, 4, 32, 32, 4, "kda"),
+    RecurrentSpec(1, 3, 3, 40, 20, 3, "kda"),
+    RecurrentSpec(1, 2, 2, 7, 5, 2, "kda"),
+]
 CONVOLUTION = RecurrentSpec.short_convolutions(1, 64, 3)
-FIRST = [NET, MAMBA[0], CONVOLUTION]
+FIRST = [NET, KIMI[0], MAMBA[0], CONVOLUTION]
 SHAPES = [
     *(NET, RecurrentSpec(1, 1, 3, 40, 20, 3), RecurrentSpec(1, 1, 2, 7, 5, 2)),
+    *KIMI,
     *MAMBA,
     *(CONVOLUTION, *(RecurrentSpec.short_convolutions(1, *sizes) for sizes in ((200, 4), (23, 2), (2048, 3)))),
 ]

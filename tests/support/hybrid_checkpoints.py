@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -93,6 +95,17 @@ NEMOTRON_EXPERTS = NEMOTRON | dict(
     hybrid_override_pattern="MEM*EM-", n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64,
     moe_shared_expert_intermediate_size=96, routed_scaling_factor=2.5, n_group=2, topk_group=1,
 )  # fmt: skip
+KIMI: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"], num_hidden_layers=3, num_experts=8,
+    num_experts_per_token=3, moe_intermediate_size=64, num_shared_experts=1, linear_head_dim=32, linear_num_heads=4,
+    kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24, num_key_value_heads=4,
+)  # fmt: skip
+"""Ends in a recurrent layer."""
+KIMI_UNEVEN = KIMI | dict(
+    layer_types=["full_attention", "linear_attention"], num_hidden_layers=2, linear_head_dim=40, linear_num_heads=3,
+    linear_conv_kernel_dim=3, q_lora_rank=48, num_shared_experts=2, num_expert_group=4, topk_group=2,
+    moe_renormalize=False,
+)  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
     "next_uneven": ("next", UNEVEN),
@@ -115,10 +128,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_experts": ("granite", GRANITE_EXPERTS),
     "nemotron": ("nemotron", NEMOTRON),
     "nemotron_experts": ("nemotron", NEMOTRON_EXPERTS),
+    "kimi": ("kimi", KIMI),
+    "kimi_uneven": ("kimi", KIMI_UNEVEN),
 }
 
 
-PLAIN_NORMS = ("lfm", "granite", "nemotron")
+def seeds_for_rounding(kind: str) -> range:
+    """See tests.support.checkpoints.seeds_for_rounding."""
+    return range(6 if "experts" in kind or kind.startswith("kimi") else 1)
+
+
+PLAIN_NORMS = ("lfm", "granite", "nemotron", "kimi")
 """What families begin with whose norms do not add one to their weights."""
 
 
@@ -141,6 +161,13 @@ def _granite(**fields: Any) -> PreTrainedModel:
 def _nemotron(**fields: Any) -> PreTrainedModel:
     own = {name: value for name, value in fields.items() if name != "num_hidden_layers" and "linear_" not in name}
     return NemotronHForCausalLM(NemotronHConfig(**own))
+
+
+def _kimi(**fields: Any) -> PreTrainedModel:
+    usual = ("head_dim", *(name for name in SIZES if name.startswith("linear_")))
+    given = {name: value for name, value in fields.items() if name not in usual or name in KIMI}
+    given["model_max_length"] = given.pop("max_position_embeddings")
+    return KimiLinearForCausalLM(KimiLinearConfig(**given))
 
 
 def _lfm2(**fields: Any) -> PreTrainedModel:
@@ -174,6 +201,7 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "3_5_vision": _vision,
     "3_5_experts_vision": _experts_vision,
     "granite": _granite,
+    "kimi": _kimi,
     "lfm2": _lfm2,
     "lfm3": _lfm3,
     "nemotron": _nemotron,

@@ -24,12 +24,14 @@ class RecurrentCase:
             return torch.randn(shape, generator=g)
 
         self.spec, heads = spec, spec.value_heads
-        self.mixed = draw(rows, sum(spec.mixed) + 3).to(dtype)[:, :-3]
+        width = sum(spec.mixed) if spec.kind != "kda" else spec.channels + spec.values
+        self.mixed = draw(rows, width + 3).to(dtype)[:, :-3]
         self.gates = draw(rows, spec.gates) if spec.gates else None
-        conv, rate, dt_bias = 0.4 * draw(spec.kernel, spec.channels), draw(heads).exp(), draw(heads)
+        conv, rate = 0.4 * draw(spec.kernel, spec.channels), draw(heads).exp()
+        dt_bias = draw(spec.keys if spec.kind == "kda" else heads)
         added = 0.3 * draw(spec.channels) if bias else None
         self.weights: RecurrentWeights = {
-            "delta": DeltaWeights(conv, rate, dt_bias, draw(spec.value_dim), 1e-6),
+            **dict.fromkeys(("delta", "kda"), DeltaWeights(conv, rate, dt_bias, draw(spec.value_dim), 1e-6)),
             "mamba2": MambaWeights(conv, added, rate, dt_bias, draw(heads), draw(spec.values), 1e-6),
             "conv": ConvWeights(conv),
         }[spec.kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-RecurrentKind = Literal["delta", "mamba2", "conv"]
+RecurrentKind = Literal["delta", "kda", "mamba2", "conv"]
 """What a recurrent layer is: a gated delta net, a Mamba-2 layer, a short convolution."""
 
 
@@ -144,12 +144,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """What stands in place of attention in some layers of a model: gated delta nets, Mamba-2 layers, or short
-    convolutions (docs/hybrids.md).
+    """What stands in place of attention in some layers of a model: gated delta nets, Kimi Delta Attention (kda),
+    Mamba-2 layers, or short convolutions (docs/hybrids.md).
 
     kernel: inputs that the causal convolution sees. layers: how many such layers there are. Each value head has a
     matrix [key_dim, value_dim] of its own; `value_heads // key_heads` of them share queries and keys. Those of Mamba-2
-    are what its paper calls C and B, its values are x. A short convolution is one head without queries, keys and matrix
+    are what its paper calls C and B, its values are x. Kimi Delta Attention is a net each channel of whose keys decays
+    by itself, with as many key heads as value heads. A short convolution is one head without queries, keys and matrix
     (`short_convolutions`).
     """
 
@@ -184,12 +185,15 @@ class RecurrentSpec:
     @property
     def channel_parts(self) -> tuple[int, ...]:
         """Widths of the parts of `channels`, in their order."""
-        found = {"delta": (self.keys, self.keys, self.values), "mamba2": (self.values, self.keys, self.keys)}
-        return found.get(self.kind, (self.values,))
+        if self.kind == "conv":
+            return (self.values,)
+        return (self.values, self.keys, self.keys) if self.kind == "mamba2" else (self.keys, self.keys, self.values)
 
     @property
     def mixed_parts(self) -> tuple[int, ...]:
         """`mixed` with channels by their parts."""
+        if self.kind == "kda":
+            return (*self.channel_parts, self.key_dim, self.key_dim)
         if self.kind == "conv":
             return self.mixed
         return (*self.channel_parts, self.values) if self.kind == "delta" else (self.values, *self.channel_parts)
@@ -197,15 +201,23 @@ class RecurrentSpec:
     @property
     def mixed(self) -> tuple[int, ...]:
         """Widths of what a layer first makes of its rows: channels and what gates a net's output, in Mamba-2 the other
-        way round; or what gates a convolution's inputs, its output, and what is gated."""
+        way round; what gates a convolution's inputs, its output, and what is gated; in Kimi Delta Attention channels,
+        and a few numbers each that decays and the output's gates are made of."""
+        if self.kind == "kda":
+            return self.mixed_parts
         if self.kind == "conv":
             return (self.channels,) * 3
         return (self.channels, self.values) if self.kind == "delta" else (self.values, self.channels)
 
     @property
+    def gate_rows(self) -> int:
+        """Numbers that the matrix of fp32 gates makes of a row: of each value head two of a net, else one."""
+        return {"delta": 2, "kda": 1, "mamba2": 1, "conv": 0}[self.kind] * self.value_heads
+
+    @property
     def gates(self) -> int:
-        """Numbers of a row that its fp32 gates are: of each value head two of a net, one of a Mamba-2 layer."""
-        return {"delta": 2, "mamba2": 1, "conv": 0}[self.kind] * self.value_heads
+        """Numbers of a row that its fp32 gates are: those, and in Kimi Delta Attention one of each channel of keys."""
+        return self.gate_rows + (self.keys if self.kind == "kda" else 0)
 
     def state_bytes(self, element_bytes: int) -> int:
         """Bytes of one state over all layers: the matrices in fp32, and the convolutions' last inputs."""

@@ -532,6 +532,7 @@ class Extension(Protocol):
         kernel: int,
         eps: float,
         threads: int,
+        by_channel: bool,
     ) -> None:
         """vectors: conv, rate, dt_bias and norm; states: last and matrices (csrc/kernels.h, GatedDelta)."""
     def mamba2(

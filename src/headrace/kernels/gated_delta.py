@@ -6,6 +6,9 @@ C = 2 Hk D + Hv V: channels. For each token, after a causal convolution with sil
 
     S = decay S + k (x) beta (v - decay k S),    out = norm(q S) silu(z)        S [D, V] fp32 of each value head
 
+Kimi Delta Attention (arXiv 2510.26692) is the same with a decay for each channel of a key, Diag(decay) S, with Hk = Hv,
+and out = norm(q S) sigmoid(z).
+
 There is one order of operations, token by token, so a row has the same bits however its sequence is cut into segments.
 """
 
@@ -28,7 +31,8 @@ MOST_KEY_DIM, MOST_INPUTS = 256, 8
 def gated_delta(
     spec: RecurrentSpec, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates, segments: Tensor
 ) -> Tensor:
-    """mixed [T, C + Hv V] = (q, k, v, z), gates fp32 [T, 2 Hv] = (b, a) -> [T, Hv, V] in mixed's type.
+    """mixed [T, C + Hv V] = (q, k, v, z), gates fp32 [T, 2 Hv] = (b, a), or [T, Hv + Hv D] by channel -> [T, Hv, V] in
+    mixed's type.
 
     segments int64 [n, 4] = (first row, row behind the last, slot of the state to begin with, slot to leave the state
     in); slot -1: the state of no tokens. They take effect in their order: one may begin with what another has left.
@@ -52,12 +56,17 @@ def fits_cpp(spec: RecurrentSpec) -> bool:
     return spec.key_dim <= MOST_KEY_DIM and spec.kernel <= MOST_INPUTS
 
 
+def by_channel(spec: RecurrentSpec) -> bool:
+    """Whether each channel of a key decays by itself."""
+    return spec.kind == "kda"
+
+
 def check_weights(spec: RecurrentSpec, weights: DeltaWeights) -> None:
     """Raises ValueError for vectors that do not fit."""
     wide = torch.float32
     check("conv", weights.conv, wide, (spec.kernel, spec.channels))
-    for name in ("rate", "dt_bias"):
-        check(name, getattr(weights, name), wide, (spec.value_heads,))
+    check("rate", weights.rate, wide, (spec.value_heads,))
+    check("dt_bias", weights.dt_bias, wide, (spec.keys if by_channel(spec) else spec.value_heads,))
     check("norm", weights.norm, wide, (spec.value_dim,))
 
 
@@ -67,7 +76,7 @@ def _check(
     rows = len(mixed)
     if mixed.shape != (rows, spec.channels + spec.values) or mixed.stride(-1) != 1:
         raise ValueError(f"mixed must be [T, {spec.channels + spec.values}] with contiguous rows, got {mixed.shape}")
-    check("gates", gates, torch.float32, (rows, 2 * spec.value_heads))
+    check("gates", gates, torch.float32, (rows, spec.gates))
     check_weights(spec, weights)
     check_states(spec, states, len(states.matrices), mixed.dtype)
     check("segments", segments, torch.int64, (len(segments), 4))
@@ -82,7 +91,7 @@ def _native(
         [states.last.data_ptr(), states.matrices.data_ptr()], segments.data_ptr(), out.data_ptr(), rows=len(mixed),
         mixed_stride=mixed.stride(0), count=len(segments), slots=len(states.matrices), key_heads=spec.key_heads,
         value_heads=spec.value_heads, key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel,
-        eps=weights.eps, threads=torch.get_num_threads(),
+        eps=weights.eps, threads=torch.get_num_threads(), by_channel=by_channel(spec),
     )  # fmt: skip
     return out
 
@@ -102,7 +111,8 @@ def _plain(
             gate = mixed[row, spec.channels :].reshape(spec.value_heads, spec.value_dim).float()
             matrix, read = _token(spec, seen.float(), gates[row], weights, matrix)
             scaled = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + weights.eps) * weights.norm
-            out[row], last = (scaled * F.silu(gate)).to(mixed.dtype), seen[1:]
+            gate = gate.sigmoid() if by_channel(spec) else F.silu(gate)
+            out[row], last = (scaled * gate).to(mixed.dtype), seen[1:]
         states.last[target], states.matrices[target] = last.clone(), matrix.clone()
     return out
 
@@ -110,14 +120,15 @@ def _plain(
 def _token(
     spec: RecurrentSpec, seen: Tensor, gates: Tensor, weights: DeltaWeights, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """seen [K, C], gates [2 Hv], matrix [Hv, D, V] -> the next matrix, and what the token reads of it [Hv, V]."""
+    """seen [K, C], gates [2 Hv] or [Hv + Hv D], matrix [Hv, D, V] -> the next matrix, and what the token reads of it
+    [Hv, V]."""
     convolved = F.silu((seen * weights.conv).sum(0))
     q, k, v = convolved.split((spec.keys, spec.keys, spec.values))
     shared = spec.value_heads // spec.key_heads
     q, k = (_unit(x.view(spec.key_heads, spec.key_dim)).repeat_interleave(shared, 0) for x in (q, k))
-    b, a = gates.chunk(2)
-    decay = torch.exp(-weights.rate * F.softplus(a + weights.dt_bias))
-    matrix = matrix * decay[:, None, None]
+    b, a = gates[: spec.value_heads], gates[spec.value_heads :]
+    step = F.softplus(a + weights.dt_bias).view(spec.value_heads, -1)  # [Hv, 1 or D]
+    matrix = matrix * torch.exp(-weights.rate[:, None] * step)[:, :, None]
     delta = (v.view(spec.value_heads, spec.value_dim) - (matrix * k[:, :, None]).sum(1)) * b.sigmoid()[:, None]
     matrix = matrix + k[:, :, None] * delta[:, None, :]
     return matrix, (matrix * q[:, :, None]).sum(1) * spec.key_dim**-0.5

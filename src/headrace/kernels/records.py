@@ -166,7 +166,8 @@ class MambaWeights(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """Vectors of a gated delta net, fp32: conv [K, C]; rate [Hv], exp(A_log); dt_bias [Hv]; norm [V], its epsilon."""
+    """Vectors of a gated delta net, fp32: conv [K, C]; rate [Hv], exp(A_log); dt_bias [Hv], or of each channel of keys
+    [Hv D]; norm [V], its epsilon."""
 
     conv: Tensor
     rate: Tensor

@@ -16,7 +16,7 @@ from headrace.kernels import dispatch, gated_delta, mamba2, short_conv
 from headrace.kernels.records import ConvWeights, LayerStates, MambaWeights, RecurrentWeights
 from headrace.kernels.recurrent_step import PreparedRecurrence
 
-KINDS = {"delta": gated_delta, "mamba2": mamba2, "conv": short_conv}
+KINDS = {"delta": gated_delta, "kda": gated_delta, "mamba2": mamba2, "conv": short_conv}
 
 
 class Recur(Protocol):

@@ -41,6 +41,8 @@ SCALE = {"scale_inv": "weight_scale_inv"}
 """Of those in FP8, by the name that it has where each expert has a module of its own."""
 CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
+RATES = ".self_attn.A_log"
+"""How fast heads forget [Hv], which Kimi Linear's files have as [1, 1, Hv, 1]."""
 FILTERS = (".conv1d.weight", ".conv.conv.weight")
 """Of convolutions [channels, 1, inputs], which GGUF files have as matrices."""
 OF_MAMBA = tuple(f".{mixer}.{name}" for mixer in ("mamba", "mixer") for name in ("A_log", "D", "norm.weight"))
@@ -168,6 +170,8 @@ class SafetensorsCheckpoint:
         stored, expert = self._fused.get(name, (name, None))
         shape = tuple(self._where[name].get_slice(stored).get_shape())
         own = shape if expert is None else shape[1:]
+        if name.endswith(RATES) and own[:2] == own[3:] * 2 == (1, 1):
+            return own[2:3]
         if name.endswith(CORRECTIONS) and own[:1] == (1,):
             return own[1:]
         return own[::-1] if name in self._turned else own
@@ -186,7 +190,7 @@ class SafetensorsCheckpoint:
         stored, expert = self._fused.get(name, (name, None))
         file = self._where[name]
         own = file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
-        if name.endswith(CORRECTIONS):
+        if name.endswith((CORRECTIONS, RATES)):
             return own.flatten()
         return own.T if name in self._turned else own
 

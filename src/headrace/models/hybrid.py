@@ -19,7 +19,9 @@ from headrace.models.shards import Whole
 from headrace.models.spec import ModelConfig
 
 Linear = Callable[[str, Tensor], Tensor]
-"""A layer's matrix of that name times x [T, H], with what adapters have for it; of `gates` in fp32."""
+"""A layer's matrix of that name times x [T, H], with what adapters have for it; of WIDE in fp32."""
+WIDE = ("gates", "decays")
+"""Matrices that decide how much a state takes in and forgets."""
 
 
 class DeltaNet:
@@ -39,6 +41,23 @@ class DeltaNet:
         """Those of all ranks [T, Hv V] as the columns of `out` take them (ModelConfig.tiled_values)."""
         heads = self.whole("heads", heads.flatten(1))
         return heads if self.tiled is None else as_tiled(self.tiled, heads)
+
+
+class KimiDelta(DeltaNet):
+    """Kimi Delta Attention (arXiv 2510.26692) in place of a layer's attention: a net each channel of whose keys decays
+    by itself. Decays, and what gates the output, go through a few numbers on their way, `key_dim` each."""
+
+    def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole) -> None:
+        super().__init__(config, index, weights, whole)
+        assert config.recurrent is not None, "the layer is recurrent"
+        self.parts = (config.recurrent.channels, config.recurrent.key_dim, config.recurrent.key_dim)
+
+    def __call__(self, x: Tensor, recur: Recur | None, linear: Linear) -> Tensor:
+        """x [T, H], normed -> this rank's heads [T, Hv, V]. Raises ValueError without `recur`."""
+        channels, decays, gates = linear("mixed", x).split(self.parts, dim=1)
+        mixed = torch.cat((channels, linear("out_gates", gates.contiguous())), dim=1)
+        wide = torch.cat((linear("gates", x), linear("decays", decays.contiguous())), dim=1)
+        return needed(recur)(self.place, mixed, wide, self.weights)
 
 
 class MambaLayer:
@@ -86,6 +105,7 @@ class ShortConvolution:
 
 KINDS: Mapping[str, type[DeltaNet | MambaLayer | ShortConvolution]] = {
     "delta": DeltaNet,
+    "kda": KimiDelta,
     "mamba2": MambaLayer,
     "conv": ShortConvolution,
 }

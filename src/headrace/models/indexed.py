@@ -63,4 +63,4 @@ class IndexedLayer(Choosing, LatentLayer):
     def _turned_first(self, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
         """heads [T, heads, I], of which the first numbers are rotated."""
         turned, plain = heads.split((self.latent.rotated, self.indexer.size - self.latent.rotated), dim=-1)
-        return torch.cat((ops.rotary(turned.contiguous(), self._turns(cos_sin)), plain), dim=-1)
+        return torch.cat((ops.rotary(turned.contiguous(), self._turns(turned, cos_sin)), plain), dim=-1)

@@ -11,6 +11,7 @@ one KV head, whose first numbers are the rotated ones.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headrace.kernels import latents, ops
@@ -64,7 +65,7 @@ class LatentLayer(Layer):
     def _queries(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x, as `_narrow` gives it -> [T, Hq, D], rotated, and multiplied by what makes keys of latents."""
         spec = self.latent
-        heads, turns = self._linear("queries", x), self._turns(cos_sin)
+        heads, turns = self._linear("queries", x), self._turns(x, cos_sin)
         if cos_sin is not None and cos_sin.shape[1] > spec.rotated:
             heads = heads * cos_sin[:, spec.rotated :].to(heads.dtype)  # see RopeSpec.factor_alone
         heads = heads.view(len(x), self.config.attention.heads, spec.query)
@@ -73,12 +74,15 @@ class LatentLayer(Layer):
     def _keys(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x [T, H] -> [T, 1, D], which is values as well."""
         projected, weights = self._linear("latent", x), self.weights["latent_norm.weight"]
-        return latents.keys(projected, weights, self._turns(cos_sin), self.latent, on_gpu=WHOLE in self.matrices)
+        return latents.keys(projected, weights, self._turns(x, cos_sin), self.latent, on_gpu=WHOLE in self.matrices)
 
-    def _turns(self, cos_sin: Tensor | None) -> Tensor:
-        """(cos, sin) [T, rotated]."""
-        assert cos_sin is not None, "latent attention has rotary positions"
-        return cos_sin[:, : self.latent.rotated]
+    def _turns(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
+        """(cos, sin) [T, rotated]; of a model without positions those of no angle, which change no bit."""
+        if cos_sin is not None:
+            return cos_sin[:, : self.latent.rotated]
+        none = x.new_zeros(len(x), self.latent.rotated, dtype=torch.float32)
+        none[:, : self.latent.rotated // 2] = 1.0
+        return none
 
     def _of_heads(self) -> latents.OfHeads:
         if (whole := self.matrices.get(WHOLE)) is not None:

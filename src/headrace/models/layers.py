@@ -23,7 +23,7 @@ from headrace.kernels.records import QKRotary
 from headrace.kernels.recurrent import Recur
 from headrace.kernels.routing import weighted_inputs
 from headrace.kernels.triton.weights import GpuWeight
-from headrace.models.hybrid import let_through, recurrent_layer
+from headrace.models.hybrid import WIDE, let_through, recurrent_layer
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import NORMED_BEHIND, ExpertsSpec, ModelConfig
 
@@ -287,7 +287,7 @@ class Layer:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         """x times a matrix; what decides how much a recurrent state forgets stays in fp32."""
-        made = ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"), wide=name == "gates")
+        made = ops.linear(x, self.matrices[name + ".weight"], self.weights.get(name + ".bias"), wide=name in WIDE)
         if self.adapted is None or name not in self.pairs:
             return made
         return self.adapted.added(self.pairs[name], x, made)
@@ -348,6 +348,8 @@ def never_whole(config: ModelConfig) -> str | None:
         return "layers differ in their heads or their inputs"
     if config.rope is not None and config.rope.factor_alone:
         return "queries of latents are multiplied by a factor of their position"
+    if config.recurrent is not None and config.recurrent.kind == "kda":
+        return "decays of channels come from a matrix of their own"
     return None if config.attention.index is None else "rows choose the keys that they attend to"
 
 

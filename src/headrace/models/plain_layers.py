@@ -40,6 +40,37 @@ def fill_in_minimax_m3(values: dict[str, Any]) -> None:
         values["mlp_layer_types"] = [MLP_TYPES[bool(each)] for each in flags]
 
 
+KIMI_NAMES = {
+    "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize", "n_group": "num_expert_group",
+    "num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}  # fmt: skip
+"""Fields of Kimi Linear by the names that other classes have for them."""
+KIMI_SIZES = {
+    "linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size",
+}  # fmt: skip
+"""Of its linear layers, in linear_attn_config."""
+
+
+def fill_in_kimi_linear(values: dict[str, Any]) -> None:
+    """Raises UnsupportedModel for layers that linear_attn_config names and the model has not."""
+    for other, own in KIMI_NAMES.items():
+        if values.get(other, own) is None:
+            raise UnsupportedModel(f"{other} is null; download the file again")
+        values[own] = values[other] = values.get(other, values[own])
+    told = values.get("linear_attn_config") or {}
+    values |= {ours: told[theirs] for ours, theirs in KIMI_SIZES.items() if theirs in told}
+    layers = range(values["num_hidden_layers"])
+    if values["layer_types"] is None and "full_attn_layers" in told and "kda_layers" in told:
+        named = {**dict.fromkeys(told["full_attn_layers"], KINDS[0])}
+        named |= dict.fromkeys(told["kda_layers"], "linear_attention")
+        if set(named) != {layer + 1 for layer in layers}:
+            raise UnsupportedModel("linear_attn_config does not name each layer once; download the file again")
+        values["layer_types"] = [named[layer + 1] for layer in layers]
+    if values["layer_types"] is None:
+        values["layer_types"] = [("linear_attention", KINDS[0])[bool(layer and layer % 4 == 0)] for layer in layers]
+
+
 def fill_in_llama4(values: dict[str, Any]) -> None:
     layers, every, step = (
         range(values["num_hidden_layers"]),

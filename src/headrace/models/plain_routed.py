@@ -122,6 +122,14 @@ ROUTED: dict[str, dict[str, Any]] = {
         n_group=8, n_routed_experts=256, n_shared_experts=1, routed_scaling_factor=2.5, topk_group=4,
         norm_topk_prob=True, num_experts_per_tok=8, moe_intermediate_size=2048, rope_interleave=True,
     ),
+    "kimi_linear": LATENT
+    | dict(
+        vocab_size=163840, hidden_size=2304, intermediate_size=9216, num_hidden_layers=27, num_attention_heads=32,
+        num_key_value_heads=32, model_max_length=1048576, rms_norm_eps=1e-5, bos_token_id=163584, eos_token_id=163586,
+        q_lora_rank=None, num_experts=256, num_experts_per_token=8, num_shared_experts=1, moe_intermediate_size=1024,
+        moe_renormalize=True, num_expert_group=1, topk_group=1, routed_scaling_factor=2.446, mlp_layer_types=None,
+        layer_types=None, linear_head_dim=128, linear_num_heads=32, linear_conv_kernel_dim=4,
+    ),
     "deepseek_v32": INDEXED
     | dict(
         vocab_size=129280, hidden_size=7168, intermediate_size=18432, num_hidden_layers=61, num_attention_heads=128,
@@ -228,7 +236,7 @@ ROUTED: dict[str, dict[str, Any]] = {
 
 ONE_NAME = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid",
-    "granitemoe_swa", "exaone_moe",
+    "granitemoe_swa", "exaone_moe", "kimi_linear",
 )  # fmt: skip
 """Classes that know the number of experts by one name alone."""
 OTHER_NAMES = {

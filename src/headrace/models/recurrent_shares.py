@@ -41,21 +41,24 @@ class RecurrentShare:
         """Whether other ranks have heads of the same groups of a Mamba-2 layer, which are normed together."""
         return self.whole.kind == "mamba2" and self.spec.value_heads * self.whole.key_heads < self.whole.value_heads
 
-    def rows(self, module: str) -> list[range] | None:
-        """This rank's rows of a tensor of a recurrent layer (models.slots), by the module that it is of; None: it is
-        no such tensor, or whole on every rank."""
-        if module == "mixed":
-            return _side_by_side(self.whole.mixed_parts, self._mixed)
-        if module == "conv":
-            return self.channels
-        if module == "delta_norm":
-            return [self._values] if self.whole.kind == "mamba2" and not self.joins_groups else None
-        if module == "delta":
-            return [self.value_heads]
-        if module != "gates":
-            return None
-        count = self.whole.value_heads
-        return _side_by_side((count,) * (self.whole.gates // count), [self.value_heads] * (self.whole.gates // count))
+    def rows(self, module: str, kind: str = "weight") -> list[range] | None:
+        """This rank's rows of a tensor of a recurrent layer (models.slots), by its module and kind; None: it is no such
+        tensor, or whole on every rank."""
+        spec = self.whole
+        if module == "gates":
+            count = spec.gate_rows // spec.value_heads
+            return _side_by_side((spec.value_heads,) * count, [self.value_heads] * count)
+        found = {"mixed": self._mixed_rows, "conv": self.channels, "delta": [self.value_heads]}
+        if spec.kind == "kda":
+            found |= {"decays": [self._keys], "out_gates": [self._values]}
+            found |= {"delta": [self._keys]} if kind == "dt_bias" else {}
+        if spec.kind == "mamba2" and not self.joins_groups:
+            found |= {"delta_norm": [self._values]}
+        return found.get(module)
+
+    @property
+    def _mixed_rows(self) -> list[range]:
+        return _side_by_side(self.whole.mixed_parts, self._mixed)
 
     @property
     def channels(self) -> list[range]:
@@ -69,17 +72,25 @@ class RecurrentShare:
         return _times(self.value_heads, self.whole.value_dim)
 
     @property
+    def _keys(self) -> range:
+        return _times(self.key_heads, self.whole.key_dim)
+
+    @property
     def _channels(self) -> list[range]:
-        keys = _times(self.key_heads, self.whole.key_dim)
-        return {"delta": [keys, keys, self._values], "mamba2": [self._values, keys, keys], "conv": [self._values]}[
-            self.whole.kind
-        ]
+        if self.whole.kind == "conv":
+            return [self._values]
+        both = [self._keys, self._keys]
+        return [self._values, *both] if self.whole.kind == "mamba2" else [*both, self._values]
 
     @property
     def _mixed(self) -> list[range]:
-        if self.whole.kind == "conv":
-            return [self._values] * 3
-        return [*self._channels, self._values] if self.whole.kind == "delta" else [self._values, *self._channels]
+        few = range(self.whole.key_dim)
+        return {
+            "delta": [*self._channels, self._values],
+            "kda": [*self._channels, few, few],  # each rank makes its decays and gates of all of them
+            "mamba2": [self._values, *self._channels],
+            "conv": [self._values] * 3,
+        }[self.whole.kind]
 
 
 def fits(spec: RecurrentSpec, size: int) -> bool:

@@ -49,6 +49,16 @@ class SparseFields(msgspec.Struct):
     sparse_attention_freq: Flags | UnsetType | None = UNSET
 
 
+class DeltaFields(msgspec.Struct):
+    """linear_attn_config, of Kimi Linear. Layers are counted from 1."""
+
+    full_attn_layers: Counts | UnsetType | None = UNSET
+    kda_layers: Counts | UnsetType | None = UNSET
+    head_dim: Count = UNSET
+    num_heads: Count = UNSET
+    short_conv_kernel_size: Count = UNSET
+
+
 class RopeFields(msgspec.Struct):
     """rope_parameters, or rope_scaling as it was called."""
 
@@ -285,6 +295,15 @@ class ConfigFields(msgspec.Struct):
     output_multiplier: Factor = UNSET
     post_norm_eps: Epsilon = UNSET
     linear_conv_kernel_dim: Count = UNSET
+    linear_head_dim: Count = UNSET
+    linear_num_heads: Count = UNSET
+    linear_attn_config: DeltaFields | UnsetType | None = UNSET
+    model_max_length: Length = UNSET
+    num_expert_group: Count = UNSET
+    num_experts_per_token: Count = UNSET
+    moe_renormalize: Flag = UNSET
+    moe_router_activation_func: ShortText = UNSET
+    mla_use_nope: Flag = UNSET
     linear_key_head_dim: Count = UNSET
     linear_value_head_dim: Count = UNSET
     linear_num_key_heads: Count = UNSET

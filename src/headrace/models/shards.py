@@ -225,7 +225,7 @@ class Share:
             return [self._rows_of_heads(module, self.config.latent)]
         if kind == "sinks":
             return [self.heads]
-        if self.recurrent is not None and (found := self.recurrent.rows(module)) is not None:
+        if self.recurrent is not None and (found := self.recurrent.rows(module, kind)) is not None:
             return found
         if module == "up":
             parts = self._cut(_inner_of(name), layer)

@@ -143,21 +143,25 @@ def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
 def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     prefix, spec, hidden = f"layers.{layer}.", config.recurrent, config.hidden_size
     assert spec is not None, "there are recurrent layers"
-    together = sum(spec.mixed) + spec.gates if spec.kind == "mamba2" else 0
+    together = sum(spec.mixed) + spec.gate_rows if spec.kind == "mamba2" else 0
     slots = {
         prefix + "mixed.weight": Slot(spec.mixed, hidden, of=together),
-        prefix + "conv.weight": Slot((spec.channels,), spec.kernel, filter=True, wide=True),
+        prefix + "conv.weight": Slot(spec.channel_parts, spec.kernel, filter=True, wide=True),
         prefix + "out.weight": Slot((hidden,), spec.values),
     }
     if spec.kind == "conv":
         return slots
     for name in ("A_log", "dt_bias", *(("D",) if spec.kind == "mamba2" else ())):
         slots[prefix + f"delta.{name}"] = Slot((spec.value_heads,), wide=True)
+    if spec.kind == "kda":
+        slots[prefix + "delta.dt_bias"] = Slot((spec.keys,), wide=True)
+        slots |= _linear(prefix + "decays", (spec.keys,), spec.key_dim, False)
+        slots |= _linear(prefix + "out_gates", (spec.values,), spec.key_dim, False)
     if spec.kind == "mamba2" and config.conv_bias:
         slots[prefix + "conv.bias"] = Slot((spec.channels,), wide=True)
     normed = spec.values if spec.kind == "mamba2" else spec.value_dim
     return slots | {
-        prefix + "gates.weight": Slot((spec.value_heads,) * (spec.gates // spec.value_heads), hidden, of=together),
+        prefix + "gates.weight": Slot((spec.value_heads,) * (spec.gate_rows // spec.value_heads), hidden, of=together),
         prefix + "delta_norm.weight": Slot((normed,), wide=True),
     }
 
@@ -205,7 +209,7 @@ def is_exact(name: str) -> bool:
     """Whether a matrix of ours is never rounded: one that tells rows their experts, what the shared one counts, how
     much a state forgets, what an indexer's heads count, a text's class, or what heads make of latents. They are small,
     and what they decide lasts."""
-    exact = (".router.weight", ".shared_gate.weight", ".gates.weight", ".index_weights.weight")
+    exact = (".router.weight", ".shared_gate.weight", ".gates.weight", ".decays.weight", ".index_weights.weight")
     return name == CLASSIFIER or name.endswith(exact) or is_of_heads(name)
 
 

@@ -24,6 +24,7 @@ from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MO
 from headrace.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from headrace.models.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
 from headrace.models.families.hyperclovax import HYPERCLOVAX
+from headrace.models.families.kimi_linear import KIMI_LINEAR
 from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION, LFM3
 from headrace.models.families.llama import ARCEE, CWM, LLAMA, MINISTRAL, MISTRAL, QWEN2, QWEN3, SEED_OSS
 from headrace.models.families.llama4 import LLAMA4, LLAMA4_WITH_VISION
@@ -153,6 +154,7 @@ FAMILIES: dict[str, Family] = {
     "Exaone4_5_ForConditionalGeneration": EXAONE4_5,
     "HyperCLOVAXForCausalLM": HYPERCLOVAX,
     "Jais2ForCausalLM": JAIS2,
+    "KimiLinearForCausalLM": KIMI_LINEAR,
     "KimiK25ForConditionalGeneration": KIMI_VISION,
     "Kimi_K25ForConditionalGeneration": KIMI_VISION,  # as transformers calls it
     "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,

@@ -38,8 +38,14 @@ def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: Rop
     for name, only in known.items():
         if getattr(config, name, None) not in (None, only):
             raise UnsupportedModel(f"{name} {getattr(config, name)!r} is not supported; {only} is")
+    turned = rope(config, head_dim=config.qk_rope_head_dim) if turned is None else turned
+    facts = unturned_facts(config, paired, _stretched(dict(turned.parameters)))
+    return facts | dict(max_model_len=rope_reach(config, turned), rope=turned)
+
+
+def unturned_facts(config: Any, paired: bool, stretch: float = 1.0) -> dict[str, Any]:
+    """Those of them that do not follow from the rotation, if there is one. stretch: of the scores' scale."""
     dim = config.qk_rope_head_dim
-    turned = rope(config, head_dim=dim) if turned is None else turned
     latent = LatentSpec(
         config.kv_lora_rank, dim, config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank, paired
     )
@@ -47,11 +53,9 @@ def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: Rop
     return dict(
         intermediate_size=config.intermediate_size,
         embed_size=config.hidden_size,
-        max_model_len=rope_reach(config, turned),
-        attention=replace(spec, scale=_scale(latent, dict(turned.parameters)), once=True),
+        attention=replace(spec, scale=float(latent.query**-0.5 * stretch * stretch), once=True),
         latent=latent,
         positions="rope",
-        rope=turned,
         norm="rms",
         norm_eps=config.rms_norm_eps,
         activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS),
@@ -61,10 +65,10 @@ def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: Rop
     )
 
 
-def _scale(latent: LatentSpec, parameters: Mapping[str, Any]) -> float:
+def _stretched(parameters: Mapping[str, Any]) -> float:
+    """What a stretched rotation multiplies queries and keys by."""
     every = parameters.get("mscale_all_dim") or 0.0
-    stretch = 0.1 * every * math.log(parameters["factor"]) + 1.0 if every and parameters["factor"] > 1 else 1.0
-    return float(latent.query**-0.5 * stretch * stretch)
+    return 0.1 * every * math.log(parameters["factor"]) + 1.0 if every and parameters["factor"] > 1 else 1.0
 
 
 def _v2(config: Any) -> dict[str, Any]:

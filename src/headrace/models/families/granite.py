@@ -114,7 +114,7 @@ def mamba_rows(config: ModelConfig, name: str) -> list[int] | None:
     if config.recurrent is None:
         return None
     begin, kind = sum(config.recurrent.mixed), name.split(".", 2)[-1]
-    rows = {"mixed.weight": range(begin), "gates.weight": range(begin, begin + config.recurrent.gates)}
+    rows = {"mixed.weight": range(begin), "gates.weight": range(begin, begin + config.recurrent.gate_rows)}
     return list(rows[kind]) if kind in rows else None
 
 

@@ -25,7 +25,7 @@ def _facts(config: Any, inner: int) -> dict[str, Any]:
             raise UnsupportedModel(f"layer_types with {kind!r} is not supported; supported: {', '.join(KINDS)}")
     linear = tuple(layer for layer, kind in enumerate(config.layer_types) if kind == KINDS[0])
     if len(linear) in (0, config.num_hidden_layers):
-        raise UnsupportedModel(f"layer_types without {KINDS[not linear]!r} are not supported")
+        raise UnsupportedModel(f"layer_types without {KINDS[bool(linear)]!r} are not supported")
     spec = rope(config, partial=True, ignored=MULTIMODAL_ROPE)
     full = config.num_hidden_layers - len(linear)
     return dict(
