@@ -43,6 +43,8 @@ HYBRIDS = [
     ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)"),
     ("lfm3", r".*(q_proj|o_proj|in_proj|w1|w2)"),
 ]
+KIMI = ("kimi", r".*(q_proj|k_proj|[.]b_proj|g_[ab]_proj|o_proj|kv_a_proj_with_mqa)")
+"""One operation at a time."""
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 KIND = "llama"
@@ -240,7 +242,7 @@ def test_keys_are_projected_by_its_matrices(way: str, dtype: str, folders: Path,
             assert counters(llm).projected_tokens >= 9 * CHUNK and counters(llm).loaded_tokens == 0
 
 
-@pytest.mark.parametrize(("kind", "targets"), HYBRIDS)
+@pytest.mark.parametrize(("kind", "targets"), [*HYBRIDS, KIMI])
 def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
     """Those with attention, MLPs, and all kinds of recurrent layers, the gates of which come of matrices of their own
     or of a part of one; states are kept by the adapters' own chunks."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import ExpertGatingFuncType, GGUFWriter
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
@@ -287,6 +287,21 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
         "ernie_moe",
         lambda w: w.add_expert_weights_norm(False),
         "weights_norm false is not",
+    ),
+    "kimi's softmax": (
+        "kimi_linear",
+        lambda w: w.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX),
+        "expert_gating_func other than 2 is not",
+    ),
+    "kimi's layers untold": (
+        "kimi_linear",
+        lambda w: w.add_head_count_kv(1),
+        "head_count_kv does not give one number, or 0, to each layer",
+    ),
+    "kimi's groups of a width": (
+        "kimi_linear",
+        lambda w: w.add_expert_shared_feed_forward_length(64),
+        "expert_shared_feed_forward_length 64 is not",
     ),
     "llama 4 without blocks": (
         "llama4",

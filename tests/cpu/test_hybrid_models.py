@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from headrace.config import EngineConfig
+from headrace.engine.preflight import check_fit
 from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
@@ -159,6 +161,12 @@ def test_what_kimi_linear_has_not(
     (tmp_path / "config.json").write_text(json.dumps(raw | {field: value}))
     with pytest.raises(UnsupportedModel, match=told):
         plain_config(tmp_path)
+
+
+def test_kimi_linear_is_not_computed_on_a_gpu(folder: Callable[[str], Path]) -> None:
+    config = EngineConfig(model=str(folder("kimi")), attention_backend="triton")
+    with pytest.raises(ValueError, match="'triton': KimiLinearForCausalLM has Kimi Delta Attention, which is computed"):
+        check_fit(config, read_config(folder("kimi")))
 
 
 def test_lfm3s_gates_by_either_name(tmp_path: Path, folder: Callable[[str], Path]) -> None:

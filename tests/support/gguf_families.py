@@ -27,6 +27,7 @@ from tests.support import (
     gguf_gpt_oss,
     gguf_granite,
     gguf_hybrids,
+    gguf_kimi,
     gguf_lfm2,
     gguf_nemotron,
     gguf_routed,
@@ -90,12 +91,13 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS | gguf_lfm2.KINDS  # fmt: skip
-KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS | gguf_gpt.KINDS
+KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS | gguf_gpt.KINDS | gguf_kimi.KINDS
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 OWN: Any = {gguf_granite.ARCHITECTURE: gguf_granite, **dict.fromkeys(gguf_nemotron.ARCHITECTURES, gguf_nemotron)}
-OWN |= dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)
+OWN |= {gguf_kimi.ARCHITECTURE: gguf_kimi, **dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)}
+CORRECTED = ("ernie4_5-moe", "minimax-m2", "exaone-moe", gguf_kimi.ARCHITECTURE, *gguf_nemotron.ARCHITECTURES)
 FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (
     "gemma2", "gemma3", "gemma4", "qwen3next", "qwen35", "qwen35moe", "seed_oss", "gpt-oss", "glm4moe", "olmo2",
@@ -165,15 +167,14 @@ def write_family(
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
     latent = architecture in (*gguf_deepseek.ARCHITECTURES, "glm4moe", "dots1", "minicpm3")
     old = kind.endswith("_old") or architecture == "minicpm3"
-    corrected = architecture in ("ernie4_5-moe", "minimax-m2", "exaone-moe", *gguf_nemotron.ARCHITECTURES)
     apart = (
         latent
-        or corrected
+        or architecture in CORRECTED
         or architecture
         in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", "afmoe", "llama4", *HYBRIDS)
     )
     _describe_whole(writer, model, architecture, old)
-    if latent or corrected:
+    if latent or architecture in CORRECTED:
         gguf_deepseek.add_corrections(writer, model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

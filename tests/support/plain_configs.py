@@ -29,6 +29,7 @@ MINIMAX, VL_MOE = "MiniMaxM2ForCausalLM", "Qwen3VLMoeForConditionalGeneration"
 MROPE = dict(rope_type="default", mrope_section=[24, 20, 20], mrope_interleaved=True)
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 GRANITE4, ATTENTION = "GraniteMoeHybridForCausalLM", dict(layer_types=["attention"] * 3, num_hidden_layers=3)
+KIMI = "KimiLinearForCausalLM"
 MELLUM, EXAONE_MOE, HUNYUAN_MOE = "MellumForCausalLM", "ExaoneMoeForCausalLM", "HunYuanMoEV1ForCausalLM"
 GRANITE_SWA, MUSE = "GraniteSWAForCausalLM", "MuseGlimmerForConditionalGeneration"
 NEMOTRON = "NemotronHForCausalLM"
@@ -327,6 +328,18 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["Lfm3ForCausalLM"], sliding_window=None, use_sandwich_norm=False, conv_L_cache=3),
     dict(architectures=["Lfm3ForCausalLM"], rope_parameters=dict(full_attention=dict(rope_type="default"))),
     dict(architectures=["Lfm3ForCausalLM"], conv_bias=True),
+    dict(architectures=[KIMI], num_hidden_layers=6, first_k_dense_replace=2, moe_renormalize=False),
+    dict(architectures=[KIMI], num_hidden_layers=6, n_group=4, topk_group=2, num_experts_per_tok=4, n_shared_experts=2),
+    dict(architectures=[KIMI], num_hidden_layers=6, max_position_embeddings=4096, norm_topk_prob=False, q_lora_rank=64),
+    dict(
+        architectures=[KIMI],
+        num_hidden_layers=3,
+        model_max_length=8192,
+        num_expert_group=2,
+        num_experts=16,
+        linear_attn_config=dict(full_attn_layers=[3], kda_layers=[1, 2], head_dim=64, num_heads=8),
+    ),
+    dict(architectures=[KIMI], num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=8),
     dict(architectures=["Cohere2ForCausalLM"], sliding_window_pattern=2, rope_theta=5e4, num_key_value_heads=8),
     dict(architectures=["Cohere2ForCausalLM"], layer_types=FULL, num_hidden_layers=3, logit_scale=0.5, head_dim=256),
     dict(architectures=["AfmoeForCausalLM"], num_hidden_layers=6, mup_enabled=True, num_dense_layers=2, rope_theta=5e4),

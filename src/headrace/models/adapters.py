@@ -26,7 +26,9 @@ from headrace.models.spec import ModelConfig
 from headrace.models.weights import fused, rows_of, source_of
 from headrace.types import UnsupportedModel
 
-MATRIX = re.compile(r"layers\.(\d+)\.(qkv|mixed|gates|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$")
+MATRIX = re.compile(
+    r"layers\.(\d+)\.(qkv|mixed|gates|decays|out_gates|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$"
+)
 """Of ours, those that an adapter may change."""
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")
 UNIT = 32

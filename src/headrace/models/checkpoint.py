@@ -43,6 +43,8 @@ CORRECTIONS = ".e_score_correction_bias"
 """Of experts' scores [E], which ERNIE's files have as one row [1, E]."""
 RATES = ".self_attn.A_log"
 """How fast heads forget [Hv], which Kimi Linear's files have as [1, 1, Hv, 1]."""
+OF_QKV = tuple(f".{part}_conv1d.weight" for part in "qkv")
+"""Kimi Linear's convolutions, which GGUF files have as [1, channels, 1, inputs]."""
 FILTERS = (".conv1d.weight", ".conv.conv.weight")
 """Of convolutions [channels, 1, inputs], which GGUF files have as matrices."""
 OF_MAMBA = tuple(f".{mixer}.{name}" for mixer in ("mamba", "mixer") for name in ("A_log", "D", "norm.weight"))
@@ -287,8 +289,10 @@ class GgufCheckpoint:
         shape = self._where[name][1].shape
         if name.endswith(ONE_ROW):
             return 1, shape[-1]
-        if name.endswith(OF_MAMBA):
+        if name.endswith((*OF_MAMBA, RATES)):
             return (math.prod(shape),)
+        if name.endswith(OF_QKV):
+            return (math.prod(shape[:-1]), 1, shape[-1])
         return (shape[0], 1, *shape[1:]) if name.endswith(FILTERS) else shape
 
     def stored_as(self, name: str) -> str:

@@ -15,6 +15,8 @@ from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hyb
 from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
+from headrace.models.gguf.kimi_linear import NAMES as KIMI_NAMES
+from headrace.models.gguf.kimi_linear import fields as kimi
 from headrace.models.gguf.rotations import rope_of
 from headrace.types import UnsupportedModel
 
@@ -105,10 +107,8 @@ class Architecture:
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", "llama", LLAMA_NAMES, turned=True),
     "llama4": Architecture("Llama4ForCausalLM", "llama4_text", LLAMA4_NAMES, fields=routed.llama4, routed=False),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
-    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES),
-    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES),
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("Qwen2ForCausalLM", "qwen2", LLAMA_NAMES)),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("Qwen3ForCausalLM", "qwen3", LLAMA_NAMES)),
     "mistral3": Architecture("MistralForCausalLM", "mistral", LLAMA_NAMES, turned=True, fields=families.mistral3),
     "seed_oss": Architecture(
         "SeedOssForCausalLM", "seed_oss", LLAMA_NAMES | families.SEED_OSS_NAMES, fields=families.seed_oss
@@ -233,6 +233,9 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
     ),
+    "kimi-linear": Architecture(
+        "KimiLinearForCausalLM", "kimi_linear", MIXTRAL_NAMES | KIMI_NAMES, fields=kimi, latent=True, routed=False
+    ),
     "deepseek32": Architecture(
         "DeepseekV32ForCausalLM", "deepseek_v32", INDEXED_NAMES, fields=sparse.deepseek_v32, latent=True, routed=False
     ),
@@ -307,8 +310,7 @@ def checkpoint_tensors(
     block = MODULE.match(info.name)
     if block is not None and int(block[1]) >= layers:
         return {f"mtp.{info.name}": info}
-    whole = architecture.modules(info.name)
-    if whole is not None:
+    if (whole := architecture.modules(info.name)) is not None:
         return {whole[0]: info}
     found = architecture.modules(module)
     if found is None:

@@ -23,8 +23,8 @@ HARMONY, WITHIN = "<|return|>", "<|end|>"
 """Where there is the one, as in gpt-oss, the other ends a message within an answer."""
 
 F32_ALONE = (
-    ".ssm_conv1d.weight", ".shortconv.conv.weight", ".ssm_a", ".ssm_d", ".ssm_norm.weight", ".bias",
-    "position_embd.weight",
+    ".ssm_conv1d.weight", *(f".ssm_conv1d_{part}.weight" for part in "qkv"), ".shortconv.conv.weight", ".ssm_a",
+    ".ssm_d", ".ssm_norm.weight", ".bias", "position_embd.weight",
 )  # fmt: skip
 """Filters of convolutions, vectors of Mamba-2 layers, biases of experts, learned positions: always F32."""
 
