@@ -19,6 +19,7 @@ from headrace.engine.preflight import check_fit
 from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.latent import LatentLayer
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
 from tests.support.greedy_answers import greedy_behind
@@ -161,6 +162,17 @@ def test_what_kimi_linear_has_not(
     (tmp_path / "config.json").write_text(json.dumps(raw | {field: value}))
     with pytest.raises(UnsupportedModel, match=told):
         plain_config(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_without_positions_are_as_they_are_projected(dtype: torch.dtype, folder: Callable[[str], Path]) -> None:
+    """Turned by no angle, to the bit."""
+    decoder = load_decoder(folder("kimi"), "float32" if dtype == torch.float32 else "bfloat16")
+    layer = decoder.layers.layers[1]
+    assert isinstance(layer, LatentLayer) and decoder.rope is None
+    x = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    projected, keys = layer._linear("latent", x), layer._keys(x, None)
+    assert torch.equal(keys[:, 0, : layer.latent.rotated], projected[:, : layer.latent.rotated])
 
 
 def test_kimi_linear_is_not_computed_on_a_gpu(folder: Callable[[str], Path]) -> None:
