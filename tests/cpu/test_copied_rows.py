@@ -18,6 +18,7 @@ from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
 from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import MIXES, answer, flush, forced, look_at_once, offloading
+from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import Trace, random_tokens, run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -173,7 +174,7 @@ def test_another_adapter_has_other_rows(folder_of: FolderOf, theirs_of: TheirsOf
     ids=["ranks", "tensor-ranks-with-tiers", "streamed"],
 )
 def test_elsewhere_every_row_is_computed(settings: dict[str, Any], folder_of: FolderOf) -> None:
-    with LLM(folder_of("llama"), **settings) as llm:
+    with ranks_as_threads(), LLM(folder_of("llama"), **settings) as llm:
         for found in (0, 2 * CHUNK):
             [output] = llm.generate([TEXT], BRIEF)
             assert output.metrics.cached_tokens == found and copied(llm) == 0
@@ -182,7 +183,7 @@ def test_elsewhere_every_row_is_computed(settings: dict[str, Any], folder_of: Fo
 
 def test_tensor_ranks_copy_their_parts(folder_of: FolderOf) -> None:
     expected = truth(folder_of("llama_gqa"))
-    with engine(folder_of("llama_gqa"), tensor_parallel_size=2) as llm:
+    with ranks_as_threads(), engine(folder_of("llama_gqa"), tensor_parallel_size=2) as llm:
         same([run(llm, [prompt], BRIEF)[0] for prompt in PROMPTS], expected)
         assert copied(llm) == 2 * 40 + 39 + 49 + 63 + 36
         llm.engine.cache.tree.clear()

@@ -17,6 +17,7 @@ from headrace.models.decoder import load_decoder
 from tests.support.checkpoint_files import SINGLE, copy_of, rename
 from tests.support.checkpoints import FolderOf, OursOf, edit_json
 from tests.support.kind_sizes import NO_TOKEN, VOCAB
+from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import run, same
 
 SCOUT: dict[str, Any] = dict(
@@ -104,10 +105,11 @@ def test_prompts_and_answers_that_leave_a_block(settings: dict[str, Any], folder
     """Blocks of 128 keys: prompts that share one and a half of them, and answers that begin another one."""
     shared = prompt(200, 2)
     prompts = [shared + prompt(count, 3 + count) for count in (1, 40, 57, 100)] + [prompt(120, 9)]
-    common = dict(dtype="bfloat16", kv_cache_tokens=1024) | settings
-    with LLM(str(folder_of("llama4")), **common | dict(enable_prefix_caching=False)) as alone:
+    common, ranks = dict(dtype="bfloat16", kv_cache_tokens=1024) | settings, ("context", "tensor")
+    one = {name: value for name, value in common.items() if not name.startswith(ranks)}
+    with LLM(str(folder_of("llama4")), **one | dict(enable_prefix_caching=False)) as alone:
         truth = [run(alone, [each], GREEDY)[0] for each in prompts]
-    with LLM(str(folder_of("llama4")), **common, max_batch_tokens=128) as llm:
+    with ranks_as_threads(), LLM(str(folder_of("llama4")), **common, max_batch_tokens=128) as llm:
         for _ in range(2):
             same(run(llm, prompts, GREEDY), truth)
 

@@ -1,4 +1,5 @@
-"""Parity with transformers for every family and variant, and rows whose bits do not depend on their company."""
+"""Logits of every family and variant as transformers has them, and rows whose bits do not depend on their company.
+Through the engine, in bf16 and token by token: test_families.py."""
 
 from __future__ import annotations
 
@@ -16,15 +17,13 @@ from headrace.kernels import dispatch
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
-from tests.support.checkpoints import EVERY_ALIKE, EVERY_KIND, FolderOf, OursOf, TheirsOf, seeds_for_rounding
-from tests.support.greedy_answers import greedy_behind
+from tests.support.checkpoints import EVERY_ALIKE, EVERY_KIND, FolderOf, OursOf, TheirsOf
 from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import (
     BatchAttend,
     NaiveAttend,
     RowAttend,
     batch_of,
-    greedy,
     join,
     naive,
     prompt_logits,
@@ -37,8 +36,6 @@ TOLERANCE = 1e-4
 PROMPT_LENGTH = 300
 UNEVEN = (300, 171, 37, 1)
 LONG = 200  # beyond the own length of the dynamic NTK model
-GREEDY_STEPS = ((100, 64), (300, 64))
-"""Lengths of prompts and answers. The first goes past the windows and the dynamic NTK's length on its way."""
 
 all_kinds = pytest.mark.parametrize("kind", EVERY_KIND)
 
@@ -87,27 +84,6 @@ def test_fp32_logits_of_an_uneven_batch_equal_transformers(kind: str, ours_of: O
         expected = padded_logits(theirs_of(kind), prompts)
     difference = decoder.logits(hidden) - torch.cat(expected)
     assert difference.abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize(("length", "steps"), GREEDY_STEPS)
-@all_kinds
-def test_greedy_tokens_equal_transformers(
-    kind: str, length: int, steps: int, ours_of: OursOf, theirs_of: TheirsOf
-) -> None:
-    tokens = prompt(length)
-    answer = greedy(ours_of(kind), tokens, steps)
-    assert answer == greedy_behind(theirs_of(kind), tokens, answer)
-
-
-@all_kinds
-def test_bf16_is_as_near_to_the_truth_as_transformers(kind: str, ours_of: OursOf, theirs_of: TheirsOf) -> None:
-    prompts = [prompt(PROMPT_LENGTH, 1 + seed) for seed in seeds_for_rounding(kind)]
-    exact, rounded = theirs_of(kind), theirs_of(kind, torch.bfloat16)
-    truth = torch.cat([their_logits(exact, tokens) for tokens in prompts])
-    ours = torch.cat([prompt_logits(ours_of(kind, "bfloat16"), tokens) for tokens in prompts]) - truth
-    theirs = torch.cat([their_logits(rounded, tokens) for tokens in prompts]) - truth
-    assert ours.norm() <= 1.5 * theirs.norm()
-    assert ours.abs().amax(-1).mean() <= 1.5 * theirs.abs().amax(-1).mean()
 
 
 @all_kinds

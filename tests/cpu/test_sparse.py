@@ -18,6 +18,7 @@ from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from tests.support.checkpoints import FolderOf, edit_json, make_checkpoint
+from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import run, same
 
 pytestmark = pytest.mark.cpu
@@ -90,7 +91,7 @@ def test_the_same_bits_with(kind: str, settings: dict[str, Any], folder_of: Fold
         ):
             engine(folder_of(kind), **settings)
         return
-    with engine(folder_of(kind), **settings, max_batch_tokens=96) as llm:
+    with ranks_as_threads(), engine(folder_of(kind), **settings, max_batch_tokens=96) as llm:
         together = run(llm, PROMPTS, GREEDY)
         again = run(llm, PROMPTS, GREEDY)
     same(together, again)

@@ -180,14 +180,3 @@ def join(batches: list[TokenBatch]) -> TokenBatch:
 def prompt_logits(decoder: Decoder, tokens: list[int]) -> Tensor:
     """Logits [T, V] at every position of a prompt."""
     return decoder.logits(decoder.forward(batch_of(tokens, 0, len(tokens)), naive(decoder)))
-
-
-def greedy(decoder: Decoder, prompt: list[int], steps: int) -> list[int]:
-    """`steps` greedy tokens, decoded one at a time."""
-    attend = naive(decoder)
-    rows, tokens = list(prompt), list(prompt)
-    for _ in range(steps):
-        hidden = decoder.forward(batch_of(rows, len(tokens) - len(rows), len(prompt)), attend)
-        rows = [int(decoder.logits(hidden[-1:]).argmax())]
-        tokens += rows
-    return tokens[len(prompt) :]
