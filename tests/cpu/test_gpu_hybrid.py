@@ -49,6 +49,12 @@ NEMOTRON = PLAIN | dict(head_dim=16, mamba_num_heads=4, mamba_head_dim=8, ssm_st
 LFM2 = PLAIN | dict(layer_types=["conv", "full_attention"])
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 WITHOUT_GATES = EXPERTS | dict(n_routed_experts=4, moe_shared_expert_intermediate_size=32)
+KIMI: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, layer_types=["linear_attention", "full_attention"], linear_num_heads=2, linear_head_dim=16,
+    kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_experts=4, num_experts_per_token=2,
+    moe_intermediate_size=32,
+)  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": LFM2,
     "lfm3": PLAIN | dict(layer_types=["conv", "sliding_attention", "full_attention"], num_hidden_layers=3),
@@ -57,6 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lfm2_experts": LFM2 | EXPERTS | dict(num_experts=4),
     "granite_experts": GRANITE | dict(num_local_experts=4, num_experts_per_tok=2),
     "nemotron_experts": NEMOTRON | WITHOUT_GATES | dict(hybrid_override_pattern="ME*E"),
+    "kimi": KIMI,
 }
 """With short convolutions, and with Mamba-2 layers: also one that no MLP follows, and experts without gates."""
 ONE, TWO, SIX = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (1, 2, 6))
@@ -86,7 +93,7 @@ def engine(folder: Path, **settings: Any) -> LLM:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("3_5", "lfm2", "nemotron"),
+        *("3_5", "lfm2", "nemotron", "kimi"),
         *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("next_experts", "granite", "lfm3")),
         *(pytest.param(kind, marks=pytest.mark.matrix) for kind in OTHERS if "experts" in kind),
     ],
@@ -106,7 +113,7 @@ def test_replayed_and_cut_are_the_same_as_launched_alone(folder: Path, fake: Fak
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["lfm2", "granite", "nemotron_experts"])
+@pytest.mark.parametrize("kind", ["lfm2", "granite", "nemotron_experts", "kimi"])
 def test_other_layers_replayed_and_cut(kind: str, fake: FakeDevice, tmp_path: Path) -> None:
     replayed_and_cut(make_checkpoint(kind, tmp_path, **OTHERS[kind]))
 

@@ -24,10 +24,11 @@ from tests.support.recurrent_cases import SLOTS, RecurrentCase
 CPU = torch.device("cpu")
 SMALL = RecurrentSpec(1, 1, 1, 16, 8, 4)
 UNEVEN = RecurrentSpec(1, 1, 2, 12, 10, 3)
+KIMI = RecurrentSpec(1, 2, 2, 12, 10, 3, "kda")
 MAMBA = RecurrentSpec(1, 1, 1, 16, 8, 4, "mamba2")
 UNEVEN_MAMBA = RecurrentSpec(1, 2, 4, 12, 10, 3, "mamba2")
 CONVOLUTION = RecurrentSpec.short_convolutions(1, 20, 3)
-KINDS_OF_LAYERS = [SMALL, MAMBA, CONVOLUTION]
+KINDS_OF_LAYERS = [SMALL, KIMI, MAMBA, CONVOLUTION]
 MIXED = [[4, 9, 3, 1], [0, 4, -1, 0], [9, 12, 1, 1], [12, 13, 3, 2], [13, 14, 2, 3]]
 """The third goes on from the first, the fourth begins with the same, the last overwrites what both began with."""
 
@@ -41,7 +42,15 @@ def run(case: RecurrentCase, segments: list[list[int]]) -> tuple[Tensor, LayerSt
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("spec", "bias"),
-    [(SMALL, True), (UNEVEN, True), (MAMBA, True), (UNEVEN_MAMBA, True), (UNEVEN_MAMBA, False), (CONVOLUTION, True)],
+    [
+        (SMALL, True),
+        (UNEVEN, True),
+        (KIMI, True),
+        (MAMBA, True),
+        (UNEVEN_MAMBA, True),
+        (UNEVEN_MAMBA, False),
+        (CONVOLUTION, True),
+    ],
     ids=str,
 )
 def test_as_in_torch(spec: RecurrentSpec, bias: bool, dtype: torch.dtype) -> None:

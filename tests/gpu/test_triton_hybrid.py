@@ -1,5 +1,5 @@
 """Models with recurrent layers on a GPU: near transformers, and every schedule the same bits; their kernels alone at
-the sizes of Qwen3-Next, Granite 4 H, Nemotron-H and LFM2."""
+the sizes of Qwen3-Next, Kimi Linear, Granite 4 H, Nemotron-H and LFM2."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from tools.gpu.bits import eager_steps
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHORT, LONG = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (12, 70))
 KIND = "3_5_ends_recurrent"
-OTHERS = ("granite", "nemotron", "lfm2")
+OTHERS = ("granite", "nemotron", "lfm2", "kimi")
 LAYERS = [
     RecurrentSpec(1, 16, 32, 128, 128, 4),
     RecurrentSpec(1, 1, 2, 40, 24, 3),
+    RecurrentSpec(1, 32, 32, 128, 128, 4, "kda"),
+    RecurrentSpec(1, 3, 3, 40, 24, 3, "kda"),
     RecurrentSpec(1, 1, 48, 128, 64, 4, "mamba2"),
     RecurrentSpec(1, 8, 128, 128, 64, 4, "mamba2"),
     RecurrentSpec(1, 3, 6, 20, 24, 3, "mamba2"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from headrace.kernels.triton import delta_kernels, mamba2_kernels, short_conv_kernels
 from tests.support.compiled_rows import Compiled
 
-WIDE = ("conv", "bias", "gates", "rate", "dt_bias", "skip", "made", "scalars", "matrices", "weight")
+WIDE = ("decays", "conv", "bias", "gates", "rate", "dt_bias", "skip", "made", "scalars", "matrices", "weight")
 TYPES = dict.fromkeys(WIDE, "*fp32")
 TYPES |= dict.fromkeys(("taps", "segments", "groups"), "*i32") | {"mixed_stride": "i32", "scale": "fp32"}
 HEADS = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "D": 128, "V": 128, "K": 4}
@@ -17,11 +17,18 @@ WHOLE = {"P": 128, "TOGETHER": 8}
 
 
 def cases() -> Iterator[Compiled]:
-    yield Compiled("delta convolve", delta_kernels.convolve, HEADS | WHOLE, {"num_warps": 4}, TYPES)
-    parts = {"P": 128, "COLUMNS": 8, "CHANNELS": 16}
-    yield Compiled("delta recur", delta_kernels.recur, HEADS | parts, {"num_warps": 1}, TYPES)
-    gate = {"VALUE_HEADS": 32, "KEYS": 2048, "V": 128}
-    yield Compiled("delta gate", delta_kernels.gate, gate | WHOLE, {"num_warps": 4}, TYPES)
+    for name, heads, channels in (("delta", HEADS, False), ("kda", HEADS | {"KEY_HEADS": 32}, True)):
+        own = {"BY_CHANNEL": channels}
+        yield Compiled(f"{name} convolve", delta_kernels.convolve, heads | WHOLE | own, {"num_warps": 4}, TYPES)
+        parts = {"P": 128, "COLUMNS": 8, "CHANNELS": 16}
+        yield Compiled(f"{name} recur", delta_kernels.recur, heads | parts | own, {"num_warps": 1}, TYPES)
+        gate = {
+            "VALUE_HEADS": 32,
+            "KEYS": 128 * heads["KEY_HEADS"],
+            "V": 128,
+            "KIND": "sigmoid" if channels else "silu",
+        }
+        yield Compiled(f"{name} gate", delta_kernels.gate, gate | WHOLE, {"num_warps": 4}, TYPES)
     made = MAMBA | {"K": 4, "BIASED": True, "BLOCK": 1024, "HEADS": 64}
     yield Compiled("mamba2 convolve", mamba2_kernels.convolve, made, {"num_warps": 4}, TYPES)
     sizes = MAMBA | {"KEY_HEADS": 1, "D": 128, "V": 64, "K": 4, "P": 128, "COLUMNS": 8, "PART": 16}

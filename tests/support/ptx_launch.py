@@ -183,7 +183,8 @@ def recurrent_layers() -> dict[str, int]:
 
     net, cuts = RecurrentSpec(1, 1, 2, 32, 16, 4), patch.multiple(recurrent_check, ROWS=6, CUTS=(0, 1, 4, 6))
     with executed() as launches, cuts:
-        for spec in (net, replace(net, kind="mamba2"), RecurrentSpec.short_convolutions(1, 40, 3)):
+        kimi, mamba = replace(net, kind="kda", key_heads=2), replace(net, kind="mamba2")
+        for spec in (net, kimi, mamba, RecurrentSpec.short_convolutions(1, 40, 3)):
             recurrent_check.check(spec, torch.bfloat16, torch.device("cpu"))
     return launches.launched | {"races": len(launches.races)}
 

@@ -24,8 +24,7 @@ class RecurrentCase:
             return torch.randn(shape, generator=g)
 
         self.spec, heads = spec, spec.value_heads
-        width = sum(spec.mixed) if spec.kind != "kda" else spec.channels + spec.values
-        self.mixed = draw(rows, width + 3).to(dtype)[:, :-3]
+        self.mixed = draw(rows, spec.width + 3).to(dtype)[:, :-3]
         self.gates = draw(rows, spec.gates) if spec.gates else None
         conv, rate = 0.4 * draw(spec.kernel, spec.channels), draw(heads).exp()
         dt_bias = draw(spec.keys if spec.kind == "kda" else heads)

@@ -72,7 +72,18 @@ def group_of(name: str) -> str:
         return f"products of rounded rows, {words[1]}" if words[1] in ("int8", "e4m3") else "without products"
     if words[0] == "codes":
         return "products of codes and experts"
-    alone = ("hopper", "merge_spans", "store", "norm", "rotate_heads", "multiply_heads", "delta", "mamba2", "short")
+    alone = (
+        "hopper",
+        "merge_spans",
+        "store",
+        "norm",
+        "rotate_heads",
+        "multiply_heads",
+        "delta",
+        "kda",
+        "mamba2",
+        "short",
+    )
     return name if words[0] in alone else "without products"
 
 

@@ -210,6 +210,12 @@ class RecurrentSpec:
         return (self.channels, self.values) if self.kind == "delta" else (self.values, self.channels)
 
     @property
+    def width(self) -> int:
+        """Numbers of a row that the recurrence takes beside its gates: `mixed`, and in Kimi Delta Attention what gates
+        the output in place of the few that it is made of."""
+        return self.channels + self.values if self.kind == "kda" else sum(self.mixed)
+
+    @property
     def gate_rows(self) -> int:
         """Numbers that the matrix of fp32 gates makes of a row: of each value head two of a net, else one."""
         return {"delta": 2, "kda": 1, "mamba2": 1, "conv": 0}[self.kind] * self.value_heads

@@ -87,11 +87,6 @@ def refuse_for_hybrids(config: EngineConfig, model: ModelConfig) -> None:
         "offload_schedule": config.streaming is not None,
         "kv_offload_activations": tiers is not None and tiers.activations == "on",
     }
-    if model.recurrent.kind == "kda" and config.model.on_gpu:
-        raise ValueError(
-            f"attention_backend 'triton': {model.architecture} has Kimi Delta Attention, which is computed on CPUs; "
-            f"use 'auto'"
-        )
     asked = next((name for name, on in found.items() if on), None)
     if asked is not None:
         told = "its states are whole, in memory and in tiers"

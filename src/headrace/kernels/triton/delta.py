@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
-from headrace.kernels.gated_delta import of_net
+from headrace.kernels.gated_delta import by_channel, of_net
 from headrace.kernels.records import DeltaWeights, LayerStates, RecurrentWeights
 from headrace.kernels.triton import delta_kernels
 from headrace.kernels.triton.launching import direct
@@ -31,35 +31,44 @@ class DeltaStep(RecurrentStep):
     def _run(self, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights, states: LayerStates) -> Tensor:
         spec, (gates, weights) = self.spec, of_net(gates, weights)
         made, scalars, out = self._buffers(mixed, 2 * spec.value_heads + spec.key_heads)
+        decays = made if not by_channel(spec) else made.new_empty(self.rows, spec.keys)
         if self.rows:
-            self._convolve(mixed, gates, weights, states, made, scalars)
-            self._recur(made, scalars, mixed, states)
+            self._convolve(mixed, gates, weights, states, made, scalars, decays)
+            self._recur(made, scalars, decays, mixed, states)
             self._gate(made, mixed, weights, out)
         return out
 
     def _convolve(
-        self, mixed: Tensor, gates: Tensor, weights: DeltaWeights, states: LayerStates, made: Tensor, scalars: Tensor
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        weights: DeltaWeights,
+        states: LayerStates,
+        made: Tensor,
+        scalars: Tensor,
+        decays: Tensor,
     ) -> None:
         spec, together = self.spec, self._together
         programs = sum(-(-self.rows * count // together) for count in (spec.key_heads, spec.value_heads))
         direct(delta_kernels.convolve)[(programs,)](
             mixed, states.last, self.memory.taps, weights.conv, gates, weights.rate, weights.dt_bias, made, scalars,
-            self.rows, mixed.stride(0), spec.key_dim**-0.5, **self._heads, P=self._widest, TOGETHER=together,
-            num_warps=4,
+            decays, self.rows, mixed.stride(0), spec.key_dim**-0.5, **self._heads, P=self._widest, TOGETHER=together,
+            BY_CHANNEL=by_channel(spec), num_warps=4,
         )  # fmt: skip
 
-    def _recur(self, made: Tensor, scalars: Tensor, mixed: Tensor, states: LayerStates) -> None:
+    def _recur(self, made: Tensor, scalars: Tensor, decays: Tensor, mixed: Tensor, states: LayerStates) -> None:
         spec, memory = self.spec, self.memory
         parts = spec.value_heads * -(-spec.value_dim // COLUMNS)
         direct(delta_kernels.recur)[(self.groups, parts)](
-            made, scalars, mixed, states.last, states.matrices, memory.segments, memory.groups, mixed.stride(0),
+            made, scalars, decays, mixed, states.last, states.matrices, memory.segments, memory.groups, mixed.stride(0),
             **self._heads, P=rounded(spec.key_dim), COLUMNS=COLUMNS, CHANNELS=rounded(-(-spec.channels // parts)),
-            num_warps=1,
+            BY_CHANNEL=by_channel(spec), num_warps=1,
         )  # fmt: skip
 
     def _gate(self, made: Tensor, mixed: Tensor, weights: DeltaWeights, out: Tensor) -> None:
         spec, together = self.spec, self._together
         direct(delta_kernels.gate)[(-(-self.rows * spec.value_heads // together),)](
             made, mixed, weights.norm, out, self.rows, mixed.stride(0), weights.eps, VALUE_HEADS=spec.value_heads,
-            KEYS=spec.keys, V=spec.value_dim, P=self._widest, TOGETHER=together, num_warps=4,
+            KEYS=spec.keys, V=spec.value_dim, P=self._widest, TOGETHER=together,
+            KIND="sigmoid" if by_channel(spec) else "silu", num_warps=4,
         )  # fmt: skip

@@ -18,13 +18,14 @@ from headrace.kernels.triton.row_kernels import activated
 
 @triton.jit(do_not_specialize=["rows"])
 def convolve(
-    mixed, last, taps, conv, gates, rate, dt_bias, made, scalars, rows, mixed_stride, scale,
+    mixed, last, taps, conv, gates, rate, dt_bias, made, scalars, decays, rows, mixed_stride, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    P: tl.constexpr, TOGETHER: tl.constexpr,
+    P: tl.constexpr, TOGETHER: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER heads of rows of mixed [T, C + Hv V]: made fp32 [T, C] has queries and keys of length 1, queries times
     `scale`, and values; scalars fp32 [T, 2 Hv + Hk] decay and beta of each value head, and q . k of each key head.
-    taps int32 [T, K - 1]: where the inputs before a row's own lie (recurrent_schedule.Arranged)."""
+    taps int32 [T, K - 1]: where the inputs before a row's own lie (recurrent_schedule.Arranged). BY_CHANNEL: decays
+    fp32 [T, Hk D] has those of each channel of a key, and queries have decayed already; scalars have none."""
     keys: tl.constexpr = KEY_HEADS * D
     channels: tl.constexpr = 2 * keys + VALUE_HEADS * V
     width: tl.constexpr = 2 * VALUE_HEADS + KEY_HEADS
@@ -37,9 +38,15 @@ def convolve(
         at, to = head[:, None] * D + d, made + row[:, None] * channels
         q = _unit(_convolved(mixed, last, taps, conv, row, rows, mixed_stride, at, there, channels, K)) * scale
         k = _unit(_convolved(mixed, last, taps, conv, row, rows, mixed_stride, keys + at, there, channels, K))
+        tl.store(scalars + row * width + 2 * VALUE_HEADS + head, tl.sum(q * k, 1), mask=row < rows)
+        if BY_CHANNEL:
+            own = gates + row[:, None] * (VALUE_HEADS + keys) + VALUE_HEADS + at
+            step = softplus(tl.load(own, mask=there, other=0.0) + tl.load(dt_bias + at, mask=there, other=0.0))
+            decay = tl.exp(-tl.load(rate + head)[:, None] * step)
+            tl.store(decays + row[:, None] * keys + at, decay, mask=there)
+            q *= decay
         tl.store(to + at, q, mask=there)
         tl.store(to + keys + at, k, mask=there)
-        tl.store(scalars + row * width + 2 * VALUE_HEADS + head, tl.sum(q * k, 1), mask=row < rows)
     else:
         item = (part - of_keys) * TOGETHER + near
         row, head = (item // VALUE_HEADS).to(tl.int64), item % VALUE_HEADS
@@ -48,11 +55,12 @@ def convolve(
         at = 2 * keys + head[:, None] * V + d
         v = _convolved(mixed, last, taps, conv, row, rows, mixed_stride, at, there, channels, K)
         tl.store(made + row[:, None] * channels + at, v, mask=there)
-        of_row, told = gates + row * 2 * VALUE_HEADS + head, scalars + row * width + head
-        b, a = tl.load(of_row, mask=known, other=0.0), tl.load(of_row + VALUE_HEADS, mask=known, other=0.0)
-        a += tl.load(dt_bias + head)
-        tl.store(told, tl.exp(-tl.load(rate + head) * softplus(a)), mask=known)
+        of_row = gates + row * (VALUE_HEADS + (keys if BY_CHANNEL else VALUE_HEADS)) + head
+        told, b = scalars + row * width + head, tl.load(of_row, mask=known, other=0.0)
         tl.store(told + VALUE_HEADS, 1.0 / (1.0 + tl.exp(-b)), mask=known)
+        if not BY_CHANNEL:
+            a = tl.load(of_row + VALUE_HEADS, mask=known, other=0.0) + tl.load(dt_bias + head)
+            tl.store(told, tl.exp(-tl.load(rate + head) * softplus(a)), mask=known)
 
 
 @triton.jit
@@ -71,9 +79,9 @@ def _unit(x):
 
 @triton.jit
 def recur(
-    made, scalars, mixed, last, matrices, segments, groups, mixed_stride,
+    made, scalars, decays, mixed, last, matrices, segments, groups, mixed_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    P: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+    P: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS of a value head's matrices [slots, Hv, D, V] through the segments groups[n] .. groups[n + 1] - 1, one
     after the other; what a row reads of them takes the place of its value in `made`. segments int32 [n, 4]: as
@@ -93,18 +101,26 @@ def recur(
         keep_last(mixed, last, mixed_stride, begin, end, source, target, part, channels, K, CHANNELS, False)
         begun = here & (at < tl.where(source >= 0, size, 0))
         matrix = tl.load(matrices + source * size + at, mask=begun, other=0.0)
-        q, k, v, decay, beta, qk = _inputs(made, scalars, begin, end, head, d, column, KEY_HEADS, VALUE_HEADS, D, V)
+        q, k, v, decay, beta, qk = _inputs(
+            made, scalars, decays, begin, end, head, d, column, KEY_HEADS, VALUE_HEADS, D, V, BY_CHANNEL
+        )
         for row in range(begin, end):
             next_q, next_k, next_v, next_decay, next_beta, next_qk = _inputs(
-                made, scalars, row + 1, end, head, d, column, KEY_HEADS, VALUE_HEADS, D, V
+                made, scalars, decays, row + 1, end, head, d, column, KEY_HEADS, VALUE_HEADS, D, V, BY_CHANNEL
             )
             # Of the state before the row both, so that neither sum waits for the other.
-            by_k, by_q = tl.sum(matrix * k[:, None], 0), tl.sum(matrix * q[:, None], 0)
-            delta = tl.fma(-by_k, decay, v) * beta
-            out = tl.fma(delta, qk, by_q * decay)
+            if BY_CHANNEL:
+                read = k * decay
+                by_k, by_q = tl.sum(matrix * read[:, None], 0), tl.sum(matrix * q[:, None], 0)
+                delta = (v - by_k) * beta
+                out, kept = tl.fma(delta, qk, by_q), matrix * decay[:, None]
+            else:
+                by_k, by_q = tl.sum(matrix * k[:, None], 0), tl.sum(matrix * q[:, None], 0)
+                delta = tl.fma(-by_k, decay, v) * beta
+                out, kept = tl.fma(delta, qk, by_q * decay), matrix * decay
             value = made + row * channels + 2 * KEY_HEADS * D + head * V
             tl.store(value + column, out, mask=column < V)
-            matrix = tl.fma(k[:, None], delta[None, :], matrix * decay)
+            matrix = tl.fma(k[:, None], delta[None, :], kept)
             q, k, v, decay, beta, qk = next_q, next_k, next_v, next_decay, next_beta, next_qk
         tl.store(matrices + target * size + at, matrix, mask=here)
         tl.debug_barrier()  # the next segment may begin with this state
@@ -112,10 +128,10 @@ def recur(
 
 @triton.jit
 def _inputs(
-    made, scalars, row, end, head, d, column,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    made, scalars, decays, row, end, head, d, column,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """q, k [P], v [COLUMNS], decay, beta and q . k of a row; zeros from the end on."""
+    """q, k [P], v [COLUMNS], decay, or [P] of them, beta and q . k of a row; zeros from the end on."""
     keys: tl.constexpr = KEY_HEADS * D
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     there = row < end
@@ -124,7 +140,11 @@ def _inputs(
     q = tl.load(from_row + key_head * D + d, mask=in_keys, other=0.0)
     k = tl.load(from_row + keys + key_head * D + d, mask=in_keys, other=0.0)
     v = tl.load(from_row + 2 * keys + head * V + column, mask=in_values, other=0.0)
-    decay, beta = tl.load(told + head, mask=there, other=0.0), tl.load(told + VALUE_HEADS + head, mask=there, other=0.0)
+    beta = tl.load(told + VALUE_HEADS + head, mask=there, other=0.0)
+    if BY_CHANNEL:
+        decay = tl.load(decays + row * keys + key_head * D + d, mask=in_keys, other=0.0)
+    else:
+        decay = tl.load(told + head, mask=there, other=0.0)
     return q, k, v, decay, beta, tl.load(told + 2 * VALUE_HEADS + key_head, mask=there, other=0.0)
 
 
@@ -132,9 +152,10 @@ def _inputs(
 def gate(
     made, mixed, weight, out, rows, mixed_stride, eps,
     VALUE_HEADS: tl.constexpr, KEYS: tl.constexpr, V: tl.constexpr, P: tl.constexpr, TOGETHER: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER value heads of rows of what recur leaves, normed, times weight [V] and the silu of mixed's last Hv V
-    columns: out [T, Hv, V]. KEYS: Hk D."""
+    columns, or their sigmoid: out [T, Hv, V]. KEYS: Hk D; KIND: silu, sigmoid."""
     item, d = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER), tl.arange(0, P)[None, :]
     row, head = (item // VALUE_HEADS).to(tl.int64)[:, None], (item % VALUE_HEADS)[:, None]
     there = (row < rows) & (d < V)
@@ -143,4 +164,4 @@ def gate(
     x = tl.load(made + row * channels + 2 * KEYS + at, mask=there, other=0.0)
     z = tl.load(mixed + row * mixed_stride + channels + at, mask=there, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None] * tl.load(weight + d, mask=d < V, other=0.0)
-    tl.store(out + row * (VALUE_HEADS * V) + at, (x * activated(z, "silu")).to(out.dtype.element_ty), mask=there)
+    tl.store(out + row * (VALUE_HEADS * V) + at, (x * activated(z, KIND)).to(out.dtype.element_ty), mask=there)

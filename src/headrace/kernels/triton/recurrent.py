@@ -13,7 +13,9 @@ from headrace.kernels.triton.mamba2 import MambaStep
 from headrace.kernels.triton.recurrent_step import RecurrentMemory, RecurrentStep, arrange, check_size
 from headrace.kernels.triton.short_conv import ConvStep
 
-KINDS: Mapping[str, type[RecurrentStep]] = {"delta": DeltaStep, "mamba2": MambaStep, "conv": ConvStep}
+KINDS: Mapping[str, type[RecurrentStep]] = {
+    "delta": DeltaStep, "kda": DeltaStep, "mamba2": MambaStep, "conv": ConvStep,
+}  # fmt: skip
 
 
 def step_alone(spec: RecurrentSpec, segments: Tensor, rows: int, slots: int, place: torch.device) -> RecurrentStep:

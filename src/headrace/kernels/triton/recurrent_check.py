@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.config import RecurrentSpec
 from headrace.device import current
 from headrace.kernels import dispatch
+from headrace.kernels.gated_delta import by_channel
 from headrace.kernels.records import ConvWeights, DeltaWeights, LayerStates, MambaWeights, RecurrentWeights
 from headrace.kernels.recurrent import recur_rows
 from headrace.kernels.triton.recurrent import step_alone
@@ -71,8 +72,8 @@ def drawn_weights(spec: RecurrentSpec, draw: Callable[..., Tensor]) -> Recurrent
     conv, heads = 0.4 * draw(spec.kernel, spec.channels), spec.value_heads
     if spec.kind == "conv":
         return ConvWeights(conv)
-    rate, dt_bias = draw(heads).exp(), draw(heads)
-    if spec.kind == "delta":
+    rate, dt_bias = draw(heads).exp(), draw(spec.keys if by_channel(spec) else heads)
+    if spec.kind in ("delta", "kda"):
         return DeltaWeights(conv, rate, dt_bias, draw(spec.value_dim), 1e-6)
     return MambaWeights(conv, 0.3 * draw(spec.channels), rate, dt_bias, draw(heads), draw(spec.values), 1e-6)
 
@@ -83,7 +84,7 @@ class DrawnLayer:
     def __init__(self, spec: RecurrentSpec, computed: torch.dtype, place: torch.device) -> None:
         draw = draws(spec.key_dim, torch.device("cpu"))
         self.spec, self.place = spec, place
-        self.mixed = draw(ROWS, sum(spec.mixed)).to(computed)
+        self.mixed = draw(ROWS, spec.width).to(computed)
         self.gates = draw(ROWS, spec.gates) if spec.gates else None
         self.weights, self.there = (drawn_weights(spec, draws(1, where)) for where in (self.mixed.device, place))
         last = draw(2, spec.kernel - 1, spec.channels).to(computed)

@@ -104,7 +104,7 @@ def arrange(spec: RecurrentSpec, segments: Tensor, rows: int, slots: int) -> Arr
 
 def check_rows(spec: RecurrentSpec, rows: int, mixed: Tensor, gates: Tensor | None, states: LayerStates) -> None:
     """Raises ValueError for tensors of a layer that do not fit it or each other."""
-    width = sum(spec.mixed)
+    width = spec.width
     if mixed.shape != (rows, width) or mixed.stride(-1) != 1:
         raise ValueError(f"mixed must be [{rows}, {width}], each row contiguous")
     if gates is None:
