@@ -264,7 +264,7 @@ def _draft_beside(sized: Sized, cache: KVCache, tell: OnPhase, threads: RankThre
     if drafting is None:
         return None
     rows = _decoding_rows(sized.config, sized.capacity)
-    return drafting.open(cache.pool.total, rows, sized.states is not None, threads)
+    return drafting.open(cache.pool.total, rows, sized.states is not None, threads, timed=True)
 
 
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:

@@ -131,7 +131,8 @@ class DraftModel:
     """runner: of the draft model, on a storage with the slots of the pool. longest: tokens that it takes. cost: of a
     pass, as a part of a step of the model, as long as nothing is measured. again: the model has recurrent layers, so
     it computes rows again that were right before a wrong one (see `places`). at_once: tokens that `catch_up` computes
-    at most. threads: of rank 0 of several, where it runs with all cores of the host: the others wait for their step."""
+    at most. threads: of rank 0 of several, where it runs with all cores of the host: the others wait for their step.
+    seconds: of a pass over one row and of a token of a prompt, where a step of the model says nothing of them."""
 
     def __init__(
         self,
@@ -141,9 +142,10 @@ class DraftModel:
         again: bool = False,
         at_once: int = CATCH_UP,
         threads: RankThreads | None = None,
+        seconds: tuple[float, float] | None = None,
     ) -> None:
         self.runner, self.longest, self.cost, self.again, self.at_once = runner, longest, cost, again, at_once
-        self.threads = threads
+        self.threads, self.seconds = threads, seconds
 
     def _run(self, slices: Sequence[Slice]) -> Computed:
         if self.threads is not None:

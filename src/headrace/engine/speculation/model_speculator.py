@@ -47,6 +47,10 @@ class ModelSpeculator(Speculator):
         super().__init__("model", most, min(longest, model.longest), model.again)
         self.model = model
         self.cost = DraftCost(model.cost)
+        if model.seconds is not None:
+            one, token = model.seconds
+            self.cost.passes.note(1, one)
+            self.cost.token.note(0, token)
         self.answers = AnswerLengths()
         self._tried: dict[SequenceState, Tried] = {}
         self._first: set[SequenceState] = set()

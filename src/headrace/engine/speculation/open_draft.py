@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.config import EngineConfig
 from headrace.device import current
 from headrace.engine.draft_facts import DraftFacts
+from headrace.engine.gpu_memory import largest_step
 from headrace.engine.ranks import device_of
 from headrace.engine.runner import Runner
 from headrace.engine.speculation.draft_model import DraftModel
@@ -17,8 +19,10 @@ from headrace.kv.storage import KVStorage
 from headrace.models.config import ModelConfig
 from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.sizes import compute_type, weight_bytes
+from headrace.offload.restore.timing import call_seconds
 from headrace.parallel.threads import RankThreads
 from headrace.progress import LoadPhase, OnPhase, measured
+from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +41,12 @@ class LoadedDraft:
     decoder: Decoder
     cost: float
 
-    def open(self, slots: int, rows: int, again: bool, threads: RankThreads | None = None) -> DraftModel:
+    def open(
+        self, slots: int, rows: int, again: bool, threads: RankThreads | None = None, timed: bool = False
+    ) -> DraftModel:
         """With keys and values of its own in each of the pool's slots. rows: of the largest step in which all sequences
-        decode; again, threads: see DraftModel. Raises ValueError where no backend computes it."""
+        decode; again, threads: see DraftModel. timed: it is measured now, for steps that wait for links, of which it is
+        no part as its weights are. Raises ValueError where no backend computes it."""
         config, decoder = self.config, self.decoder
         spec = decoder.config.attention
         capped = spec.score_cap is not None or spec.sinks
@@ -51,10 +58,17 @@ class LoadedDraft:
             storage.prefault()
         runner = Runner(decoder, storage, backend, decoding_rows=rows)
         if not on_gpu:
-            return DraftModel(runner, decoder.config.max_model_len, self.cost, again, threads=threads)
+            seconds = _seconds(decoder, backend) if timed else None
+            return DraftModel(runner, decoder.config.max_model_len, self.cost, again, threads=threads, seconds=seconds)
         runner.record()
         at_once = min(GPU_CATCH_UP, config.scheduler.max_batch_tokens)
         return DraftModel(runner, decoder.config.max_model_len, self.cost, again, at_once)
+
+
+def _seconds(decoder: Decoder, backend: str) -> tuple[float, float]:
+    """Of a pass over one row, and of a token of a prompt."""
+    one, many = (call_seconds(partial(largest_step, decoder, backend, rows, 1)) for rows in (1, CHUNK))
+    return one, many / CHUNK
 
 
 def load_draft(
