@@ -47,7 +47,7 @@ class OnPaper:
 class Drafter:
     """A DraftModel that takes time and computes nothing. cost: of a pass, as a part of a step."""
 
-    longest, again = 1 << 20, False
+    longest, again, seconds = 1 << 20, False, None
 
     def __init__(self, clock: Clock, cost: float) -> None:
         self.clock, self.cost = clock, cost

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.families.kimi_linear import NEEDED
 from headrace.models.latent import LatentLayer
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
@@ -171,6 +172,26 @@ def test_keys_without_positions_are_as_they_are_projected(dtype: torch.dtype, fo
     x = torch.randn(9, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
     projected, keys = layer._linear("latent", x), layer._keys(x, None)
     assert torch.equal(keys[:, 0, : layer.latent.rotated], projected[:, : layer.latent.rotated])
+
+
+@pytest.mark.parametrize("kind", ["next", "3_5", "granite", "kimi"])
+def test_convolutions_have_silu_alone(kind: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
+    """hidden_act is theirs, too."""
+    raw = json.loads((folder(kind) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"hidden_act": "gelu_pytorch_tanh"}))
+    for read in (plain_config, read_config):
+        with pytest.raises(UnsupportedModel, match="hidden_act 'gelu_pytorch_tanh' is not supported here; silu is"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_must_not_be_null_in_kimi_linear(name: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
+    raw = json.loads((folder("kimi") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {name: None}))
+    with pytest.raises(UnsupportedModel, match="is null; download the file again"):
+        plain_config(tmp_path)
+    with pytest.raises(UnsupportedModel):
+        read_config(tmp_path)
 
 
 def test_lfm3s_gates_by_either_name(tmp_path: Path, folder: Callable[[str], Path]) -> None:

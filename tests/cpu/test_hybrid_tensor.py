@@ -199,7 +199,8 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
 def test_short_convolutions_are_cut_where_products_are(tmp_path: Path) -> None:
     model = read_config(make_checkpoint("lfm2", tmp_path / "120"))
     assert [each.spec.values for each in Share(model, 0, 2).recurrent_shares] == [32, 88]
-    with pytest.raises(ValueError, match="tensor_parallel_size 4 leaves less than 32 of channels 120 to a rank"):
+    told = "4 query heads and 2 KV heads, or leaves a rank less than 32 of 120 channels; this model can use 1, 2"
+    with pytest.raises(ValueError, match=f"tensor_parallel_size 4 does not divide {told}$"):
         Share(model, 0, 4)
 
 

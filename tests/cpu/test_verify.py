@@ -16,6 +16,7 @@ from headrace.config import config_from_env
 from headrace.doctor import verify
 from headrace.engine.core import EngineCore
 from headrace.engine.executor import Computed
+from headrace.engine.speculation.draft_costs import DraftCost
 from headrace.kv.chunk_table import ChunkTable
 from headrace.offload.writeback import Writeback
 from headrace.types import CHUNK, SamplingParams
@@ -36,6 +37,13 @@ def test_equal() -> None:
     assert report.equal and set(verdicts(report).values()) == {True} and len(report.verdicts) == 7
     assert report.prefix == verify.FEWEST_TOKENS
     assert [each.schedule for each in report.verdicts] == told[2:]
+
+
+def test_a_draft_model_drafts_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that seems never to pay."""
+    monkeypatch.setattr(DraftCost, "of_token", lambda self, sequences: 1e9)
+    found = verdicts(verify.verify(config_from_env(model="tiny", speculative="tiny")))
+    assert found["speculated"] is True
 
 
 def test_an_engine_that_breaks_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,8 +141,8 @@ def test_a_client_that_leaves_aborts_all(route: str) -> None:
     with serving(token_s=0.5) as running:
         with pytest.raises(Exception, match="timed out"):
             running.http.post(route, json=MANY[route], timeout=0.3)
+        until(lambda: bool(running.engine.aborted))  # the server may be late to begin with it
         until(lambda: running.engine.stats.kv.chunks_used == 0 and running.engine.stats.scheduler.waiting == 0)
-        assert running.engine.aborted
 
 
 @pytest.mark.parametrize(

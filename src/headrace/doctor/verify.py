@@ -20,6 +20,7 @@ from headrace.config.streaming import StreamSettings
 from headrace.config.tiers import NO_DISK, TIERS
 from headrace.config.together import SETTINGS
 from headrace.engine.llm import LLM
+from headrace.engine.speculation.model_speculator import ModelSpeculator
 from headrace.outputs import RequestOutput
 from headrace.types import CHUNK, SamplingParams
 
@@ -138,7 +139,11 @@ class Engine:
         return Asked(answers, f"preempted {times} times", "" if times else "nobody was preempted")
 
     def speculated(self) -> Asked:
-        """Asked twice: the first answers are what the second ones are drafted from."""
+        """Asked twice: the first answers are what the second ones are drafted from. A draft model drafts whatever it
+        costs."""
+        speculator = self.llm.engine.speculator
+        if isinstance(speculator, ModelSpeculator):
+            speculator.freely = True
         self.together("speculated")
         answers = self.together("speculated")
         drafts = self.llm.engine.stats().speculation

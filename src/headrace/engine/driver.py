@@ -35,9 +35,11 @@ from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable, Owners
 from headrace.logs import short_id
 from headrace.parallel import messages
+from headrace.parallel.interrupts import held_back
 from headrace.parallel.messages import StateMove, StepGroup, StepPart, WholeState
 from headrace.parallel.rank import Hidden, Rank
 from headrace.parallel.states import StateHolders
+from headrace.parallel.transport import RankLost
 from headrace.planner.choice import StrategyChoice
 from headrace.planner.schedule import keeper_of
 from headrace.stats import EngineStats
@@ -77,6 +79,8 @@ class Driver(Executor):
     holders: StateHolders | None = field(init=False)
     _planned: dict[SequenceState, StrategyChoice] = field(default_factory=dict)
     _copying: list[tuple[int, int]] = field(default_factory=list)
+    _left: bool = False
+    """A step was begun and not ended."""
 
     def __post_init__(self) -> None:
         self.holders = None if self.cache.states is None else StateHolders(self.cache.states.total)
@@ -198,10 +202,18 @@ class Driver(Executor):
     def _run(
         self, groups: list[StepGroup], moves: Sequence[StateMove] = (), whole: Sequence[WholeState] = ()
     ) -> Hidden:
+        """Raises RankLost, also behind a step that was left: whoever interrupts it twice leaves the ranks in it."""
+        if self._left:
+            raise RankLost("a step was interrupted, and the ranks are no longer in turn: make a new LLM")
         step = messages.RankStep(self.steps, groups, list(moves), self._copying, list(whole))
         self.steps, self._copying = self.steps + 1, []
-        self.send(messages.encode(step))
-        return self.rank.run(step)
+        with held_back():
+            try:
+                self.send(messages.encode(step))
+                return self.rank.run(step)
+            except KeyboardInterrupt:
+                self._left = True
+                raise
 
     def fetch(self, slot: int) -> int:
         """Has rank 0 hold the state in a slot, between two steps (offload.stored_states.StateHome). Raises RankLost."""

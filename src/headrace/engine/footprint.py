@@ -155,8 +155,11 @@ class Footprint:
         kv_element = 1 if kv_dtype == "int8" else BYTES[compute]
         kept = keeps_activations(config, self.model, BYTES[compute], kv_element)
         activations = spec.stored * self.model.hidden_size * BYTES[compute] if kept else 0
-        drafts = 0 if self.draft is None else self.draft.bytes_beside(config, ranks_here(config))
-        return kv_bytes_per_token(spec, compute, kv_dtype) + activations + drafts
+        return kv_bytes_per_token(spec, compute, kv_dtype) + activations + self._drafts_per_token()
+
+    def _drafts_per_token(self) -> int:
+        """Of them a draft model's."""
+        return 0 if self.draft is None else self.draft.bytes_beside(self.config, ranks_here(self.config))
 
     def states(self) -> int | None:
         """Recurrent states in memory; None for a model that has none."""
@@ -269,8 +272,18 @@ class Footprint:
             told = f" and {gib(drafts)} for keys and values of the draft model" if drafts else ""
             raise ValueError(
                 f"{name} {size:g} GiB is too much: {self._what_is_free()}{told}: "
-                f"at most {gib(max(0, self.free - self.weights - drafts) // here)} fit{self._each()}"
+                f"at most {gib(self._most_streamed())} fit{self._each()}"
             )
+
+    def _most_streamed(self) -> int:
+        """Bytes of KV outside beside which a rank here has memory for what of them lies there, and for the draft
+        model's of as many tokens."""
+        streaming, here = self.config.streaming, ranks_here(self.config)
+        assert streaming is not None
+        drafts = self._drafts_per_token()
+        each = self.per_token() - drafts
+        taken = drafts + (each if streaming.path is None else 0)
+        return max(0, self.free - self.weights) // here // max(1, taken) * each
 
     def _streamed_bytes(self) -> int:
         """Of KV that a rank streams from host memory: no more than all sequences can have."""
@@ -281,9 +294,9 @@ class Footprint:
     def _streamed_drafts(self) -> int:
         """Bytes in memory that each rank here has, in the mean, of a draft model's keys and values, of all tokens that
         lie outside."""
-        if self.draft is None or self.config.streaming is None:
+        beside = self._drafts_per_token()
+        if not beside or self.config.streaming is None:
             return 0
-        beside = self.draft.bytes_beside(self.config, ranks_here(self.config))
         room = int(self.config.streaming.room[1] * GIB) // (self.per_token() - beside)
         return min(room, self._most_tokens()) * beside
 

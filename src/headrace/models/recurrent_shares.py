@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 
 from headrace.config import RecurrentSpec
 
+LEAST = 32
+"""Outputs, and channels of short convolutions, that a rank has at least (models.shards)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentShare:
@@ -96,7 +99,7 @@ class RecurrentShare:
 def fits(spec: RecurrentSpec, size: int) -> bool:
     """Whether so many tensor ranks can share value heads out evenly, and key heads or copies of them."""
     if spec.kind == "conv":
-        return True  # channels are cut where it suits the kernels (models.shards.cut)
+        return spec.values >= LEAST * size
     keys, values = spec.key_heads, spec.value_heads
     return values % size == 0 and max(keys, size) % min(keys, size) == 0
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models import recurrent_shares
-from headrace.models.recurrent_shares import RecurrentShare
+from headrace.models.recurrent_shares import LEAST, RecurrentShare
 from headrace.models.slots import expected
 from headrace.models.spec import CLASSIFIER, LatentSpec, ModelConfig
 
@@ -29,11 +29,9 @@ recurrent layer has made [T, Hv V], the MLP's activations [T, I], those of the e
 I] and of the one that all meet [T, its I], a block's output [T, H]."""
 
 UNIT = 64
-"""Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs."""
-
-LEAST = 32
-"""Outputs that a rank has at least: torch's fp32 product, the fallback, adds up in another order for fewer than 12,
-and its elementwise functions compute by 32."""
+"""Widths are cut at multiples of this where they are long enough: packed weights come in blocks of 64 outputs. Else at
+LEAST, which each rank has: torch's fp32 product, the fallback, adds up in another order for fewer outputs than 12, and
+its elementwise functions compute by 32."""
 
 
 class ShardGroup(Protocol):
@@ -93,8 +91,10 @@ def _fits(config: ModelConfig, size: int) -> bool:
 
 def _recurrent_heads(config: ModelConfig) -> str:
     spec = config.recurrent
-    if spec is None or spec.kind == "conv":
+    if spec is None:
         return ""
+    if spec.kind == "conv":
+        return f", or leaves a rank less than {LEAST} of {spec.values} channels"
     return f", and {spec.value_heads} value heads and {spec.key_heads} key heads of recurrent layers"
 
 
@@ -122,6 +122,7 @@ class Share:
     size: int
 
     def __post_init__(self) -> None:
+        shard(self.config, self.rank, self.size)
         for layer in (0, *self.config.recurrent_layers[:1]):
             for width in self.gathered:
                 self.widths(width, layer)

@@ -56,6 +56,8 @@ class ModelSpeculator(Speculator):
         self._first: set[SequenceState] = set()
         """Those of the first trial, for which no account has to pay."""
         self._step = LastStep()
+        self.freely = False
+        """Whether all is drafted that may be, whatever it costs: to verify that answers are the same. May be set."""
 
     def propose(self, running: Iterable[SequenceState]) -> None:
         """Gives the sequences that decode as many unknown tokens as are to be drafted (see `complete`)."""
@@ -93,6 +95,8 @@ class ModelSpeculator(Speculator):
             counts, _ = places(max(1, decoding), shares, most, self.cost.row, cost, self.again)
         if self.on_trial and not self.cost.stale:
             counts = [max(1, count) for count in counts]
+        if self.freely:
+            counts = [each.most for each in ready]
         for each, count in zip(ready, counts, strict=True):
             each.sequence.draft = [UNKNOWN] * count
             if not count:
@@ -112,7 +116,7 @@ class ModelSpeculator(Speculator):
         paying: list[DraftedSequence] = []
         for each in late:
             spent += each.drafted.lacking * self.cost.of_token(decoding)
-            if spent <= worth and (each.sequence in self._first or self.cost.account.affords(spent)):
+            if self.freely or (spent <= worth and (each.sequence in self._first or self.cost.account.affords(spent))):
                 paying.append(each.drafted)
         if paying:
             began = time.perf_counter()

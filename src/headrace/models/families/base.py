@@ -253,6 +253,14 @@ def activation(field: str, name: str, known: Mapping[str, Activation]) -> Activa
     return known[name]
 
 
+def behind_convolutions(config: Any) -> Activation:
+    """That of models whose convolutions have it too: these are computed with silu alone."""
+    found = activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS)
+    if found != "silu":
+        raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported here; silu is, in convolutions too")
+    return found
+
+
 def layer_normed(
     config: Any,
     norm_eps: float,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec
-from headrace.models.families.base import Family, Names
+from headrace.models.families.base import Family, Names, behind_convolutions
 from headrace.models.families.experts import everywhere, expert_names, mixture
 from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
 from headrace.models.spec import ModelConfig, RopeSpec
@@ -83,6 +83,7 @@ def _mamba(config: Any, attention: AttentionSpec) -> dict[str, Any]:
     layers = tuple(layer for layer, kind in enumerate(config.layer_types) if kind == KINDS[0])
     if not layers:
         return {}
+    behind_convolutions(config)
     if config.mamba_proj_bias:
         raise UnsupportedModel("mamba_proj_bias true is not supported; only false is")
     if len(layers) == config.num_hidden_layers:

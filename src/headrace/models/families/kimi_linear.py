@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.config import RecurrentSpec
-from headrace.models.families.base import Family, Names
+from headrace.models.families.base import Family, Names, behind_convolutions
 from headrace.models.families.deepseek import latent_names, latent_rows, unturned_facts
-from headrace.models.families.experts import MIXTRALS, corrected, kinds_of_mlp, mixture
+from headrace.models.families.experts import MIXTRALS, corrected, given, kinds_of_mlp, mixture
 from headrace.models.families.llama import PREFIXES
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
@@ -17,9 +17,17 @@ from headrace.types import UnsupportedModel
 KINDS = ("linear_attention", "full_attention")
 ONLY: dict[str, Any] = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
 """Fields of published files that transformers' class does not read, with the one value that is computed."""
+NEEDED = (
+    "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "linear_head_dim", "linear_num_heads",
+    "linear_conv_kernel_dim", "model_max_length", "num_experts", "num_experts_per_token", "num_shared_experts",
+    "moe_intermediate_size", "num_expert_group", "topk_group", "routed_scaling_factor",
+)  # fmt: skip
+"""Numbers that must not be null."""
 
 
 def _facts(config: Any) -> dict[str, Any]:
+    for name in NEEDED:
+        given(config, name)
     for field, value in ONLY.items():
         asked = getattr(config, field, None)
         if asked not in (None, value):
@@ -40,6 +48,7 @@ def _facts(config: Any) -> dict[str, Any]:
     facts = unturned_facts(config, paired=False)
     return facts | dict(
         max_model_len=config.max_position_embeddings,
+        activation=behind_convolutions(config),
         attention=facts["attention"].first(full),
         rope=None,
         recurrent=RecurrentSpec(len(linear), heads, heads, size, size, config.linear_conv_kernel_dim, "kda"),

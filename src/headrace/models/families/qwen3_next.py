@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec
-from headrace.models.families.base import GATED_ACTIVATIONS, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.base import Family, Names, attention, behind_convolutions, rope, rope_reach
 from headrace.models.families.experts import APART, SHARED, TOGETHER, mixture, sparse_layers
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
@@ -42,7 +42,7 @@ def _facts(config: Any, inner: int) -> dict[str, Any]:
         norm_eps=config.rms_norm_eps,
         norm_offset=1.0,
         qk_norm=True,
-        activation=activation("hidden_act", config.hidden_act, GATED_ACTIVATIONS),
+        activation=behind_convolutions(config),
         gated=True,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
