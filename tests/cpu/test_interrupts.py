@@ -27,6 +27,14 @@ def threads_for_ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """As on a terminal: of jobs in the background SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """interrupted(times): rank 0 gets so many ctrl-c in its next step, once."""
