@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,11 +28,10 @@ from headrace.engine.tokenizer import Tokenizer
 from headrace.kernels import dispatch
 from headrace.kernels.backend import backend_of, verify
 from headrace.kv.cache import KVCache
-from headrace.kv.storage import LAYOUT, KVStorage, StateStorage
+from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.decoder import Decoder, compute_dtype, load_decoder
-from headrace.models.files import config_content, weight_files
 from headrace.models.pooling import read_pooling
 from headrace.models.shards import shard
 from headrace.offload.identity import fingerprint
@@ -134,7 +131,7 @@ class Sized:
         outlives = (config.tiers is not None and config.tiers.outlive) or config.sessions.dir is not None
         if outlives:
             tell(LoadPhase("fingerprint of the model"))
-        identity = tiers.identity(config, capacity) if outlives else _identity(folder, capacity)
+        identity = tiers.identity(config, capacity) if outlives else tiers.passing_identity(folder, capacity)
         return KVCache(
             capacity.kv_cache_tokens // CHUNK, identity, config.ranks.context, self.states, self.state_interval
         )
@@ -261,10 +258,8 @@ def _draft_beside(sized: Sized, cache: KVCache, tell: OnPhase, threads: RankThre
     """A draft model in memory, with keys and values behind the slots of all ranks or of the store outside. Of several
     ranks the first has all of it."""
     drafting = load_draft(sized.config, sized.model, sized.tokenizer, tell)
-    if drafting is None:
-        return None
-    rows = _decoding_rows(sized.config, sized.capacity)
-    return drafting.open(cache.pool.total, rows, sized.states is not None, threads, timed=True)
+    rows, again = _decoding_rows(sized.config, sized.capacity), sized.states is not None
+    return None if drafting is None else drafting.open(cache.pool.total, rows, again, threads, timed=True)
 
 
 def _size(config: EngineConfig, tell: OnPhase) -> Sized:
@@ -402,13 +397,3 @@ def _eos(model: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     own = model.eos_token_ids
     extra = tokenizer.eos_token_id if tokenizer else None
     return own if extra is None or extra in own else (*own, extra)
-
-
-def _identity(folder: Path, capacity: Capacity) -> bytes:
-    """What chunks of this engine are made by: model, layout, types computed in and stored, rounding."""
-    facts = [config_content(folder), LAYOUT.encode(), capacity.backend.encode()]
-    facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), capacity.quantization.encode()]
-    facts.append(str(folder).encode())
-    for path in weight_files(folder):
-        facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
-    return hashlib.sha256(b"\0".join(facts)).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.host import GIB
 from headrace.kernels.backend import backend_of
 from headrace.kv.cache import KVCache
-from headrace.kv.storage import KVStorage, StateStorage
+from headrace.kv.storage import LAYOUT, KVStorage, StateStorage
 from headrace.models.decoder import Decoder
+from headrace.models.files import config_content, weight_files
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.copy_streams import CudaStream, ThreadStream
 from headrace.offload.emulated_link import EmulatedLink
@@ -54,6 +56,16 @@ def identity(config: EngineConfig, capacity: Capacity) -> bytes:
         backend=capacity.backend,
         formats=("raw",) if config.tiers is None else config.tiers.formats,
     )
+
+
+def passing_identity(folder: Path, capacity: Capacity) -> bytes:
+    """The same of chunks that do not outlive the engine: of files their names, sizes and times."""
+    facts = [config_content(folder), LAYOUT.encode(), capacity.backend.encode()]
+    facts += [capacity.dtype.encode(), capacity.kv_cache_dtype.encode(), capacity.quantization.encode()]
+    facts.append(str(folder).encode())
+    for path in weight_files(folder):
+        facts.append(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return hashlib.sha256(b"\0".join(facts)).digest()
 
 
 def open_here(config: EngineConfig, backend: str, identity: bytes, decoder: Decoder, storage: KVStorage) -> Opened:

@@ -23,13 +23,14 @@ from headrace.kernels import block, dispatch, ops
 from headrace.kernels.adapted_rows import AdaptedRows, placed
 from headrace.kernels.backend import Attend
 from headrace.kernels.model_step import Ends, ModelStep
-from headrace.kernels.recurrent import Recur, fits_cpp
+from headrace.kernels.recurrent import Recur
 from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.adapters import Adapters, load_adapters
 from headrace.models.alibi import alibi_bias
 from headrace.models.block_indexed import BlockIndexedLayer
 from headrace.models.config import ModelConfig, read_config
+from headrace.models.hybrid import check_shared
 from headrace.models.indexed import IndexedLayer
 from headrace.models.latent import LatentLayer, of_each_head
 from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
@@ -101,7 +102,7 @@ class Decoder:
         self.turns = XTurns(None if share is None else tensor)
         weights = made_weights(config, weights)
         table = weights[EMBED] if EMBED in weights else torch.empty(0, dtype=dtype)
-        self.config = config if share is None else _shared(config, share)
+        self.config = config if share is None else share.own
         self.dtype, self.device, tied = table.dtype, table.device, is_tied(weights)
         outputs = {} if share is None else share.outputs
         if config.latent is not None and not dispatch.on_gpu(table):
@@ -330,22 +331,11 @@ class Decoder:
 
 
 def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
-    """What this rank computes; None: everything. Raises ValueError as Share does, and for recurrent layers that are not
-    computed in C++: torch's bits depend on how many heads there are."""
+    """What this rank computes; None: everything. Raises ValueError as Share and check_shared do."""
     if tensor is None or tensor.size == 1:
         return None
-    if config.recurrent is not None and not (dispatch.in_cpp() and fits_cpp(config.recurrent)):
-        raise ValueError(
-            f"tensor_parallel_size {tensor.size}: {config.architecture} has recurrent layers, which tensor ranks share "
-            f"where the C++ kernels compute them, and these do not; use 1"
-        )
+    check_shared(config, tensor.size)
     return Share(config, tensor.rank, tensor.size)
-
-
-def _shared(config: ModelConfig, share: Share) -> ModelConfig:
-    """The facts of a share: its own heads, whatever mixes rows."""
-    recurrent = None if share.recurrent is None else share.recurrent.spec
-    return replace(config, attention=share.attention, recurrent=recurrent)
 
 
 def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from headrace.config import RecurrentSpec
-from headrace.kernels import mamba2, ops
+from headrace.kernels import dispatch, mamba2, ops
 from headrace.kernels.records import ConvWeights, DeltaWeights, MambaWeights
-from headrace.kernels.recurrent import Recur
+from headrace.kernels.recurrent import Recur, fits_cpp
 from headrace.models.shards import Whole
 from headrace.models.spec import ModelConfig
 
@@ -118,6 +118,16 @@ def recurrent_layer(
     if config.recurrent is None or index not in config.recurrent_layers:
         return None
     return KINDS[config.recurrent.kind](config, index, weights, whole)
+
+
+def check_shared(config: ModelConfig, size: int) -> None:
+    """Raises ValueError for recurrent layers that `size` tensor ranks are to share and C++ does not compute: torch's
+    bits depend on how many heads there are."""
+    if config.recurrent is not None and not (dispatch.in_cpp() and fits_cpp(config.recurrent)):
+        raise ValueError(
+            f"tensor_parallel_size {size}: {config.architecture} has recurrent layers, which tensor ranks share "
+            f"where the C++ kernels compute them, and these do not; use 1"
+        )
 
 
 def as_tiled(spec: RecurrentSpec, heads: Tensor) -> Tensor:

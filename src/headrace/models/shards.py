@@ -139,6 +139,12 @@ class Share:
         return [*found, "queries", "keys"] if self.config.qk_norm_whole else found
 
     @property
+    def own(self) -> ModelConfig:
+        """The facts of this share: its own heads, whatever mixes rows."""
+        recurrent = None if self.recurrent is None else self.recurrent.spec
+        return replace(self.config, attention=self.attention, recurrent=recurrent)
+
+    @property
     def attention(self) -> AttentionSpec:
         return shard(self.config, self.rank, self.size)
 
