@@ -151,22 +151,6 @@ void recur(const GatedDelta &a, const Piece &piece, int64_t head, int64_t column
   if (width < COLUMNS) leave_columns(state, D, width, target);
 }
 
-// Columns `first` to `end` of one value head through all pieces. While one state is computed the next one comes from memory: its
-// lines of these columns, since processors do not see on their own that all of it is read in the end.
-void recur(const GatedDelta &a, const Piece *pieces, int64_t count, int64_t head, int64_t first, int64_t end,
-           const Between &b) {
-  for (int64_t i = 0; i < count; ++i) {
-    const bool more = i + 1 < count;
-    const int64_t slot = pieces[more ? i + 1 : 0].from, from = more ? head : head + 1;
-    const float *const ahead = slot < 0 || from == a.value_heads ? nullptr : a.matrix(slot, from);
-    for (int64_t column = first; column < end; column += COLUMNS) {
-      const float *const own = ahead ? ahead + column : nullptr;
-      if (a.by_channel) recur<true>(a, pieces[i], head, column, b, own);
-      else recur<false>(a, pieces[i], head, column, b, own);
-    }
-  }
-}
-
 // RMS norm of each value head, times silu of its gate, or its sigmoid by channel.
 template <typename T> void write_gated(const GatedDelta &a, int64_t row, const float *from) {
   const int64_t V = a.value_dim;
@@ -196,8 +180,12 @@ template <typename T> void run_group(const GatedDelta &a, const Piece *pieces, i
   convolve<T>({a.mixed, a.mixed_stride, a.channels(), a.kernel, a.conv, nullptr, a.last, convolved, stride}, pieces, count,
               threads);
   share_rows(pieces, count, rows, threads, [&](int64_t row, int64_t at) { prepare_row(a, row, at, b); });
-  share_columns(Hv, V, a.threads,
-                [&](int64_t head, int64_t first, int64_t end) { recur(a, pieces, count, head, first, end, b); });
+  share_columns(Hv, V, a.threads, [&](int64_t head, int64_t first, int64_t end) {
+    each_block(a, pieces, count, head, first, end, [&](const Piece &piece, int64_t column, const float *ahead) {
+      if (a.by_channel) recur<true>(a, piece, head, column, b, ahead);
+      else recur<false>(a, piece, head, column, b, ahead);
+    });
+  });
   share_rows(pieces, count, rows, threads, [&](int64_t row, int64_t at) { write_gated<T>(a, row, b.out + at * out_stride); });
 }
 

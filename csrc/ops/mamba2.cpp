@@ -80,19 +80,6 @@ void recur(const Mamba2 &a, const Piece &piece, int64_t head, int64_t column, co
   if (width < COLUMNS) leave_columns(state, D, width, target);
 }
 
-// Columns `first` to `end` of one head through all pieces. While one state is computed the next one comes from memory: its lines
-// of these columns, since processors do not see on their own that all of it is read in the end.
-void recur(const Mamba2 &a, const Piece *pieces, int64_t count, int64_t head, int64_t first, int64_t end,
-           const MambaPasses &b) {
-  for (int64_t i = 0; i < count; ++i) {
-    const bool more = i + 1 < count;
-    const int64_t slot = pieces[more ? i + 1 : 0].from, from = more ? head : head + 1;
-    const float *const ahead = slot < 0 || from == a.value_heads ? nullptr : a.matrix(slot, from);
-    for (int64_t column = first; column < end; column += COLUMNS)
-      recur(a, pieces[i], head, column, b, ahead ? ahead + column : nullptr);
-  }
-}
-
 // x of a row, times silu of its gates. -> to, which may be x.
 template <typename T> void gate(const Mamba2 &a, int64_t row, const float *x, float *to, int64_t first, int64_t end) {
   const T *const gates = static_cast<const T *>(a.mixed) + row * a.mixed_stride;
@@ -129,8 +116,10 @@ template <typename T> void run_group(const Mamba2 &a, const Piece *pieces, int64
   convolve<T>({channels, a.mixed_stride, a.channels(), a.kernel, a.conv, a.conv_bias, a.last, convolved, stride}, pieces, count,
               threads);
   share_rows(pieces, count, rows, threads, [&](int64_t row, int64_t at) { prepare_row(a, row, at, b); });
-  share_columns(Hv, V, a.threads,
-                [&](int64_t head, int64_t first, int64_t end) { recur(a, pieces, count, head, first, end, b); });
+  share_columns(Hv, V, a.threads, [&](int64_t head, int64_t first, int64_t end) {
+    each_block(a, pieces, count, head, first, end,
+               [&](const Piece &piece, int64_t column, const float *ahead) { recur(a, piece, head, column, b, ahead); });
+  });
   share_rows(pieces, count, rows, threads, [&](int64_t row, int64_t at) { write_normed<T>(a, row, b.out + at * out_stride); });
 }
 

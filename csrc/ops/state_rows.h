@@ -134,6 +134,19 @@ template <typename F> void share_columns(int64_t heads, int64_t columns, int thr
   });
 }
 
+// recur(piece, column, ahead) for blocks of columns `first` to `end` of one head through all pieces. While one state is computed the
+// next one comes from memory: its lines of these columns, `ahead`, since processors do not see on their own that all of it is read
+// in the end.
+template <typename Layer, typename F>
+void each_block(const Layer &a, const Piece *pieces, int64_t count, int64_t head, int64_t first, int64_t end, F recur) {
+  for (int64_t i = 0; i < count; ++i) {
+    const bool more = i + 1 < count;
+    const int64_t slot = pieces[more ? i + 1 : 0].from, from = more ? head : head + 1;
+    const float *const ahead = slot < 0 || from == a.value_heads ? nullptr : a.matrix(slot, from);
+    for (int64_t column = first; column < end; column += COLUMNS) recur(pieces[i], column, ahead ? ahead + column : nullptr);
+  }
+}
+
 // f(row, its place in scratch) for each row of a group, shared out.
 template <typename F> void share_rows(const Piece *pieces, int64_t count, int64_t rows, int threads, F f) {
   int64_t row_at[TOGETHER];
