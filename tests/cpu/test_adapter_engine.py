@@ -32,6 +32,7 @@ from tests.support.hybrid_checkpoints import build_model as build_hybrid
 from tests.support.hybrid_checkpoints import make_checkpoint as make_hybrid
 from tests.support.kind_sizes import VOCAB
 from tests.support.offloading import MIXES, counters, flush, forced, look_at_once, watched
+from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import Trace, random_tokens, run, same
 
 HYBRIDS = [
@@ -258,6 +259,20 @@ def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
             with torch.no_grad():
                 theirs = adapted.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None)
             assert ours.token_ids == theirs[0, len(tokens) :].tolist() != plain.token_ids
+
+
+@pytest.mark.parametrize(("kind", "targets"), [HYBRIDS[1], HYBRIDS[4], HYBRIDS[5], KIMI])
+def test_tensor_ranks_have_their_rows_of_a_hybrids(kind: str, targets: str, tmp_path: Path) -> None:
+    """Of each kind of recurrent layers: answers are those of one rank."""
+    folder = make_hybrid(kind, tmp_path / "m")
+    write_adapter(tmp_path / "a", build_hybrid(kind), targets, seed=1, size=1.5)
+    given = dict(dtype="bfloat16", threads=1, kv_cache_tokens=32 * CHUNK, lora_modules=f"a={tmp_path / 'a'}")
+    prompts, names = [CONTEXT[:150], CONTEXT[:150]], ["a", ""]
+    with LLM(folder, **given) as one:
+        truth = run(one, prompts, BRIEF, names)
+    with ranks_as_threads(), LLM(folder, **given, tensor_parallel_size=2) as llm:
+        for _ in range(2):
+            same(run(llm, prompts, BRIEF, names), truth)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_three_each", "granite4_hybrid"])
