@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     KimiLinearConfig,
@@ -106,6 +108,17 @@ KIMI_UNEVEN = KIMI | dict(
     linear_conv_kernel_dim=3, q_lora_rank=48, num_shared_experts=2, num_expert_group=4, topk_group=2,
     moe_renormalize=False,
 )  # fmt: skip
+FALCON: dict[str, Any] = dict(
+    mamba_d_ssm=192, mamba_n_heads=6, mamba_d_state=16, mamba_n_groups=2, num_hidden_layers=3, key_multiplier=0.4,
+    attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.6,
+    ssm_multipliers=[0.8, 0.7, 0.6, 1.1, 0.9], mlp_multipliers=[0.88, 0.6], embedding_multiplier=2.5,
+    lm_head_multiplier=0.5,
+)  # fmt: skip
+FALCON_NORMED = FALCON | dict(
+    mamba_rms_norm=True, mamba_norm_before_gate=False, hidden_size=120, head_dim=30, mamba_d_ssm=180, mamba_d_conv=3,
+    mamba_conv_bias=False, attention_bias=True, mlp_bias=True, attention_in_multiplier=1.0, num_hidden_layers=2,
+)  # fmt: skip
+"""Four heads of 30: rows fill no vector."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("next", {}),
     "next_uneven": ("next", UNEVEN),
@@ -128,6 +141,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_experts": ("granite", GRANITE_EXPERTS),
     "nemotron": ("nemotron", NEMOTRON),
     "nemotron_experts": ("nemotron", NEMOTRON_EXPERTS),
+    "falcon_h1": ("falcon_h1", FALCON),
+    "falcon_h1_normed": ("falcon_h1", FALCON_NORMED),
     "kimi": ("kimi", KIMI),
     "kimi_uneven": ("kimi", KIMI_UNEVEN),
 }
@@ -138,7 +153,7 @@ def seeds_for_rounding(kind: str) -> range:
     return range(6 if "experts" in kind or kind.startswith("kimi") else 1)
 
 
-PLAIN_NORMS = ("lfm", "granite", "nemotron", "kimi")
+PLAIN_NORMS = ("lfm", "granite", "nemotron", "kimi", "falcon")
 """What families begin with whose norms do not add one to their weights."""
 
 
@@ -161,6 +176,11 @@ def _granite(**fields: Any) -> PreTrainedModel:
 def _nemotron(**fields: Any) -> PreTrainedModel:
     own = {name: value for name, value in fields.items() if name != "num_hidden_layers" and "linear_" not in name}
     return NemotronHForCausalLM(NemotronHConfig(**own))
+
+
+def _falcon_h1(**fields: Any) -> PreTrainedModel:
+    kept = {name: value for name, value in fields.items() if not name.startswith("linear_")}
+    return FalconH1ForCausalLM(FalconH1Config(**kept))
 
 
 def _kimi(**fields: Any) -> PreTrainedModel:
@@ -200,6 +220,7 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "3_5_experts": lambda **fields: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**fields)),
     "3_5_vision": _vision,
     "3_5_experts_vision": _experts_vision,
+    "falcon_h1": _falcon_h1,
     "granite": _granite,
     "kimi": _kimi,
     "lfm2": _lfm2,

@@ -151,7 +151,7 @@ class RecurrentSpec:
     matrix [key_dim, value_dim] of its own; `value_heads // key_heads` of them share queries and keys. Those of Mamba-2
     are what its paper calls C and B, its values are x. Kimi Delta Attention is a net each channel of whose keys decays
     by itself, with as many key heads as value heads. A short convolution is one head without queries, keys and matrix
-    (`short_convolutions`).
+    (`short_convolutions`). normed: of Mamba-2, whether the heads of a group are normed together.
     """
 
     layers: int
@@ -161,6 +161,7 @@ class RecurrentSpec:
     value_dim: int
     kernel: int
     kind: RecurrentKind = "delta"
+    normed: bool = True
 
     @classmethod
     def short_convolutions(cls, layers: int, channels: int, kernel: int) -> RecurrentSpec:

@@ -28,11 +28,10 @@ from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
 from headrace.models.adapters import Adapters, load_adapters
 from headrace.models.alibi import alibi_bias
-from headrace.models.block_indexed import BlockIndexedLayer
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.hybrid import check_shared
-from headrace.models.indexed import IndexedLayer
-from headrace.models.latent import LatentLayer, of_each_head
+from headrace.models.latent import of_each_head
+from headrace.models.layer_kinds import layer_kind
 from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
 from headrace.models.made_weights import made_weights
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
@@ -139,11 +138,10 @@ class Decoder:
         if self.config.value_norm:
             return self._mixed_layers(share, tensor)
         several = None if share is None or tensor is None else (share, tensor)
-        kind: type[Layer] = Layer if self.config.latent is None else LatentLayer
-        if self.config.attention.index is not None:
-            kind = BlockIndexedLayer if self.config.latent is None else IndexedLayer
         layers = [
-            kind(self.config, self.weights, self.matrices, index, Gathered(*several, index) if several else ALONE)
+            layer_kind(self.config)(
+                self.config, self.weights, self.matrices, index, Gathered(*several, index) if several else ALONE
+            )
             for index in range(self.config.layers)
         ]
         if share is not None:

@@ -39,7 +39,7 @@ class DeltaNet:
 
     def together(self, heads: Tensor) -> Tensor:
         """Those of all ranks [T, Hv V] as the columns of `out` take them (ModelConfig.tiled_values)."""
-        heads = self.whole("heads", heads.flatten(1))
+        heads = self.whole("recurrent", heads.flatten(1))
         return heads if self.tiled is None else as_tiled(self.tiled, heads)
 
 
@@ -63,7 +63,8 @@ class KimiDelta(DeltaNet):
 class MambaLayer:
     """A Mamba-2 layer in place of a layer's attention. place: as of a DeltaNet.
 
-    Where tensor ranks share a group of heads, which the norm goes over, each makes its heads without it, in fp32.
+    Where tensor ranks share a group of heads, which the norm goes over, each makes its heads without it, in fp32. Some
+    models have none.
     """
 
     tiled = None
@@ -71,7 +72,7 @@ class MambaLayer:
     def __init__(self, config: ModelConfig, index: int, weights: Mapping[str, Tensor], whole: Whole) -> None:
         self.place, self.whole = config.place(index), whole
         conv, rate = weights["conv.weight"].squeeze(1).t().contiguous(), weights["delta.A_log"].exp()
-        self.norm, self.joined = weights["delta_norm.weight"], whole.joined_groups
+        self.norm, self.joined = weights.get("delta_norm.weight"), whole.joined_groups
         vectors = (rate, weights["delta.dt_bias"], weights["delta.D"], None if self.joined else self.norm)
         self.weights = MambaWeights(conv, weights.get("conv.bias"), *vectors, config.norm_eps)
 
@@ -80,9 +81,11 @@ class MambaLayer:
         return needed(recur)(self.place, linear("mixed", x), linear("gates", x), self.weights)
 
     def together(self, heads: Tensor) -> Tensor:
-        """Those of all ranks [T, Hv V]; in fp32 where they are normed now."""
-        heads = self.whole("heads", heads.flatten(1))
-        return mamba2.normed(self.joined, heads, self.norm, self.weights.eps) if self.joined else heads
+        """Those of all ranks [T, Hv V]; in fp32 where they are normed now, or not at all."""
+        heads = self.whole("recurrent", heads.flatten(1))
+        if self.joined is None or self.norm is None:
+            return heads
+        return mamba2.normed(self.joined, heads, self.norm, self.weights.eps)
 
 
 class ShortConvolution:
@@ -100,7 +103,7 @@ class ShortConvolution:
 
     def together(self, made: Tensor) -> Tensor:
         """Those of all ranks [T, H]."""
-        return self.whole("heads", made)
+        return self.whole("recurrent", made)
 
 
 KINDS: Mapping[str, type[DeltaNet | MambaLayer | ShortConvolution]] = {

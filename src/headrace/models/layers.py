@@ -12,6 +12,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from headrace.config.routing import CORRECTION
@@ -77,21 +78,13 @@ class Layer:
             x, first = self._joined("attention_norm", x, part)
         if watch is not None:
             watch(self.index, x)
-        if self.net is None:
-            heads = self._heads(first, cos_sin, attend, rows)
-        else:
-            heads = self.net(first, recur, self._linear)
-            heads = heads if rows is None else heads[rows]
+        heads = self._mixed(first, cos_sin, attend, rows, recur)
         if rows is not None:
             x, first = x[rows], first[rows]
             if not len(rows):
                 return x, None
             self.adapted = None if self.adapted is None else self.adapted.of(rows)
-        if self.net is None:
-            heads = self.whole("heads", heads.reshape(len(x), -1))
-        else:
-            heads = self.net.together(heads).to(x.dtype)
-        attended = self._linear("out", heads)
+        attended = self._out(heads, x.dtype)
         if self.config.block == "post":
             x = self._norm("attention_norm", x + self.whole("hidden", attended))
             return self._norm("mlp_norm", x + self.whole("hidden", self._mlp(x))), None
@@ -122,6 +115,21 @@ class Layer:
         if self.config.block in NORMED_BEHIND:
             y = self._norm(name, y)
         return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
+
+    def _mixed(
+        self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None, recur: Recur | None
+    ) -> tuple[Tensor, ...]:
+        """x [T, H] -> this rank's heads, of all T or of `rows`, as attention or what stands in its place makes them."""
+        if self.net is None:
+            return (self._heads(x, cos_sin, attend, rows),)
+        heads = self.net(x, recur, self._linear)
+        return (heads if rows is None else heads[rows],)
+
+    def _out(self, heads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """Those of n rows -> [n, this rank's share of H]."""
+        [own] = heads
+        own = self.whole("heads", own.flatten(1)) if self.net is None else self.net.together(own).to(dtype)
+        return self._linear("out", own)
 
     def _heads(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
@@ -350,6 +358,8 @@ def never_whole(config: ModelConfig) -> str | None:
         return "queries of latents are multiplied by a factor of their position"
     if config.recurrent is not None and config.recurrent.kind == "kda":
         return "decays of channels come from a matrix of their own"
+    if config.side_by_side:
+        return "layers have attention and Mamba-2 side by side"
     return None if config.attention.index is None else "rows choose the keys that they attend to"
 
 

@@ -16,9 +16,10 @@ from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.records import QKRotary
 from headrace.kernels.recurrent import Recur
+from headrace.models.layer_parts import LayerInputs
 from headrace.models.layers import Layer, Matrices, OneByOne, Weights
 from headrace.models.shards import ALONE, Whole
-from headrace.models.spec import ExpertsSpec, LayerInputs, ModelConfig
+from headrace.models.spec import ExpertsSpec, ModelConfig
 
 Made = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [T, Hkv, D] of a step by the layer that made them, of layers whose others attend to them too."""

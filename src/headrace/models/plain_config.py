@@ -18,6 +18,7 @@ from headrace.models.plain_defaults import CWM_ENDS, DENSE, GEMMA4_TEXTS, GLM_EN
 from headrace.models.plain_layers import (
     GRANITE_KINDS,
     NEMOTRON_KINDS,
+    fill_in_falcon_h1,
     fill_in_kimi_linear,
     fill_in_kinds,
     fill_in_llama4,
@@ -81,6 +82,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["eos_token_id"] = GLM_ENDS
     if model_type == "minimax_m3_vl_text":
         fill_in_minimax_m3(values)
+    if model_type == "falcon_h1":
+        fill_in_falcon_h1(values)
     if model_type == "kimi_linear":
         fill_in_kimi_linear(values)
     fill_in_kinds(values, model_type)

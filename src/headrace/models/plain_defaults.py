@@ -174,6 +174,17 @@ DENSE: dict[str, dict[str, Any]] = {
         hidden_act="gelu", max_position_embeddings=2048, layer_norm_eps=1e-5, bos_token_id=0, eos_token_id=2,
         use_parallel_residual=True, attention_bias=True,
     ),
+    "falcon_h1": COMMON
+    | dict(
+        vocab_size=128000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, hidden_act="silu", max_position_embeddings=8192, rms_norm_eps=1e-5, bos_token_id=1,
+        eos_token_id=2, attention_bias=False, mlp_bias=False, projectors_bias=False, mamba_d_ssm=1024,
+        mamba_n_heads=128, mamba_d_head="auto", mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2,
+        mamba_conv_bias=True, mamba_proj_bias=False, mamba_norm_before_gate=True, mamba_rms_norm=False,
+        lm_head_multiplier=1.0, embedding_multiplier=1.0, mlp_multipliers=None, key_multiplier=1.0,
+        attention_in_multiplier=1.0, attention_out_multiplier=1.0, ssm_multipliers=None, ssm_in_multiplier=1.0,
+        ssm_out_multiplier=1.0,
+    ),
     "falcon": COMMON
     | dict(
         vocab_size=65024, hidden_size=4544, num_hidden_layers=32, num_attention_heads=71, num_ln_in_parallel_attn=None,
@@ -263,7 +274,7 @@ NEVER_NULL = (
     "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace",
     "num_shared_experts", "router_scaling_factor", "moe_topk", "moe_num_experts", "moe_num_shared_experts", "moe_k",
     "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "conv_L_cache", "block_multiple_of",
-    "block_ffn_dim_multiplier", "num_dense_layers",
+    "block_ffn_dim_multiplier", "num_dense_layers", "mamba_n_heads", "mamba_expand", "mamba_d_head",
 )  # fmt: skip
 GEMMA4_TEXTS = ("gemma4_text", "gemma4_unified_text")
 CWM_ENDS = [128001, 128008, 128009]

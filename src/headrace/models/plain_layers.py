@@ -71,6 +71,16 @@ def fill_in_kimi_linear(values: dict[str, Any]) -> None:
         values["layer_types"] = [("linear_attention", KINDS[0])[bool(layer and layer % 4 == 0)] for layer in layers]
 
 
+def fill_in_falcon_h1(values: dict[str, Any]) -> None:
+    width, heads = values["mamba_d_ssm"] or values["mamba_expand"] * values["hidden_size"], values["mamba_n_heads"]
+    if values["mamba_d_head"] == "auto":
+        values["mamba_d_head"] = width // heads
+    if values["mamba_d_head"] * heads != width:
+        raise UnsupportedModel(f"{heads} heads of mamba_d_head {values['mamba_d_head']} are not {width} numbers wide")
+    values["mlp_multipliers"] = values["mlp_multipliers"] or [1.0] * 2
+    values["ssm_multipliers"] = values["ssm_multipliers"] or [1.0] * 5
+
+
 def fill_in_llama4(values: dict[str, Any]) -> None:
     layers, every, step = (
         range(values["num_hidden_layers"]),

@@ -42,7 +42,8 @@ class RecurrentShare:
     @property
     def joins_groups(self) -> bool:
         """Whether other ranks have heads of the same groups of a Mamba-2 layer, which are normed together."""
-        return self.whole.kind == "mamba2" and self.spec.value_heads * self.whole.key_heads < self.whole.value_heads
+        shared = self.spec.value_heads * self.whole.key_heads < self.whole.value_heads
+        return self.whole.kind == "mamba2" and self.whole.normed and shared
 
     def rows(self, module: str, kind: str = "weight") -> list[range] | None:
         """This rank's rows of a tensor of a recurrent layer (models.slots), by its module and kind; None: it is no such

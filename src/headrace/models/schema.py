@@ -242,6 +242,18 @@ class ConfigFields(msgspec.Struct):
     mamba_proj_bias: Flag = UNSET
     mamba_d_head: Annotated[int, Meta(ge=1, le=1 << 16)] | ShortText = UNSET
     mamba_expand: Count = UNSET
+    mamba_d_ssm: WideCount = UNSET
+    mamba_rms_norm: Flag = UNSET
+    mamba_norm_before_gate: Flag = UNSET
+    projectors_bias: Flag = UNSET
+    lm_head_multiplier: Factor = UNSET
+    mlp_multipliers: Factors = UNSET
+    key_multiplier: Factor = UNSET
+    attention_in_multiplier: Factor = UNSET
+    attention_out_multiplier: Factor = UNSET
+    ssm_multipliers: Factors = UNSET
+    ssm_in_multiplier: Factor = UNSET
+    ssm_out_multiplier: Factor = UNSET
     hybrid_override_pattern: Annotated[str, Meta(max_length=4096)] | UnsetType | None = UNSET
     layers_block_type: Annotated[list[Label], Meta(max_length=4096)] | UnsetType | None = UNSET
     mamba_num_heads: Count = UNSET

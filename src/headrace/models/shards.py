@@ -23,8 +23,8 @@ from headrace.models.spec import CLASSIFIER, LatentSpec, ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-Width = Literal["queries", "keys", "heads", "inner", "expert_inner", "shared_inner", "hidden"]
-"""What ranks gather: queries [T, Hq D] and keys [T, Hkv D] normed over all heads, attended heads [T, Hq D] or what a
+Width = Literal["queries", "keys", "heads", "recurrent", "inner", "expert_inner", "shared_inner", "hidden"]
+"""What ranks gather: queries [T, Hq D] and keys [T, Hkv D] normed over all heads, attended heads [T, Hq D], what a
 recurrent layer has made [T, Hv V], the MLP's activations [T, I], those of the experts that rows meet [T k, an expert's
 I] and of the one that all meet [T, its I], a block's output [T, H]."""
 
@@ -123,14 +123,14 @@ class Share:
 
     def __post_init__(self) -> None:
         shard(self.config, self.rank, self.size)
-        for layer in (0, *self.config.recurrent_layers[:1]):
-            for width in self.gathered:
-                self.widths(width, layer)
+        for width in self.gathered:
+            self.widths(width)
 
     @property
     def gathered(self) -> list[Width]:
         """The widths that layers of the model have."""
         found: list[Width] = ["heads", "hidden"]
+        found += ["recurrent"] if self.config.recurrent is not None else []
         if self.config.has_dense_mlp:
             found.append("inner")
         if self.config.experts is not None:
@@ -180,7 +180,7 @@ class Share:
 
     def widths(self, width: Width, layer: int = 0) -> list[int]:
         """How many columns each rank has of what is gathered in a layer."""
-        if width == "heads" and layer in self.config.recurrent_layers:
+        if width == "recurrent":
             return [each.spec.values for each in self.recurrent_shares]
         if width in ("heads", "queries", "keys"):
             kv_heads, dim = self.attention.shape(layer)
@@ -238,7 +238,7 @@ class Share:
             parts = self._cut(_inner_of(name), layer)
             mine, inner = parts[self.rank], parts[-1].stop
             return [mine, range(mine.start + inner, mine.stop + inner)] if self.config.gated else [mine]
-        return [self._cut("hidden")[self.rank]] if module in ("out", "down") else None
+        return [self._cut("hidden")[self.rank]] if module in ("out", "recurrent_out", "down") else None
 
     def _rows_of_heads(self, module: str, latent: LatentSpec | None) -> range:
         """Rows of this rank's heads in the matrices that latent attention has for each head."""

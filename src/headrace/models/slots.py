@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from headrace.config.routing import CORRECTION
-from headrace.models.spec import CLASSIFIER, NORMED_BEHIND, LatentSpec, LayerInputs, ModelConfig
+from headrace.models.layer_parts import LayerInputs
+from headrace.models.spec import CLASSIFIER, NORMED_BEHIND, LatentSpec, ModelConfig
 
 OF_HEADS = re.compile(r"layers\.\d+\.(heads|(keys|values)\.\d+)\.weight$")
 
@@ -89,6 +90,8 @@ def _gated_inputs(config: ModelConfig, prefix: str, width: int) -> dict[str, Slo
 
 def _mixer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     """What mixes the rows of a layer."""
+    if config.side_by_side:
+        return _attention_layer(config, layer) | _recurrent_layer(config, layer, "recurrent_out")
     if layer in config.recurrent_layers:
         return _recurrent_layer(config, layer)
     if config.latent is not None:
@@ -140,14 +143,14 @@ def _attention_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     return slots | _linear(prefix + "out", (hidden,), q, config.out_bias)
 
 
-def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
+def _recurrent_layer(config: ModelConfig, layer: int, out: str = "out") -> dict[str, Slot]:
     prefix, spec, hidden = f"layers.{layer}.", config.recurrent, config.hidden_size
     assert spec is not None, "there are recurrent layers"
     together = sum(spec.mixed) + spec.gate_rows if spec.kind == "mamba2" else 0
     slots = {
         prefix + "mixed.weight": Slot(spec.mixed, hidden, of=together),
         prefix + "conv.weight": Slot(spec.channel_parts, spec.kernel, filter=True, wide=True),
-        prefix + "out.weight": Slot((hidden,), spec.values),
+        f"{prefix}{out}.weight": Slot((hidden,), spec.values),
     }
     if spec.kind == "conv":
         return slots
@@ -159,11 +162,11 @@ def _recurrent_layer(config: ModelConfig, layer: int) -> dict[str, Slot]:
         slots |= _linear(prefix + "out_gates", (spec.values,), spec.key_dim, False)
     if spec.kind == "mamba2" and config.conv_bias:
         slots[prefix + "conv.bias"] = Slot((spec.channels,), wide=True)
-    normed = spec.values if spec.kind == "mamba2" else spec.value_dim
-    return slots | {
-        prefix + "gates.weight": Slot((spec.value_heads,) * (spec.gate_rows // spec.value_heads), hidden, of=together),
-        prefix + "delta_norm.weight": Slot((normed,), wide=True),
-    }
+    if spec.normed:
+        normed = spec.values if spec.kind == "mamba2" else spec.value_dim
+        slots[prefix + "delta_norm.weight"] = Slot((normed,), wide=True)
+    gates = (spec.value_heads,) * (spec.gate_rows // spec.value_heads)
+    return slots | {prefix + "gates.weight": Slot(gates, hidden, of=together)}
 
 
 def _mlp(config: ModelConfig, layer: int) -> dict[str, Slot]:

@@ -7,7 +7,8 @@ fill it in, the field of config.json in schema.py, and what layers.py does with 
 H: hidden size, E: embedding width, I: MLP width, V: vocabulary, Hq, Hkv: query and KV heads, D: head size.
 Fused rows: qkv [(Hq + 2 Hkv) D, H] = (q, k, v), with Hq D more that gate the attended heads where the model does that;
 up [2 I, H] = (gate, up) where the MLP is gated, else [I, H]. A recurrent layer has mixed [C + Hv V, H] = (q, k, v, z)
-and gates [2 Hv, H] = (b, a) in their place, or mixed [3 H, H]: see kernels.gated_delta and kernels.short_conv.
+and gates [2 Hv, H] = (b, a) in their place, or mixed [3 H, H]: see kernels.gated_delta and kernels.short_conv. Where a
+layer has both, what the recurrent one makes goes through recurrent_out [H, Hv V].
 Experts: layers.N.router [E, H], and layers.N.experts.e.up and .down in place of layers.N.up and .down; E: experts.
 Beside them, in some models, layers.N.shared.up and .down, in most with layers.N.shared_gate [1, H]. Corrections of a
 router's scores (RoutingSpec): layers.N.routing.e_score_correction_bias [E], fp32.
@@ -25,6 +26,7 @@ from typing import Any, Literal
 
 from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
 from headrace.config.routing import SOFTMAX
+from headrace.models.layer_parts import LayerInputs, Multipliers
 from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -116,15 +118,6 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """What each layer adds of a token beside its residual stream (per-layer embeddings): `width` numbers, from a table
-    of `vocab_size` tokens and from what enters the first layer. The layer gates them by its own stream."""
-
-    width: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads follow
     from one latent of `rank` numbers a token, and all heads share `rotated` numbers of a key, which carry its position.
@@ -177,7 +170,8 @@ class ModelConfig:
     gate_of_heads: of one gate a head, whose row stands in the matrix once for each number of the head. gate_apart: in
     files gates are a matrix of their own, behind those of q, k and v.
     recurrent: of the layers that have a gated delta net, a Mamba-2 layer or a short convolution in place of attention,
-    which `recurrent_layers` numbers; `attention.layers` counts the others alone. tiled_values: the columns of a net's
+    which `recurrent_layers` numbers; `attention.layers` counts the others alone. side_by_side: all layers have both,
+    and add up what they make of the same rows. multipliers: of these. tiled_values: the columns of a net's
     `out` go through all key heads for their first value heads, then for their second ones, where rows of other matrices
     end one key head first. conv_bias: the convolutions of Mamba-2 layers have biases.
 
@@ -244,6 +238,8 @@ class ModelConfig:
     gate_apart: bool = False
     recurrent: RecurrentSpec | None = None
     recurrent_layers: tuple[int, ...] = ()
+    side_by_side: bool = False
+    multipliers: Multipliers | None = None
     tiled_values: bool = False
     conv_bias: bool = False
     without_mlp: tuple[int, ...] = ()
@@ -359,7 +355,7 @@ class ModelConfig:
     def first(self, layers: int) -> ModelConfig:
         """The model of the first layers alone."""
         recurrent = tuple(layer for layer in self.recurrent_layers if layer < layers)
-        attending, experts = layers - len(recurrent), self.experts
+        attending, experts = layers - (0 if self.side_by_side else len(recurrent)), self.experts
         return replace(
             self,
             layers=layers,
@@ -391,9 +387,11 @@ class ModelConfig:
     @property
     def ends_in_attention(self) -> bool:
         """Whether the last layer has attention."""
-        return self.layers - 1 not in self.recurrent_layers
+        return self.side_by_side or self.layers - 1 not in self.recurrent_layers
 
     def place(self, layer: int) -> int:
         """Number of a layer among those of its kind, with attention or recurrent."""
+        if self.side_by_side:
+            return layer
         before = sum(each < layer for each in self.recurrent_layers)
         return before if layer in self.recurrent_layers else layer - before

@@ -13,6 +13,7 @@ from headrace.models.families.ernie_moe import ERNIE_MOE
 from headrace.models.families.exaone_moe import EXAONE_MOE
 from headrace.models.families.experts import MELLUM, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from headrace.models.families.falcon import FALCON
+from headrace.models.families.falcon_h1 import FALCON_H1
 from headrace.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_VISION
 from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, GEMMA4_UNIFIED_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
@@ -96,6 +97,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": GPT2,
     "GPTNeoXForCausalLM": GPT_NEOX,
     "FalconForCausalLM": FALCON,
+    "FalconH1ForCausalLM": FALCON_H1,
     "StableLmForCausalLM": STABLELM,
     "PhiForCausalLM": PHI,
     "Phi3ForCausalLM": PHI3,

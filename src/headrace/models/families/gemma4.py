@@ -15,7 +15,8 @@ from headrace.config import AttentionSpec
 from headrace.models.families.base import LAYER_TYPES, Family, Names, activation, attention, rope, rope_reach
 from headrace.models.families.experts import expert_names, mixture
 from headrace.models.families.llama import PREFIXES, mixed_windows, names
-from headrace.models.spec import LayerInputs, ModelConfig, RopeSpec
+from headrace.models.layer_parts import LayerInputs
+from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 HEAD_UNIT = 16

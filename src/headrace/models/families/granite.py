@@ -158,16 +158,20 @@ def _hybrid_names_renamed(config: ModelConfig) -> Names:
     return {**moe_names_renamed(config), **_mamba_names(config)}
 
 
-def _mamba_names(config: ModelConfig) -> Names:
+def mamba_names() -> dict[str, tuple[str, ...]]:
+    """Of Mamba-2 layers but for what they make in the end."""
     mamba = "layers.{}.mamba"
-    named = {
+    return {
         "layers.{}.mixed": (mamba + ".in_proj",),
         "layers.{}.gates": (mamba + ".in_proj",),
         "layers.{}.conv": (mamba + ".conv1d",),
         "layers.{}.delta": (mamba,),
         "layers.{}.delta_norm": (mamba + ".norm",),
     }
-    return named | {f"layers.{i}.out": (f"layers.{i}.mamba.out_proj",) for i in config.recurrent_layers}
+
+
+def _mamba_names(config: ModelConfig) -> Names:
+    return mamba_names() | {f"layers.{i}.out": (f"layers.{i}.mamba.out_proj",) for i in config.recurrent_layers}
 
 
 GRANITE = Family("granite", "transformers.models.granite.configuration_granite:GraniteConfig", _facts, names, PREFIXES)
