@@ -45,7 +45,8 @@ HYBRIDS = [
     ("lfm3", r".*(q_proj|o_proj|in_proj|w1|w2)"),
 ]
 KIMI = ("kimi", r".*(q_proj|k_proj|[.]b_proj|g_[ab]_proj|o_proj|kv_a_proj_with_mqa)")
-"""One operation at a time."""
+FALCON = ("falcon_h1", r".*(q_proj|k_proj|v_proj|o_proj|in_proj|out_proj|gate_proj|down_proj)")
+"""One operation at a time. Falcon-H1's multipliers are for what adapters add, too."""
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 KIND = "llama"
@@ -243,7 +244,7 @@ def test_keys_are_projected_by_its_matrices(way: str, dtype: str, folders: Path,
             assert counters(llm).projected_tokens >= 9 * CHUNK and counters(llm).loaded_tokens == 0
 
 
-@pytest.mark.parametrize(("kind", "targets"), [*HYBRIDS, KIMI])
+@pytest.mark.parametrize(("kind", "targets"), [*HYBRIDS, KIMI, FALCON])
 def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
     """Those with attention, MLPs, and all kinds of recurrent layers, the gates of which come of matrices of their own
     or of a part of one; states are kept by the adapters' own chunks."""
@@ -261,7 +262,7 @@ def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
             assert ours.token_ids == theirs[0, len(tokens) :].tolist() != plain.token_ids
 
 
-@pytest.mark.parametrize(("kind", "targets"), [HYBRIDS[1], HYBRIDS[4], HYBRIDS[5], KIMI])
+@pytest.mark.parametrize(("kind", "targets"), [HYBRIDS[1], HYBRIDS[4], HYBRIDS[5], KIMI, FALCON])
 def test_tensor_ranks_have_their_rows_of_a_hybrids(kind: str, targets: str, tmp_path: Path) -> None:
     """Of each kind of recurrent layers: answers are those of one rank."""
     folder = make_hybrid(kind, tmp_path / "m")

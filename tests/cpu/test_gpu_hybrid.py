@@ -55,6 +55,7 @@ KIMI: dict[str, Any] = dict(
     kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_experts=4, num_experts_per_token=2,
     moe_intermediate_size=32,
 )  # fmt: skip
+FALCON = PLAIN | dict(mamba_d_ssm=32, mamba_n_heads=4, head_dim=16)
 OTHERS: dict[str, dict[str, Any]] = {
     "lfm2": LFM2,
     "lfm3": PLAIN | dict(layer_types=["conv", "sliding_attention", "full_attention"], num_hidden_layers=3),
@@ -64,6 +65,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "granite_experts": GRANITE | dict(num_local_experts=4, num_experts_per_tok=2),
     "nemotron_experts": NEMOTRON | WITHOUT_GATES | dict(hybrid_override_pattern="ME*E"),
     "kimi": KIMI,
+    "falcon_h1": FALCON,
 }
 """With short convolutions, and with Mamba-2 layers: also one that no MLP follows, and experts without gates."""
 ONE, TWO, SIX = (SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (1, 2, 6))
@@ -93,7 +95,7 @@ def engine(folder: Path, **settings: Any) -> LLM:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("3_5", "lfm2", "nemotron", "kimi"),
+        *("3_5", "lfm2", "nemotron", "kimi", "falcon_h1"),
         *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("next_experts", "granite", "lfm3")),
         *(pytest.param(kind, marks=pytest.mark.matrix) for kind in OTHERS if "experts" in kind),
     ],
@@ -113,7 +115,7 @@ def test_replayed_and_cut_are_the_same_as_launched_alone(folder: Path, fake: Fak
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["lfm2", "granite", "nemotron_experts", "kimi"])
+@pytest.mark.parametrize("kind", ["lfm2", "granite", "nemotron_experts", "kimi", "falcon_h1"])
 def test_other_layers_replayed_and_cut(kind: str, fake: FakeDevice, tmp_path: Path) -> None:
     replayed_and_cut(make_checkpoint(kind, tmp_path, **OTHERS[kind]))
 

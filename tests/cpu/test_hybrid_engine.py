@@ -26,7 +26,14 @@ LONG = SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)
 
 @pytest.fixture(
     scope="module",
-    params=["3_5_ends_recurrent", "lfm2", "granite_uneven", "kimi", pytest.param("lfm3", marks=pytest.mark.matrix)],
+    params=[
+        "3_5_ends_recurrent",
+        "lfm2",
+        "granite_uneven",
+        "kimi",
+        "falcon_h1",
+        pytest.param("lfm3", marks=pytest.mark.matrix),
+    ],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))

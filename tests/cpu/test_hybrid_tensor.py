@@ -57,7 +57,7 @@ def ranked(folder: Path, size: int, tensor: int, **settings: Any) -> RankedLLM:
     return over_ranks(size, ("chain", "single"), model=folder, tensor=tensor, **given)
 
 
-KINDS = ["3_5", "granite", "lfm2", "kimi"]
+KINDS = ["3_5", "granite", "lfm2", "kimi", "falcon_h1"]
 MORE = ["next_experts", "next_uneven", "3_5_experts", "lfm3", "lfm2_experts", "granite_experts", "nemotron_experts"]
 
 
@@ -108,7 +108,7 @@ def test_preempted(folder: Path) -> None:
     close(llm)
 
 
-@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "granite", "lfm2", "kimi"])
+@pytest.mark.parametrize("kind", ["3_5_ends_recurrent", "granite", "lfm2", "kimi", "falcon_h1"])
 def test_any_number_of_ranks_restores_what_any_stored(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
     """A stored state is of all heads, whoever has computed them."""
     folder, given = folder_of(kind), [words(300, 50), *prompts()[4:]]

@@ -27,7 +27,12 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(
     scope="module",
-    params=["3_5", "lfm2", "granite", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("lfm3", "kimi"))],
+    params=[
+        "3_5",
+        "lfm2",
+        "granite",
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("lfm3", "kimi", "falcon_h1")),
+    ],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ def run(case: RecurrentCase, segments: list[list[int]]) -> tuple[Tensor, LayerSt
         (MAMBA, True),
         (UNEVEN_MAMBA, True),
         (UNEVEN_MAMBA, False),
+        (replace(UNEVEN_MAMBA, normed=False), True),
         (CONVOLUTION, True),
     ],
     ids=str,
@@ -59,7 +61,7 @@ def test_as_in_torch(spec: RecurrentSpec, bias: bool, dtype: torch.dtype) -> Non
     with dispatch.force("torch"):
         wanted, after = case.run(MIXED)
     bound = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(out, wanted, **bound)
+    torch.testing.assert_close(out, wanted.to(dtype), **bound)
     torch.testing.assert_close(states.matrices, after.matrices, rtol=1e-5, atol=1e-5)
     assert torch.equal(states.last, after.last)
 

@@ -33,8 +33,12 @@ def cases() -> Iterator[Compiled]:
     yield Compiled("mamba2 convolve", mamba2_kernels.convolve, made, {"num_warps": 4}, TYPES)
     sizes = MAMBA | {"KEY_HEADS": 1, "D": 128, "V": 64, "K": 4, "P": 128, "COLUMNS": 8, "PART": 16}
     yield Compiled("mamba2 recur", mamba2_kernels.recur, sizes, {"num_warps": 1}, TYPES)
+    longer = sizes | {"VALUE_HEADS": 24, "VALUES": 3072, "CHANNELS": 3584, "D": 256, "V": 128, "P": 256}
+    yield Compiled("mamba2 recur of long keys", mamba2_kernels.recur, longer, {"num_warps": 1}, TYPES)
     gate = {"VALUES": 3072, "CHANNELS": 3328, "TOGETHER": 3072, "P": 4096}
-    yield Compiled("mamba2 gate", mamba2_kernels.gate, gate, {"num_warps": 8}, TYPES)
+    for normed in (True, False):
+        name = "mamba2 gate" if normed else "mamba2 gate without a norm"
+        yield Compiled(name, mamba2_kernels.gate, gate | {"NORMED": normed}, {"num_warps": 8}, TYPES)
     for kernel in (short_conv_kernels.convolve, short_conv_kernels.keep):
         name = f"short conv {kernel.fn.__name__}"
         yield Compiled(name, kernel, {"CHANNELS": 2048, "K": 3, "BLOCK": 1024}, {"num_warps": 4}, TYPES)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tests.support import (
     checkpoints,
     gguf_deepseek,
+    gguf_falcon_h1,
     gguf_gemma4,
     gguf_gpt,
     gguf_gpt_oss,
@@ -91,12 +92,13 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_experts": ("qwen35moe", "3_5_experts", HYBRID),
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS | gguf_lfm2.KINDS  # fmt: skip
-KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS | gguf_gpt.KINDS | gguf_kimi.KINDS
+KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS | gguf_gpt.KINDS | gguf_kimi.KINDS | gguf_falcon_h1.KINDS
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 OWN: Any = {gguf_granite.ARCHITECTURE: gguf_granite, **dict.fromkeys(gguf_nemotron.ARCHITECTURES, gguf_nemotron)}
-OWN |= {gguf_kimi.ARCHITECTURE: gguf_kimi, **dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)}
+OWN |= {gguf_kimi.ARCHITECTURE: gguf_kimi, gguf_falcon_h1.ARCHITECTURE: gguf_falcon_h1}
+OWN |= dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)
 CORRECTED = ("ernie4_5-moe", "minimax-m2", "exaone-moe", gguf_kimi.ARCHITECTURE, *gguf_nemotron.ARCHITECTURES)
 FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (

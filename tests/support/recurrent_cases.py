@@ -31,7 +31,9 @@ class RecurrentCase:
         added = 0.3 * draw(spec.channels) if bias else None
         self.weights: RecurrentWeights = {
             **dict.fromkeys(("delta", "kda"), DeltaWeights(conv, rate, dt_bias, draw(spec.value_dim), 1e-6)),
-            "mamba2": MambaWeights(conv, added, rate, dt_bias, draw(heads), draw(spec.values), 1e-6),
+            "mamba2": MambaWeights(
+                conv, added, rate, dt_bias, draw(heads), draw(spec.values) if spec.normed else None, 1e-6
+            ),
             "conv": ConvWeights(conv),
         }[spec.kind]
         last = draw(SLOTS, spec.kernel - 1, spec.channels).to(dtype)

@@ -134,7 +134,7 @@ WORDS = {
     "olmo": Words(PLAIN.steps, normal=True),
     **dict.fromkeys(("smollm", "refact", "starcoder", "minerva-7b", "mellum2"), DIGITS),
     "command-r": Words(DIGITS.steps, normal=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), LLAMA),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), LLAMA),
     "smaug-bpe": Words(LLAMA.steps, whole=True),
     **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), Words(LLAMA.steps)),
     "minicpm5": Words(_cut(*MINICPM5), whole=True),

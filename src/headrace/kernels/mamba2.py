@@ -8,8 +8,8 @@ convolution with silu, with step = softplus(gate + dt_bias):
     S = exp(-rate step) S + k (x) step x,    out = norm((q S + skip x) silu(z))        S [D, V] fp32 of each head
 
 The norm is of all heads of a group together; without it (MambaWeights.norm None) out is what it would be taken of, in
-fp32. There is one order of operations, token by token, so a row has the same
-bits however its sequence is cut into segments.
+fp32. There is one order of operations, token by token, so a row has the same bits however its sequence is cut into
+segments.
 """
 
 from __future__ import annotations

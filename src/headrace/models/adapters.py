@@ -27,7 +27,8 @@ from headrace.models.weights import fused, rows_of, source_of
 from headrace.types import UnsupportedModel
 
 MATRIX = re.compile(
-    r"layers\.(\d+)\.(qkv|mixed|gates|decays|out_gates|out|queries|query_in|latent|(shared\.)?(up|down))\.weight$"
+    r"layers\.(\d+)\."
+    r"(qkv|mixed|gates|decays|out_gates|out|recurrent_out|queries|query_in|latent|(shared\.)?(up|down))\.weight$"
 )
 """Of ours, those that an adapter may change."""
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")

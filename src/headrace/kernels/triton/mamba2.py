@@ -61,6 +61,7 @@ class MambaStep(RecurrentStep):
         spec = self.spec
         together = spec.values // spec.key_heads
         direct(mamba2_kernels.gate)[(self.rows, spec.key_heads)](
-            made, mixed, weights.norm, out, mixed.stride(0), weights.eps, VALUES=spec.values, CHANNELS=spec.channels,
-            TOGETHER=together, P=rounded(together), num_warps=8 if together >= WIDE else 4,
+            made, mixed, weights.rate if weights.norm is None else weights.norm, out, mixed.stride(0), weights.eps,
+            VALUES=spec.values, CHANNELS=spec.channels, TOGETHER=together, P=rounded(together),
+            NORMED=weights.norm is not None, num_warps=8 if together >= WIDE else 4,
         )  # fmt: skip

@@ -99,14 +99,15 @@ def _inputs(
 @triton.jit
 def gate(
     made, mixed, weight, out, mixed_stride, eps,
-    VALUES: tl.constexpr, CHANNELS: tl.constexpr, TOGETHER: tl.constexpr, P: tl.constexpr,
+    VALUES: tl.constexpr, CHANNELS: tl.constexpr, TOGETHER: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER numbers of a row of what recur leaves, the heads of a group, times the silu of mixed's first Hv V
-    columns, normed, times weight [Hv V]: out [T, Hv, V]."""
+    columns, and if NORMED normed, times weight [Hv V]: out [T, Hv, V]."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     there, at = i < TOGETHER, tl.program_id(1) * TOGETHER + i
     x = tl.load(made + row * CHANNELS + at, mask=there, other=0.0)
     z = tl.load(mixed + row * mixed_stride + at, mask=there, other=0.0).to(tl.float32)
     x = x * activated(z, "silu")
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / TOGETHER + eps) * tl.load(weight + at, mask=there, other=0.0)
+    if NORMED:
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / TOGETHER + eps) * tl.load(weight + at, mask=there, other=0.0)
     tl.store(out + row * VALUES + at, x.to(out.dtype.element_ty), mask=there)

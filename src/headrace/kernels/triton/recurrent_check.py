@@ -75,7 +75,8 @@ def drawn_weights(spec: RecurrentSpec, draw: Callable[..., Tensor]) -> Recurrent
     rate, dt_bias = draw(heads).exp(), draw(spec.keys if by_channel(spec) else heads)
     if spec.kind in ("delta", "kda"):
         return DeltaWeights(conv, rate, dt_bias, draw(spec.value_dim), 1e-6)
-    return MambaWeights(conv, 0.3 * draw(spec.channels), rate, dt_bias, draw(heads), draw(spec.values), 1e-6)
+    skip, norm = draw(heads), draw(spec.values) if spec.normed else None
+    return MambaWeights(conv, 0.3 * draw(spec.channels), rate, dt_bias, skip, norm, 1e-6)
 
 
 class DrawnLayer:

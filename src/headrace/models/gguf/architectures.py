@@ -13,6 +13,8 @@ from typing import Any
 from headrace.logs import shown
 from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, nemotron_h, routed, sparse
 from headrace.models.gguf.facts import FileFacts
+from headrace.models.gguf.falcon_h1 import NAMES as FALCON_H1_NAMES
+from headrace.models.gguf.falcon_h1 import fields as falcon_h1
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.models.gguf.kimi_linear import NAMES as KIMI_NAMES
@@ -193,6 +195,7 @@ ARCHITECTURES = {
             epsilon=NEMOTRON_EPSILON, partial=True, routed=False,
         ),
     ),
+    "falcon-h1": Architecture("FalconH1ForCausalLM", "falcon_h1", LLAMA_NAMES | FALCON_H1_NAMES, fields=falcon_h1),
     "chatglm": Architecture(
         "GlmForCausalLM", "glm", LLAMA_NAMES | FUSED_NAMES, form=families.glm_form, fields=families.glm, partial=True
     ),
