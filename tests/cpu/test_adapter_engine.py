@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -255,11 +256,15 @@ def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
     with LLM(folder, dtype="float32", kv_cache_tokens=32 * CHUNK, lora_modules=f"a={tmp_path / 'a'}") as llm:
         [plain] = llm.generate([tokens], BRIEF)
         for cached in (0, 2 * CHUNK):
-            [ours] = llm.generate([tokens], BRIEF, adapter="a")
+            [ours] = llm.generate([tokens], replace(BRIEF, logprobs=0), adapter="a")
             assert ours.metrics.cached_tokens == cached
             with torch.no_grad():
                 theirs = adapted.generate(torch.tensor([tokens]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+                likely = adapted(theirs).logits[0, len(tokens) - 1 : -1].log_softmax(-1).max(-1).values
             assert ours.token_ids == theirs[0, len(tokens) :].tolist() != plain.token_ids
+            assert ours.logprobs is not None
+            told = [each[token].logprob for each, token in zip(ours.logprobs, ours.token_ids, strict=True)]
+            torch.testing.assert_close(torch.tensor(told), likely, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "targets"), [HYBRIDS[1], HYBRIDS[4], HYBRIDS[5], KIMI, FALCON])

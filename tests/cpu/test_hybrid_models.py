@@ -174,7 +174,27 @@ def test_keys_without_positions_are_as_they_are_projected(dtype: torch.dtype, fo
     assert torch.equal(keys[:, 0, : layer.latent.rotated], projected[:, : layer.latent.rotated])
 
 
-@pytest.mark.parametrize("kind", ["next", "3_5", "granite", "kimi"])
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (dict(mamba_rms_norm=True), "mamba_norm_before_gate true is not supported with mamba_rms_norm; only false is"),
+        (dict(mamba_proj_bias=True), "mamba_proj_bias True is not supported; only False is"),
+        (dict(attention_bias=True), "attention_in_multiplier 1.2 is not supported with attention_bias; only 1 is"),
+        (dict(ssm_multipliers=[1.0] * 4), "ssm_multipliers are not 5 numbers; download the file again"),
+        (dict(mamba_d_head=16), "6 heads of mamba_d_head 16 are not 192 numbers wide"),
+        (dict(ssm_out_multiplier=None), "ssm_out_multiplier is null; download the file again"),
+    ],
+)
+def test_what_falcon_h1_has_not(
+    fields: dict[str, Any], told: str, tmp_path: Path, folder: Callable[[str], Path]
+) -> None:
+    raw = json.loads((folder("falcon_h1") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | fields))
+    with pytest.raises(UnsupportedModel, match=told):
+        plain_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["next", "3_5", "granite", "kimi", "falcon_h1"])
 def test_convolutions_have_silu_alone(kind: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
     """hidden_act is theirs, too."""
     raw = json.loads((folder(kind) / "config.json").read_text())
