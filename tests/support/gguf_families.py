@@ -96,9 +96,8 @@ KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS | gguf_gpt.KINDS | gguf_kimi.K
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
-OWN: Any = {gguf_granite.ARCHITECTURE: gguf_granite, **dict.fromkeys(gguf_nemotron.ARCHITECTURES, gguf_nemotron)}
-OWN |= {gguf_kimi.ARCHITECTURE: gguf_kimi, gguf_falcon_h1.ARCHITECTURE: gguf_falcon_h1}
-OWN |= dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)
+OWN: Any = {each.ARCHITECTURE: each for each in (gguf_granite, gguf_kimi, gguf_falcon_h1)}
+OWN |= dict.fromkeys(gguf_nemotron.ARCHITECTURES, gguf_nemotron) | dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)
 CORRECTED = ("ernie4_5-moe", "minimax-m2", "exaone-moe", gguf_kimi.ARCHITECTURE, *gguf_nemotron.ARCHITECTURES)
 FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (
@@ -110,16 +109,15 @@ NAMES = {
     "embed_tokens": "token_embd", "word_embeddings": "token_embd", "norm": "output_norm", "ln_f": "output_norm",
     "lm_head": "output", "input_layernorm": "attn_norm", "ln_mlp": "attn_norm", "ln_attn": "attn_norm_2",
     "post_attention_layernorm": "ffn_norm", "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "post_mlp_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "post_feedforward_layernorm": "post_ffw_norm", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "self_attention.query_key_value": "attn_qkv",
     "self_attention.dense": "attn_output", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-    "mlp.dense_h_to_4h": "ffn_up",
-    "mlp.dense_4h_to_h": "ffn_down", "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",

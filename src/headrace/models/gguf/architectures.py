@@ -10,20 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import headrace.models.gguf.falcon_h1 as falcon_h1
+import headrace.models.gguf.kimi_linear as kimi
 from headrace.logs import shown
 from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, nemotron_h, routed, sparse
 from headrace.models.gguf.facts import FileFacts
-from headrace.models.gguf.falcon_h1 import NAMES as FALCON_H1_NAMES
-from headrace.models.gguf.falcon_h1 import fields as falcon_h1
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile, TensorInfo
-from headrace.models.gguf.kimi_linear import NAMES as KIMI_NAMES
-from headrace.models.gguf.kimi_linear import fields as kimi
 from headrace.models.gguf.rotations import rope_of
 from headrace.types import UnsupportedModel
 
-EMBED, HEAD = "token_embd.weight", "output.weight"
-FF, KV_HEADS = "feed_forward_length", "attention.head_count_kv"
+EMBED, HEAD, FF, KV_HEADS = "token_embd.weight", "output.weight", "feed_forward_length", "attention.head_count_kv"
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -195,7 +192,9 @@ ARCHITECTURES = {
             epsilon=NEMOTRON_EPSILON, partial=True, routed=False,
         ),
     ),
-    "falcon-h1": Architecture("FalconH1ForCausalLM", "falcon_h1", LLAMA_NAMES | FALCON_H1_NAMES, fields=falcon_h1),
+    "falcon-h1": Architecture(
+        "FalconH1ForCausalLM", "falcon_h1", LLAMA_NAMES | falcon_h1.NAMES, fields=falcon_h1.fields
+    ),
     "chatglm": Architecture(
         "GlmForCausalLM", "glm", LLAMA_NAMES | FUSED_NAMES, form=families.glm_form, fields=families.glm, partial=True
     ),
@@ -237,7 +236,8 @@ ARCHITECTURES = {
         "DeepseekV2ForCausalLM", "deepseek_v2", LATENT_NAMES, fields=deepseek.v2, latent=True, routed=False
     ),
     "kimi-linear": Architecture(
-        "KimiLinearForCausalLM", "kimi_linear", MIXTRAL_NAMES | KIMI_NAMES, fields=kimi, latent=True, routed=False
+        "KimiLinearForCausalLM", "kimi_linear", MIXTRAL_NAMES | kimi.NAMES, fields=kimi.fields, latent=True,
+        routed=False,
     ),
     "deepseek32": Architecture(
         "DeepseekV32ForCausalLM", "deepseek_v32", INDEXED_NAMES, fields=sparse.deepseek_v32, latent=True, routed=False
@@ -360,8 +360,7 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     }
     if found.model_type in ("llama", "qwen3"):
         fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
-    if found.model_type == "llama":
-        fields["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    fields |= {"mlp_bias": "blk.0.ffn_gate.bias" in tensors} if found.model_type == "llama" else {}
     if found is WINDOWED:
         fields["sliding_window"] = facts.count("attention.sliding_window")
     rope = rope_of(facts, head_dim) | {"rope_theta": facts.number("rope.freq_base", 10_000.0)}
@@ -377,8 +376,6 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
             fields[name] = facts.count(key, default)
     return fields | own
 
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 READ = {"expert_count", "expert_used_count", "expert_feed_forward_length", "expert_weights_norm"}
 
