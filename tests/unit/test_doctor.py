@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from headrace.cli import doctor
+from headrace.cli.doctor import kv_per_token
 from headrace.config import AttentionSpec, EngineConfig
 from headrace.doctor import machine, model, settings
 from headrace.doctor.verdict import Found, warnings
@@ -212,7 +213,8 @@ def test_what_fits() -> None:
     assert (bounded["longest context here"], bounded["longest context is limited by"]) == (5000, "max_model_len")
     assert [row["tokens"] for row in bounded["requests at once"]] == [2048, 5000]
     full = model.room(FACTS, EngineConfig(dtype="float32"), 48 * GIB, WEIGHTS)
-    assert full["KV bytes per token (as computed)"] == "262,144"
+    assert full["KV bytes per token (as computed)"] == full["KV bytes per token (fp32)"] == "262,144"
+    assert kv_per_token(full) == "262,144 bytes in fp32, 67,584 in int8"
     assert "by default, fp32" in full["requests at once"][0]
     short = warnings(with_model(free=16 * GIB, kv_cache_tokens=1024))
     assert [each.finding for each in short] == ["the longest context here is 1,024 tokens"]

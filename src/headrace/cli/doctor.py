@@ -94,13 +94,14 @@ def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"vocabulary {facts['vocabulary']}, {facts['tokenizer'].replace('none', 'no tokenizer')}",
     )
     yield "weights", f"{facts['weights GiB']} GiB ({facts['weights bytes']:,} bytes), {facts['type of the weights']}"
-    yield (
-        "KV per token",
-        f"{facts['KV bytes per token (bf16)']} bytes in bf16, {facts['KV bytes per token (int8)']} in int8 "
-        "(--kv-cache-dtype int8)",
-    )
+    yield "KV per token", f"{kv_per_token(facts)} (--kv-cache-dtype int8)"
     yield "longest context", longest_context(facts)
     yield "KV cache", f"{facts['KV cache tokens']:,} tokens, {facts['KV cache is sized by']}"
+
+
+def kv_per_token(facts: dict[str, Any]) -> str:
+    own = f"{facts['KV bytes per token (as computed)']} bytes in {facts['KV type as computed']}"
+    return f"{own}, {facts['KV bytes per token (int8)']} in int8"
 
 
 def longest_context(facts: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from headrace.cli.doctor import kernel_rows, longest_context, rows_of
+from headrace.cli.doctor import kernel_rows, kv_per_token, longest_context, rows_of
 from headrace.config import config_from_env
 from headrace.console import Trimmed, out, working
 from headrace.doctor.info import Facts, info
@@ -49,10 +49,7 @@ def _rows(found: Facts) -> Iterator[tuple[str, str]]:
     yield "file", f"{file['path']}, {count_of(file['files'], 'file')}: {stored}"
     fits = "" if memory["fits"] else ": it does not fit"
     yield "memory", f"{sized(memory['weights bytes'])} of weights, {sized(memory['free bytes'])} free{fits}"
-    yield (
-        "KV per token",
-        f"{memory['KV bytes per token (bf16)']} bytes in bf16, {memory['KV bytes per token (int8)']} in int8",
-    )
+    yield "KV per token", kv_per_token(memory)
     if "draft" in found:
         yield "draft model", _draft(found["draft"])
     if "recurrent states" in memory:

@@ -84,7 +84,8 @@ def room(facts: ModelConfig, config: EngineConfig, free: int, weights: int) -> d
         {} if states is None else {"recurrent states": states, "bytes of a recurrent state": beside // states // ranks}
     )
     return recurrent | {
-        "KV bytes per token (bf16)": f"{each['bf16']:,}",
+        "KV type as computed": own,
+        f"KV bytes per token ({own})": f"{each[own]:,}",
         "KV bytes per token (int8)": f"{each['int8']:,}",
         "KV bytes per token (as computed)": f"{each[own]:,}",
         "KV tokens that fit in the free memory": f"{max(0, free - weights) // sizes[own]:,}",

@@ -31,7 +31,7 @@ from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.hybrid import check_shared
 from headrace.models.latent import of_each_head
-from headrace.models.layer_kinds import layer_kind
+from headrace.models.layer_kinds import layer_kind, tell_why_not_whole
 from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
 from headrace.models.made_weights import made_weights
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
@@ -150,11 +150,11 @@ class Decoder:
             reason = never_whole(self.config) or block.obstacle(layers, self.dtype, self.config.recurrent)
         if reason is None:
             return block.Blocks(shape_of(self.config), layers)
-        log.info("layers are computed one operation at a time: %s", reason)
+        tell_why_not_whole(share, reason)
         return OneByOne(layers)
 
     def _mixed_layers(self, share: Share | None, tensor: ShardGroup | None) -> MixedLayers:
-        log.info("layers are computed one operation at a time: %s", never_whole(self.config))
+        tell_why_not_whole(share, never_whole(self.config))
 
         def layer(index: int) -> MixedLayer:
             whole = ALONE if share is None or tensor is None else Gathered(share, tensor, index)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+
 from headrace.models.block_indexed import BlockIndexedLayer
 from headrace.models.indexed import IndexedLayer
 from headrace.models.latent import LatentLayer
 from headrace.models.layers import Layer
+from headrace.models.shards import Share
 from headrace.models.side_by_side import SideBySide
 from headrace.models.spec import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+def tell_why_not_whole(share: Share | None, reason: str | None) -> None:
+    """Once, where several tensor ranks have shares of the layers."""
+    if share is None or share.rank == 0:
+        log.info("layers are computed one operation at a time: %s", reason)
 
 
 def layer_kind(config: ModelConfig) -> type[Layer]:

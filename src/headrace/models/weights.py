@@ -187,7 +187,10 @@ def _check(
     if not problems:
         problems = [text for name, slot in slots.items() for text in _misfits(checkpoint, slot, sources[name])][:5]
     if problems:
-        raise ValueError(f"{folder}: the checkpoint does not match config.json: it {'; it '.join(problems)}")
+        raise ValueError(
+            f"{folder}: the checkpoint does not match config.json: it {'; it '.join(problems)}; download both again, "
+            f"or use the config.json that belongs to it"
+        )
 
 
 def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> list[str]:

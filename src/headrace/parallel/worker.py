@@ -141,8 +141,9 @@ def rank_main(address: str, secret: str, rank: int, interface: str) -> int:
         if link.stopped and isinstance(error, RankLost):
             return 0  # the others end as well, and nobody wants the rest of the step
         # What is wrong with the model or the settings the driver tells; a traceback is for those who ask by --debug.
-        log.log(logging.ERROR if link.ready else logging.DEBUG, "rank %d has failed", rank, exc_info=True)
-        link.tell(WorkerFailed(f"{type(error).__name__}: {error}", isinstance(error, RankLost)))
+        level, lost = logging.ERROR if link.ready else logging.DEBUG, isinstance(error, RankLost)
+        log.log(level, "rank %d has failed: %s", rank, error, exc_info=not lost)
+        link.tell(WorkerFailed(f"{type(error).__name__}: {error}", lost))
         return 1
 
 
