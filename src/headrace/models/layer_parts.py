@@ -17,10 +17,11 @@ class LayerInputs:
 @dataclass(frozen=True, slots=True)
 class Multipliers:
     """What numbers are multiplied by on their way through a layer, where models are trained so (maximal update
-    parametrization): the parts of `mixed` (RecurrentSpec.mixed_parts), `gates`, what `out` and `recurrent_out` make,
-    the half of `up` that gates, and what `down` makes."""
+    parametrization): what gates a Mamba-2 layer's output, its channels by their parts (RecurrentSpec.channel_parts),
+    and its steps; what `out` and `recurrent_out` make, the half of `up` that gates, and what `down` makes."""
 
-    mixed: tuple[float, ...]
+    z: float
+    channels: tuple[float, ...]
     gates: float
     out: float
     recurrent_out: float

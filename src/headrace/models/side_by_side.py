@@ -12,21 +12,27 @@ from torch import Tensor
 from headrace.kernels import ops
 from headrace.kernels.backend import Attend
 from headrace.kernels.recurrent import Recur
+from headrace.models.hybrid import MambaLayer
 from headrace.models.layers import Layer, Matrices, Weights
 from headrace.models.shards import ALONE, Whole
 from headrace.models.spec import ModelConfig
 
 
 class SideBySide(Layer):
-    """See the head of this file. Numbers are multiplied where they have been made (models.spec.Multipliers), what
-    adapters add to them with them."""
+    """See the head of this file. Numbers are multiplied where they have been made (Multipliers), what adapters add to
+    them with them; those that are convolved, by the filter, which has fp32."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
     ) -> None:
         super().__init__(config, weights, matrices, index, whole)
-        assert config.recurrent is not None and self.net is not None, "the layer has both"
-        self.parts, self.times = config.recurrent.mixed_parts, config.multipliers
+        assert config.recurrent is not None and isinstance(self.net, MambaLayer), "the layer has both"
+        self.times, self.gating = config.multipliers, config.recurrent.values
+        if self.times is not None:
+            of_parts = zip(config.recurrent.channel_parts, self.times.channels, strict=True)
+            factors = torch.cat([torch.full((width,), factor) for width, factor in of_parts])
+            own = self.net.weights
+            self.net.weights = own._replace(conv=own.conv * factors.to(own.conv.device))
 
     def _mixed(
         self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None, recur: Recur | None
@@ -39,18 +45,18 @@ class SideBySide(Layer):
     def _out(self, heads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Those of n rows -> [n, this rank's share of H]."""
         assert self.net is not None, "the layer has both"
-        attended, made = heads
-        attended = self._linear("out", self.whole("heads", attended.flatten(1)))
-        return attended + self._linear("recurrent_out", self.net.together(made).to(dtype))
+        attended = self._linear("out", self.whole("heads", heads[0].flatten(1)))
+        made = self._linear("recurrent_out", self.net.together(heads[1]).to(dtype))
+        return attended.add_(made)  # not times a factor: torch rounds that otherwise where rows end
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         made = super()._linear(name, x)
-        if self.times is None or name == "qkv":
+        if self.times is None:
             return made
-        if name != "mixed":
-            return made.mul_(getattr(self.times, name))
-        for part, factor in zip(made.split(self.parts, dim=1), self.times.mixed, strict=True):
-            part.mul_(factor)
+        if name == "mixed":
+            made[:, : self.gating].mul_(self.times.z)
+        elif name in ("gates", "out", "recurrent_out", "down"):
+            made.mul_(getattr(self.times, name))
         return made
 
     def _inner(self, name: str, x: Tensor) -> Tensor:

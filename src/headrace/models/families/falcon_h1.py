@@ -53,11 +53,15 @@ def _facts(config: Any) -> dict[str, Any]:
 
 def _multipliers(config: Any, of_rows: float) -> Multipliers | None:
     """None where all are 1."""
-    *mixed, gates = (each * _number(config, "ssm_in_multiplier") for each in _numbers(config, "ssm_multipliers", 5))
+    z, *channels, steps = (
+        each * _number(config, "ssm_in_multiplier") for each in _numbers(config, "ssm_multipliers", 5)
+    )
     up, down = _numbers(config, "mlp_multipliers", 2)
     out = of_rows * _number(config, "attention_out_multiplier")
-    found = Multipliers(tuple(mixed), gates, out, _number(config, "ssm_out_multiplier"), up, down)
-    return None if found == Multipliers((1.0,) * len(mixed), 1.0, 1.0, 1.0, 1.0, 1.0) else found
+    made = _number(config, "ssm_out_multiplier")
+    if all(each == 1.0 for each in (z, *channels, steps, out, made, up, down)):
+        return None
+    return Multipliers(z, tuple(channels), steps, out, made, up, down)
 
 
 def _number(config: Any, name: str) -> float:
