@@ -182,6 +182,9 @@ class SamplingParams:
             object.__setattr__(self, name, _listed(name, getattr(self, name)))
         if not isinstance(self.logit_bias, dict | None):
             raise InvalidRequest(f"logit_bias must be a dict, got {type(self.logit_bias).__name__}", "logit_bias")
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", name)
         if not isinstance(self.structured, Structured | None):
             raise InvalidRequest("structured must be a Structured: json, regex, choice, ...", "structured")
         self._check_numbers()
@@ -267,6 +270,7 @@ RANGES = tuple(
     for low, high in item.metadata["range"]
 )
 """(name, low, high, whether an integer, whether None too) of the numbers among the sampling parameters."""
+FLAGS = tuple(item.name for item in fields(SamplingParams) if item.type == "bool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,25 +316,6 @@ class Metrics:
         return (self.output_tokens - 1) / decode_s if decode_s > 0 else None
 
 
-PoolingKind = Literal["last", "mean", "cls"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """How a model makes one vector of a text's hidden states: the last token's, their mean, or the first token's.
-
-    `normalize`: to length 1. `sizes`: to which the vector may be cut (Matryoshka); (): any; None: none. `obstacle`: why
-    there are no embeddings of this checkpoint. `labels`: of a checkpoint with a classifier's head, the names of its
-    outputs, which are given in the vector's place.
-    """
-
-    kind: PoolingKind = "last"
-    normalize: bool = True
-    sizes: tuple[int, ...] | None = None
-    obstacle: str = ""
-    labels: tuple[str, ...] = ()
-
-
 @dataclass(slots=True)
 class Request:
     """One prompt as the engine takes it: token ids, already checked against the vocabulary and the context length.
@@ -373,6 +358,10 @@ class Request:
         for name in ("kv_share", "kv_limit", "tier_quota"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), 0, 1)
+        if self.kv_limit == 0:
+            raise InvalidRequest("kv_limit must be above 0; leave it out where there is none", "kv_limit")
+        if self.kv_share > self.kv_limit:
+            raise InvalidRequest(f"kv_share {self.kv_share:g} is above kv_limit {self.kv_limit:g}", "kv_share")
 
 
 @dataclass(slots=True)

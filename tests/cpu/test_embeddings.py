@@ -14,7 +14,8 @@ from transformers import AutoModel
 from headrace import LLM, InvalidRequest, SamplingParams
 from headrace.engine.embedding import EMBEDS, EmbeddingAborted
 from headrace.engine.pooled import Pooled
-from headrace.types import PoolingKind, Request
+from headrace.pooling import PoolingKind
+from headrace.types import Request
 from tests.support.checkpoints import FolderOf
 from tests.support.kind_sizes import VOCAB
 from tests.support.likelihoods import with_pooling

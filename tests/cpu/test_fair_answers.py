@@ -13,7 +13,7 @@ from headrace.bench.fairness import FairnessBench
 from headrace.engine.fairness import FairScheduler
 from headrace.kv.partial import LEAST
 from headrace.outputs import RequestOutput
-from headrace.types import InvalidRequest, Request
+from headrace.types import InvalidRequest, Request, Structured
 
 pytestmark = pytest.mark.cpu
 
@@ -136,3 +136,23 @@ def test_the_benchmark_runs_whole() -> None:
     assert found["fcfs"]["ratio"] == 1.0
     with pytest.raises(ValueError, match="do not hold a prompt of 4,096"):
         FairnessBench("tiny", kv_tokens=4096)
+
+
+def test_a_limit_is_named_where_it_refuses() -> None:
+    with LLM("tiny", kv_cache_tokens=4096) as llm:
+        with pytest.raises(InvalidRequest, match=r"of 4,096 its tenant takes at most 192.*raise its kv_limit"):
+            llm.generate([list(range(10, 710))], SamplingParams(max_tokens=2), tenant="t", kv_limit=0.05)
+        for given, name in ((dict(kv_limit=0), "kv_limit"), (dict(kv_limit=0.2, kv_share=0.3), "kv_share")):
+            with pytest.raises(InvalidRequest) as refused:
+                llm.generate("a", SamplingParams(max_tokens=2), tenant="t", **given)  # type: ignore[arg-type]
+            assert refused.value.param == name
+
+
+def test_prompts_of_a_tenant_are_counted_to_the_last_token() -> None:
+    """Also where an answer's beginning is forced: the prompt's last token is computed in a step of its own."""
+    with LLM("tiny", kv_cache_tokens=4096) as llm:
+        for params in (SamplingParams(max_tokens=9, structured=Structured(choice=["the only one"])), SamplingParams()):
+            llm.engine.cache.tree.clear()
+            llm.generate([list(range(10, 30))], params, tenant="t")
+        stats = llm.engine.stats()
+        assert stats.tenants["t"].prefilled == stats.tokens.prefilled == 2 * 20

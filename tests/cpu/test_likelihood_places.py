@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM
-from headrace.types import PoolingKind
+from headrace.pooling import PoolingKind
 from tests.support.checkpoints import FolderOf
 from tests.support.likelihoods import check_ranks, defined, reported
 from tests.support.offloading import MIXES, counters, flush, offloading

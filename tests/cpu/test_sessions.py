@@ -113,6 +113,15 @@ def test_offline_by_text(tmp_path: Path) -> None:
     assert answer.token_ids == truth and answer.metrics.cached_tokens == (report.tokens - 1) // CHUNK * CHUNK
 
 
+def test_offline_in_the_tiers(tmp_path: Path) -> None:
+    text = "In the beginning there was a river, and a mill beside it. " * 12
+    tier = str(tmp_path / "tier")
+    with engine(tmp_path, kv_offload_path=tier) as llm:
+        saved = llm.save_session("mill", text, to="tier").saved_tokens
+    with engine(tmp_path, kv_offload_path=tier) as llm:
+        assert llm.load_session("mill").restored_tokens == saved > 0
+
+
 def test_no_other_call_comes_between_computing_and_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It might evict what was computed, and less would be saved."""
     with engine(tmp_path) as llm:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.types import PoolingKind
+from headrace.pooling import PoolingKind
 from tests.support.likelihoods import check_ranks
 
 CASES: list[tuple[PoolingKind, dict[str, Any]]] = [

@@ -16,6 +16,7 @@ from headrace.config import EngineConfig
 from headrace.engine.adapters import ServedAdapter, started
 from headrace.engine.calls import Answer, EngineCall, PinPrefix
 from headrace.engine.tenant_keywords import TenantKeywords
+from headrace.pooling import Pooling
 from headrace.progress import LoadPhase, OnPhase, Prefill
 from headrace.stats import EngineStats, KVStats
 from headrace.types import (
@@ -25,7 +26,6 @@ from headrace.types import (
     InvalidRequest,
     Metrics,
     Overloaded,
-    Pooling,
     SamplingParams,
     chunks_for,
 )

@@ -9,7 +9,8 @@ from typing import Any
 from headrace import LLM, SamplingParams
 from headrace.engine.folders import model_folder
 from headrace.engine.sampler import target_logprobs
-from headrace.types import PoolingKind, TokenLogprobs
+from headrace.pooling import PoolingKind
+from headrace.types import TokenLogprobs
 from tests.support.traces import words
 
 LENGTHS = (1, 63, 200, 430)

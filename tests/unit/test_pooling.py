@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.models.pooling import read_pooling
-from headrace.types import Pooling
+from headrace.pooling import Pooling
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLS = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}

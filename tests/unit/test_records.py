@@ -6,17 +6,18 @@ import copy
 import inspect
 import pickle
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import headrace
-from headrace.config import SETTINGS, EngineConfig
+from headrace.config import SETTINGS, EngineConfig, config_from_env
 from headrace.config.keywords import SettingKeywords
 from headrace.config.signature import settings_text
 from headrace.outputs import Completion, RequestOutput
 from headrace.stats import EngineStats, FinishedStats, KVStats, SchedulerStats, TokenStats
-from headrace.types import Delta, Metrics, Request, SamplingParams
+from headrace.types import Delta, InvalidRequest, Metrics, Request, SamplingParams
 from tools.golden import KEYWORDS, keywords
 
 pytestmark = pytest.mark.unit
@@ -71,7 +72,7 @@ def test_repr_of_sampling_params_makes_them_again() -> None:
         (SamplingParams, "max_token", "unknown parameter 'max_token'; did you mean max_tokens?"),
         (SamplingParams, "xyzzy", "unknown parameter 'xyzzy': help(SamplingParams) lists them"),
         (EngineConfig, "kv_cash_tokens", "unknown setting 'kv_cash_tokens'; did you mean kv_cache_tokens?"),
-        (EngineConfig, "max_num_seqs", "unknown setting 'max_num_seqs'; did you mean max_sequences?"),
+        (EngineConfig, "max_sequence", "unknown setting 'max_sequence'; did you mean max_sequences?"),
         (EngineConfig, "top_p", "unknown setting 'top_p'; it is one of requests: SamplingParams(top_p=...)"),
         (EngineConfig, "xyzzy", "unknown setting 'xyzzy': headrace serve --help-all lists them"),
     ],
@@ -80,6 +81,48 @@ def test_names_are_suggested(made: Any, name: str, told: str) -> None:
     with pytest.raises(TypeError) as error:
         made(**{name: 1})
     assert str(error.value) == told
+
+
+def test_names_of_flags_are_keywords_too() -> None:
+    assert EngineConfig(max_num_seqs=3, max_num_batched_tokens="1k").scheduler.max_sequences == 3
+    assert config_from_env(max_num_seqs=3).scheduler.max_sequences == 3
+    with pytest.raises(TypeError, match="'max_num_seqs' and 'max_sequences' are the same setting; give one"):
+        EngineConfig(max_sequences=4, max_num_seqs=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("enable_prefix_caching", "off", "true or false, got 'off'"),
+        ("enable_prefix_caching", 1, "true or false, got 1"),
+        ("restart", None, "true or false, got None"),
+        ("kv_remote_url", 5, "a string or None, got 5"),
+        ("served_model_name", 5, "a string or None, got 5"),
+        ("engine_timeout_s", "10", "a number, got '10'"),
+        ("step_timeout_s", True, "a number or None, got True"),
+        ("port", "8000", "an integer, got '8000'"),
+        ("tool_call_parser", None, "a string, got None"),
+        ("threads", 100_000, "an integer between 1 and 1024, got 100000"),
+        ("threads", "2", "an integer between 1 and 1024, got '2'"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_by_name(name: str, value: Any, told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        EngineConfig(**{name: value})
+    assert str(error.value) == f"{name} must be {told}"
+
+
+def test_paths_may_be_paths(tmp_path: Path) -> None:
+    assert EngineConfig(kv_offload_path=tmp_path) == EngineConfig(kv_offload_path=str(tmp_path))
+    assert EngineConfig(sessions_dir=tmp_path).flat["sessions_dir"] == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"])
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_flags_of_requests_are_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be true or false, got {value!r}") as error:
+        SamplingParams(**{name: value})
+    assert error.value.param == name
 
 
 def test_signature_of_sampling_params_is_its_own() -> None:

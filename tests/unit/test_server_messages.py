@@ -149,8 +149,10 @@ def test_max_tokens_may_exceed_the_context(server: Running) -> None:
 
 
 def test_a_prompt_may_be_read_for_the_cache_alone(server: Running) -> None:
+    drawn = server.metric("request_generation_tokens_sum")
     whole = server.http.post(URL, json=asked("y" * 199, max_tokens=0)).json()
     assert (whole["content"], whole["stop_reason"], whole["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert server.metric("request_generation_tokens_sum") == drawn
     assert whole["usage"]["cache_creation_input_tokens"] == 96
     names = [name for name, _ in events_of(server.http.post(URL, json=asked(max_tokens=0, stream=True)).text)]
     assert names == ["message_start", "ping", "message_delta", "message_stop"]

@@ -17,22 +17,11 @@ from headrace.server.responses.items import messages_of, read_input
 from headrace.types import Structured
 from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, serving
+from tests.support.responses_tools import ADD, FILES
 
 pytestmark = pytest.mark.unit
 
 ROUTE = "/v1/responses"
-ADD = {
-    "type": "function",
-    "name": "add",
-    "description": "adds",
-    "parameters": {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
 
 
 class Hermes(FakeTokenizer):
@@ -286,9 +275,6 @@ def test_a_failed_stream_ends_in_response_failed(tokens: int) -> None:
     assert events[-1]["response"]["status"] == "failed" and events[-1]["response"]["error"]["code"] == "server_error"
 
 
-FILES = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [ADD, {**ADD, "name": "_sub"}]}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_of_a_namespace(server: Running, stream: bool) -> None:
     """As Codex sends those of MCP servers: one flat name for the model, two for the client, there and back."""
@@ -321,45 +307,6 @@ def test_names_and_schemas_within_a_namespace() -> None:
     chosen = {"type": "function", "namespace": "mcp__files", "name": "add"}
     given = json.dumps({"input": "a", "tools": [ADD, FILES], "tool_choice": chosen}).encode()
     assert parse_body(ResponsesBody, given).choice(tools).names == ("mcp__files__add",)
-
-
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no input": ({"input": None}, "input"),
-    "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-    "background": ({"background": True}, "background"),
-    "a conversation": ({"conversation": "conv_1"}, "conversation"),
-    "a kept prompt": ({"prompt": {"id": "p"}}, "prompt"),
-    "truncation": ({"truncation": "auto"}, "truncation"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text"),
-    "a format of another kind": ({"text": {"format": {"type": "xml"}}}, "text"),
-    "a schema without a name": ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text"),
-    "a hosted tool": ({"tools": [{"type": "web_search"}]}, "tools"),
-    "two tools of one name": ({"tools": [ADD, ADD]}, "tools[1].name"),
-    "two flat names": ({"tools": [{**ADD, "name": "mcp__files__add"}, FILES]}, "tools[1].tools[0].name"),
-    "a long flat name": ({"tools": [{**FILES, "name": "f" * 126}]}, "tools[0].tools[0].name"),
-    "a custom tool in a namespace": ({"tools": [{**FILES, "tools": [{"type": "custom", "name": "f"}]}]}, "tools"),
-    "an unknown tool chosen": ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
-    "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
-    "a choice of another kind": ({"tools": [ADD], "tool_choice": {"type": "mcp"}}, "tool_choice"),
-    "no room": ({"max_output_tokens": 100_000}, "max_output_tokens"),
-    "the name of another route": ({"max_tokens": 5}, "max_tokens"),
-    "several answers": ({"n": 2}, "n"),
-    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
-    "too many logprobs": ({"top_logprobs": 50}, "top_logprobs"),
-    "an unknown include": ({"include": ["everything"]}, "include"),
-    "an unknown summary": ({"reasoning": {"summary": "concise"}}, "reasoning"),
-    "metadata of a wrong type": ({"metadata": {"a": 1}}, "metadata"),
-    "an unknown field": ({"tempereture": 1}, "tempereture"),
-    "what the template refuses": ({"instructions": "refuse me"}, "input"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_refusals_name_the_field(server: Running, name: str) -> None:
-    body, param = BAD[name]
-    for route in (ROUTE, f"{ROUTE}/input_tokens"):
-        reply = server.http.post(route, json={"model": "fake", "input": "hello", **body})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), (route, reply.text)
 
 
 def test_what_changes_nothing_is_taken(server: Running) -> None:

@@ -131,6 +131,10 @@ def test_by_token_ids_messages_and_a_recent_request(server: Running, saved: Save
     assert by(server, "acme", "POST", name="r", request_id=answered["id"]).status_code == 200
     assert saved.calls[-1].tokens == list(b"hello" + b"hel")
     check_refusal(by(server, "other", "POST", name="r", request_id=answered["id"]), 404, "request_id")
+    two = by(server, "acme", "POST", TEXT, **text("hello", max_tokens=3, n=2)).json()
+    refused = by(server, "acme", "POST", name="r", request_id=two["id"])
+    check_refusal(refused, 400, "request_id")
+    assert "2 answers" in refused.text
 
 
 def test_salts_of_clients(server: Running, saved: Saved) -> None:

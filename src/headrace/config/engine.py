@@ -47,6 +47,7 @@ class EngineConfig:
     flat: dict[str, Any] = field(repr=False)
 
     def __init__(self, **flat: Any) -> None:
+        flat = by_own_names(flat)
         unknown = next((name for name in flat if name not in SETTINGS), None)
         if unknown is not None:
             raise TypeError(f"unknown setting {unknown!r}{_meant(unknown)}")
@@ -103,18 +104,37 @@ def _batch_tokens(values: Mapping[str, Any]) -> int:
     return 8192 if values["attention_backend"] == "triton" else 2048
 
 
+def by_own_names(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their own names, where some are given by other names of their flags (max_num_seqs). Raises TypeError
+    for one that is given by two."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        own = OTHER_NAMES.get(name, name)
+        if own in found or (own != name and own in flat):
+            raise TypeError(f"{name!r} and {own!r} are the same setting; give one")
+        found[own] = value
+    return found
+
+
+OTHER_NAMES: Mapping[str, str] = {
+    alias.lstrip("-").replace("-", "_"): item.name
+    for item in SETTINGS.values()
+    for alias in item.aliases
+    if alias.startswith("--")
+}
+"""Of settings, as flags have them, as keywords."""
+
+
 def _meant(unknown: str) -> str:
-    """Which setting a name stands for that is none: a flag's other name, a parameter of requests, a slip."""
-    flag = "--" + unknown.replace("_", "-")
+    """Which setting a name stands for that is none: a parameter of requests, a slip."""
     if unknown in SamplingParams.__dataclass_fields__:
         return f"; it is one of requests: SamplingParams({unknown}=...)"
-    other = [item.name for item in SETTINGS.values() if flag in item.aliases]
-    near = f"; did you mean {other[0]}?" if other else did_you_mean(unknown, SETTINGS)
-    return near or ": headrace serve --help-all lists them"
+    return did_you_mean(unknown, SETTINGS) or ": headrace serve --help-all lists them"
 
 
 def config_from_env(**given: Any) -> EngineConfig:
     """EngineConfig from what is given, then the environment, then the defaults."""
+    given = by_own_names(given)
     found = {name: os.environ.get(item.env) for name, item in SETTINGS.items() if name not in given}
     told = {name: SETTINGS[name].parse(text, SETTINGS[name].env) for name, text in found.items() if text is not None}
     return EngineConfig(**given, **told)

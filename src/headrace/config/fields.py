@@ -7,6 +7,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from os import PathLike, fspath
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from headrace.config.sizes import Unit, parse_size
@@ -88,7 +89,9 @@ class Setting:
         return self.kind if self.unit is None else str | self.kind
 
     def value_of(self, given: Any) -> Any:
-        """A value given as text in a form of its own, as the setting's type; others as they are."""
+        """A value given as text in a form of its own, as the setting's type, and a path as text; others as they are."""
+        if isinstance(given, PathLike):
+            given = fspath(given)
         return self.parse(given) if isinstance(given, str) and self.free_text else given
 
     def checked(self, value: Any) -> None:
@@ -97,8 +100,29 @@ class Setting:
             return
         if get_origin(self.kind) is Literal and value not in get_args(self.kind):
             raise self._no_choice(self.name, value)
+        fits = self._fits(value)
         if self.check is not None:
-            self.check(self.name, value)
+            try:
+                self.check(self.name, value)
+            except (TypeError, AttributeError):
+                if fits:
+                    raise
+        if not fits:
+            raise ValueError(f"{self.name} must be {' or '.join(self._told)}, got {value!r}")
+
+    @property
+    def _kinds(self) -> list[type]:
+        """The plain types among those that a value may have; none of a choice."""
+        return [kind for kind in get_args(self.kind) or (self.kind,) if kind in TOLD]
+
+    @property
+    def _told(self) -> list[str]:
+        return [*(TOLD[kind] for kind in self._kinds), *(["None"] if self.optional else [])]
+
+    def _fits(self, value: Any) -> bool:
+        if isinstance(value, bool) or not self._kinds:
+            return bool in self._kinds or not self._kinds
+        return isinstance(value, (*self._kinds, int) if float in self._kinds else tuple(self._kinds))
 
     def _choice(self, called: str, text: str) -> str:
         plain = text.strip().lower()
@@ -134,6 +158,9 @@ class Setting:
                 except ValueError:
                     raise ValueError(f"{called} must be {told}, got {text!r}") from None
         return text
+
+
+TOLD: Mapping[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 class SettingsRecord:

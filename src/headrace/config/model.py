@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, listed, setting
+from headrace.config.fields import SettingsRecord, at_least, between, listed, setting
 from headrace.kernels.registry import BACKENDS
 
 DType = Literal["auto", "bfloat16", "float32"]
@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # a type checker reads no computed Literal
     AttentionBackend = str
 else:
     AttentionBackend = Literal["auto", *reversed(BACKENDS)]
+
+MOST_THREADS = 1024
+"""More than that a process may not have, and it helps none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class ModelSettings(SettingsRecord):
     threads: int | None = setting(
         None,
         "CPU threads of the engine. Default: all cores that it may use (affinity, CPU quota).",
-        check=at_least(1),
+        check=between(1, MOST_THREADS),
         common=True,
     )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from headrace.engine.adapters import Applied, ServedAdapter, started
 from headrace.engine.folders import SHIPPED, model_folder
-from headrace.types import CHUNK, MAX_REPORTED, InvalidRequest, Pooling, SamplingParams
+from headrace.pooling import Pooling
+from headrace.types import CHUNK, MAX_REPORTED, InvalidRequest, SamplingParams
 
 __all__ = ["SHIPPED", "Capacity", "check_variables", "flag", "model_folder"]
 

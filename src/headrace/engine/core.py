@@ -161,7 +161,7 @@ class EngineCore:
                 self._wait()
             return []
         self._note_start(slices, began)
-        new = sum(part.length for part in slices if not part.decodes)
+        new = self.scheduler.note_computed(slices)
         self._stats.tokens.prefilled += new
         if self.on_prefill is not None and self._takes_time(new, slices):
             prompts = prefills(slices, self.scheduler.running, self._active, self.below)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.prompts import Prompts, listed
-from headrace.types import InvalidRequest, Pooling, SamplingParams
+from headrace.pooling import Pooling
+from headrace.types import InvalidRequest, SamplingParams
 
 Vector = npt.NDArray[np.float32]
 Vectors = npt.NDArray[np.float32]

@@ -15,11 +15,11 @@ Decoding sequences have a token each at every step, whoever they are of, and are
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import SequenceState
+from headrace.engine.sequence import SequenceState, Slice
 from headrace.engine.turns import TenantLine, Turns
 from headrace.kv.chunk_table import ChunkTable
 from headrace.stats import EngineStats, TenantStats
@@ -170,7 +170,12 @@ class FairScheduler(Scheduler):
         if tokens := before - self._budget:
             self.turns.charge(name, tokens)
             self.lines[name].note(sequence, tokens)
-            self._count(self.served, name, tokens)
+
+    def note_computed(self, slices: Sequence[Slice]) -> int:
+        for part in slices:
+            if not part.decodes:
+                self._count(self.served, part.sequence.request.tenant, part.length)
+        return super().note_computed(slices)
 
     @staticmethod
     def _count(counts: Counter[str], name: str, by: int) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
-from typing import Any, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 from weakref import finalize
 
 import torch
@@ -249,10 +249,12 @@ class LLM(metaclass=PublicNames):
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
         adapter: str = "",
+        to: Literal["file", "tier"] = "file",
     ) -> SessionReport:
         """Saves a prompt (text or token ids) under a name, with its keys and values; what is not cached is computed.
 
-        adapter: by which they are computed. Needs the setting sessions_dir, where servers without keys find it too.
+        adapter: by which they are computed. to: a file of its own, or the tiers, which several ranks and a GPU store
+        in, too. Needs the setting sessions_dir, where servers without keys find it too.
         Raises InvalidRequest.
         """
         tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
@@ -260,7 +262,7 @@ class LLM(metaclass=PublicNames):
         with self._in_turn():  # between the two another call might evict what was computed
             params = SamplingParams(max_tokens=1, temperature=0.0)
             self._run([self._request(tokens, params, *sharing, adapter=adapter)], progress=False)
-            return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing, adapter=adapter)))
+            return SessionReport(**self._calls.ask(SaveSession(name, "", tokens, *sharing, to=to, adapter=adapter)))
 
     def load_session(self, name: str, *, cache_salt: str | None = None, public_prefix_tokens: int = 0) -> SessionReport:
         """Brings a saved session back into the cache: a prompt that begins with its tokens, of the same adapter, goes

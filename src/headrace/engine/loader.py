@@ -43,8 +43,9 @@ from headrace.offload.weights.read_rate import read_rate
 from headrace.parallel import devices
 from headrace.parallel.threads import RankThreads
 from headrace.parallel.transport import RankLost
+from headrace.pooling import Pooling
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
-from headrace.types import CHUNK, Pooling
+from headrace.types import CHUNK
 
 if TYPE_CHECKING:
     from headrace.engine.sessions import Sessions

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from headrace.engine.sequence import SequenceState, Slice
-from headrace.types import Delta, Pooling
+from headrace.pooling import Pooling
+from headrace.types import Delta
 
 
 class Pooled:

@@ -21,7 +21,7 @@ that are known. With several ranks both go as far as the chunk does, whose owner
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from headrace.engine.below import Below, NothingBelow
 from headrace.engine.row_copies import Copy, RowCopies
@@ -323,6 +323,10 @@ class Scheduler:
         table, sequence.table = sequence.table, None
         assert table is not None
         self.below.leave(sequence, table, ended)
+
+    def note_computed(self, slices: Sequence[Slice]) -> int:
+        """A step begins now. Returns how many tokens of prompts it computes, or again of answers."""
+        return sum(part.length for part in slices if not part.decodes)
 
     def add_stats(self, stats: EngineStats) -> None:
         """Writes its figures into `stats`."""

@@ -63,12 +63,21 @@ class Shares:
 
     def room(self, account: Account | None) -> int:
         """Chunks that a sequence can have at any time, beside those that are pinned."""
+        left = self._left(account)
+        return left if account is None else min(left, self._limit(account))
+
+    def _limit(self, account: Account) -> int:
+        """Chunks that the account's limit leaves."""
+        return account.limit - self.pins.owned[account] - self.pins.awaited
+
+    def _left(self, account: Account | None) -> int:
+        """Chunks that others' shares and pins leave."""
         accounts, pins = self.cache.tree.accounts, self.pins
         room = self.cache.pool.total - pins.chunks_of_nobody
         for each in () if accounts is None else accounts.named.values():
             pinned = pins.owned[each]
             room -= pinned if each is account else max(each.share, pinned)
-        return room if account is None else min(room, account.limit - pins.owned[account] - pins.awaited)
+        return room
 
     def admit(self, request: Request) -> Request:
         """The request, its answer bounded if its length was left open. Raises InvalidRequest if it does not fit."""
@@ -189,7 +198,12 @@ class Shares:
     def _refusal(self, request: Request) -> InvalidRequest:
         account, tokens = self.account(request), len(request.prompt_token_ids) + self._asked(request)
         room, pinned = max(0, self.room(account)) * CHUNK, self.pins.firm_chunks * CHUNK
-        told = (f"prompt and answer may have {tokens:,} tokens, and the KV pool has {room:,} for them: of "
-                f"{self.cache.pool.total * CHUNK:,} pinned prefixes hold {pinned:,}, and tenants have shares; "
-                "ask for less, release pins, lower kv_share, or raise --kv-cache-tokens")  # fmt: skip
+        total = self.cache.pool.total * CHUNK
+        told = f"prompt and answer may have {tokens:,} tokens, and the KV pool has {room:,} for them: of {total:,} "
+        if account is not None and self._limit(account) < self._left(account):
+            told += f"its tenant takes at most {account.limit * CHUNK:,}, with its pins; "
+            told += "ask for less, release its pins, or raise its kv_limit"
+        else:
+            told += f"pinned prefixes hold {pinned:,}, and tenants have shares; "
+            told += "ask for less, release pins, lower kv_share, or raise --kv-cache-tokens"
         return InvalidRequest(told, None, "kv_pool_exceeded")

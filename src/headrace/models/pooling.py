@@ -10,7 +10,7 @@ from typing import Any
 from headrace.files import read_given
 from headrace.logs import shown
 from headrace.models.files import MAX_JSON, is_gguf, read_json
-from headrace.types import Pooling, PoolingKind
+from headrace.pooling import Pooling, PoolingKind
 
 MODULES = "modules.json"
 POOLING = "1_Pooling"

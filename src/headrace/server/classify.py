@@ -9,13 +9,13 @@ import numpy as np
 
 from headrace.engine.embedding import Vector, check_classifies
 from headrace.engine.reranking import sigmoid
+from headrace.pooling import Pooling
 from headrace.server.embeddings import NAMES
 from headrace.server.job import Job
 from headrace.server.prompts import InputBody, PromptsBody, job_of_prompts, pooled_prompt, prompt_usage, vectors_of
 from headrace.server.replies import InOnePiece, figures
 from headrace.server.state import ServerState
 from headrace.server.turns import naming
-from headrace.types import Pooling
 
 ACTIVATION = dict.fromkeys(("activation", "use_activation", "softmax"), "probabilities are what is told; leave it out")
 

@@ -6,12 +6,12 @@ import base64
 from typing import Any, Literal
 
 from headrace.engine.embedding import check_dimensions
+from headrace.pooling import Pooling
 from headrace.server.job import Job
 from headrace.server.prompts import InputBody, job_of_prompts, pooled_prompt, prompt_usage, vectors_of
 from headrace.server.replies import InOnePiece, figures
 from headrace.server.state import ServerState
 from headrace.server.turns import naming
-from headrace.types import Pooling
 
 NAMES: dict[str | None, str] = {None: "input", "prompt": "input"}
 """The engine's names of fields -> the client's."""

@@ -7,9 +7,10 @@ from typing import Any, Protocol, Unpack
 
 from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.tenant_keywords import TenantKeywords
+from headrace.pooling import Pooling
 from headrace.progress import OnPhase, Prefill
 from headrace.stats import EngineStats
-from headrace.types import Delta, Pooling, SamplingParams
+from headrace.types import Delta, SamplingParams
 
 
 class ServedTokenizer(Protocol):

@@ -30,7 +30,8 @@ class Prompt:
     sequence to parts. `shared` tokens at its beginning are counted with another prompt of the job. `embed`: its
     embedding is wanted, and no answer. `messages`: of a conversation, and `replay`: how its earlier answers were read;
     `asked`: whose it is, and its text, where its answer is to be remembered (server.answer_memory). `pins`: what of it
-    is to stay in the cache. `left_open`: how long the answer may be is not the client's choice."""
+    is to stay in the cache. `left_open`: how long the answer may be is not the client's choice. `silent`: nobody is
+    told the one token that the engine answers with, and it counts as none."""
 
     ids: Sequence[int]
     params: SamplingParams
@@ -44,6 +45,7 @@ class Prompt:
     asked: tuple[Owner, str] | None = None
     pins: Sequence[AskedPin] = ()
     left_open: bool = False
+    silent: bool = False
 
 
 @dataclass(slots=True)
@@ -158,7 +160,7 @@ class Job:
 
     @property
     def output_tokens(self) -> int:
-        return sum(len(choice.token_ids) for choice in self.choices)
+        return sum(len(choice.token_ids) for choice in self.choices if not choice.prompt.silent)
 
     @property
     def strategy(self) -> str:

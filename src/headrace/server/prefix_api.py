@@ -105,7 +105,7 @@ class Prefixes:
             params = state.engine.check(ids, SamplingParams(max_tokens=1))
         own = made_id(NAMED, ids[:-1], body.cache_salt, state.names.adapter(body.model))
         asked = AskedPin(len(ids) - 1, body.ttl_s, body.id or own)
-        prompt = Prompt(ids, params, pins=[asked])
+        prompt = Prompt(ids, params, pins=[asked], silent=True)
         salt, public = body.cache_salt, body.public_prefix_tokens or 0
         return Job(f"prefix-{uuid4().hex}", [prompt], arrival_s, salt, public, names=names)
 

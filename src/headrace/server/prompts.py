@@ -10,6 +10,7 @@ from pydantic import WithJsonSchema
 
 from headrace.engine.embedding import EMBEDS, EmbeddingAborted, Vectors, stacked
 from headrace.engine.scoring import at_once
+from headrace.pooling import Pooling
 from headrace.server.encoding import encoded
 from headrace.server.errors import ApiError, invalid
 from headrace.server.job import Job, Prompt
@@ -17,7 +18,7 @@ from headrace.server.protocol import AskingBody, prompts_of
 from headrace.server.shapes import PROMPT
 from headrace.server.state import ServerState
 from headrace.server.turns import tokenizer_of
-from headrace.types import Pooling, check_sharing
+from headrace.types import check_sharing
 
 MOST_INPUTS = 2048
 """As OpenAI has it."""

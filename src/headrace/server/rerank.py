@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import WithJsonSchema
 
 from headrace.engine.reranking import PLAIN, QWEN3, QWEN3_TOKEN, answers_of, asks_for, joined, sigmoid
+from headrace.pooling import Pooling
 from headrace.server.encoding import encoded
 from headrace.server.engine import ServedTokenizer
 from headrace.server.errors import ApiError, invalid
@@ -16,7 +17,7 @@ from headrace.server.prompts import MOST_INPUTS, PromptsBody, job_of_prompts, po
 from headrace.server.replies import InOnePiece, figures, finite
 from headrace.server.state import ServerState
 from headrace.server.turns import naming, tokenizer_of
-from headrace.types import InvalidRequest, Pooling, SamplingParams
+from headrace.types import InvalidRequest, SamplingParams
 
 TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 OBJECT = {"type": "object", "properties": {"text": TEXT}, "required": ["text"], "additionalProperties": False}
@@ -104,7 +105,7 @@ async def _prompt(state: ServerState, index: int, text: str, asked: SamplingPara
         if asked is None:
             return await pooled_prompt(state, text, "documents")
         ids = await encoded(state, tokenizer_of(state, "documents").encode_chat, text, "documents")
-        return Prompt(ids, state.engine.check(ids, asked))
+        return Prompt(ids, state.engine.check(ids, asked), silent=True)
     except InvalidRequest as error:
         if error.param == "model":
             raise

@@ -38,12 +38,14 @@ MISSING: dict[Cause, str] = {
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """A request of a caller. ids: its prompt, int32, with its answer behind it once that is whole."""
+    """A request of a caller. ids: its prompt, int32, with its answer behind it once that is whole, if there is one
+    answer alone."""
 
     request_id: str
     salt: str | None
     ids: Ids
     running: bool = True
+    answers: int = 1
 
 
 class Nearest(NamedTuple):
@@ -158,9 +160,10 @@ class RecentRequests:
                 del self._callers[name]
         return seen
 
-    def answered(self, caller: Hashable, seen: Seen, answer: Sequence[int]) -> None:
-        """The request has ended. answer: its tokens, none where there are several answers."""
-        seen.running = False
+    def answered(self, caller: Hashable, seen: Seen, answers: Sequence[Sequence[int]]) -> None:
+        """The request has ended. answers: the tokens of each."""
+        seen.running, seen.answers = False, len(answers)
+        answer = answers[0] if len(answers) == 1 else ()
         if any(each is seen for each in self._callers.get(caller, ())):
             seen.ids = np.concatenate((seen.ids, np.array(answer, np.int32)))
             self.tokens += len(answer)

@@ -12,6 +12,7 @@ from headrace.engine.scoring import MOST_OPTIONS, ScoreAborted, ScorePlan, at_on
 from headrace.outputs import Score
 from headrace.server.errors import ApiError, invalid
 from headrace.server.job import Event, Job, Prompt
+from headrace.server.prompts import prompt_usage
 from headrace.server.protocol import IGNORED, AskingBody
 from headrace.server.replies import InOnePiece, figures, finite
 from headrace.server.state import ServerState
@@ -86,7 +87,7 @@ class Scoring:
             text, options = body.given()
             plan = await state.in_tokenizer(plan_score, text, options, engine.tokenizer, engine.capacity.alike_tokens)
             await state.in_tokenizer(plan.check, engine.check)
-        prompts = [Prompt(each.token_ids, each.params, shared=each.shared) for each in plan.requests]
+        prompts = [Prompt(each.token_ids, each.params, shared=each.shared, silent=True) for each in plan.requests]
         public = body.public_prefix_tokens or 0
         job = ScoreJob(f"score-{uuid4().hex}", prompts, arrival_s, body.cache_salt, public, names=names)
         longest = max(len(prompt.ids) for prompt in prompts)
@@ -145,7 +146,5 @@ class ScoreReplies(InOnePiece):
         return str(token) if self.tokenizer is None else self.tokenizer.token_text(token)
 
     def _usage(self) -> dict[str, Any]:
-        """The text's tokens count once; nothing is generated."""
-        tokens = len(self.job.plan.text) + sum(len(option.token_ids) for option in self.job.plan.options)
-        told = {"cached_tokens": min(self.job.cached_tokens, tokens)}
-        return {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens, "prompt_tokens_details": told}
+        """What is computed of each option counts beside the text, which counts once; nothing is generated."""
+        return prompt_usage(self.job) | {"completion_tokens": 0}

@@ -107,7 +107,7 @@ async def _save(state: ServerState, request: Request) -> Response:
         names: dict[str | None, str] = dict.fromkeys((None, "prompt", "prompt_token_ids", "max_tokens"), source)
         with naming(names):
             ids, adapter = await unless_gone(request.receive, _tokens(state, body, tenant))
-            prompt = Prompt(ids, state.engine.check(ids, ONE_TOKEN))
+            prompt = Prompt(ids, state.engine.check(ids, ONE_TOKEN), silent=True)
         sharing = (body.cache_salt, body.public_prefix_tokens or 0)
         job = Job(f"session-{uuid4().hex}", [prompt], arrival_s, *sharing, names=names, priority=body.priority or 0)
         adapt(state, job, adapter)
@@ -176,8 +176,12 @@ def _seen(
     looked = ((each, state.recent.find(caller_of(tenant, salt, each), request_id)) for each in adapters)
     adapter, seen = next(((each, found) for each, found in looked if found is not None), ("", None))
     if seen is None:
-        raise ApiError(404, f"no recent request {request_id[:100]!r} of this caller", "request_id", "not_found")
+        told = f"no recent request {request_id[:100]!r} of this caller; only those with one prompt are remembered"
+        raise ApiError(404, told, "request_id", "not_found")
     if seen.running:
         raise invalid("this request is not answered yet", "request_id")
+    if seen.answers > 1:
+        told = f"this request has {seen.answers} answers, each another conversation; give messages or prompt_token_ids"
+        raise invalid(told, "request_id")
     found: list[int] = seen.ids.tolist()
     return found, adapter

@@ -242,7 +242,7 @@ class ServerState:
         """The account of one request that reached the engine, or was refused by it, however it ended."""
         settle(job, refused=outcome == REFUSED)
         if job.seen is not None:
-            self.recent.answered(job.caller, job.seen, job.choices[0].token_ids if len(job.choices) == 1 else [])
+            self.recent.answered(job.caller, job.seen, [choice.token_ids for choice in job.choices])
         if outcome == "done" and self.answers is not None:
             _remember(job, self.answers)
         if outcome == REFUSED:

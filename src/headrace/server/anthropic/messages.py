@@ -66,6 +66,7 @@ class Messages:
         job.names = NAMES
         prompt = job.prompts[0]
         prompt.params = replace(prompt.params, max_tokens=min(params.max_tokens or 1, prompt.params.max_tokens or 1))
+        prompt.silent = not body.max_tokens
         return job
 
     def replies(self, state: ServerState, body: MessagesBody, job: Job) -> MessageReplies:
@@ -144,4 +145,4 @@ class MessageReplies:
         """Whole chunks of the prompt are in the cache afterwards."""
         prompt, cached = self.job.prompt_tokens, self.job.cached_tokens
         written = max(0, prompt // CHUNK * CHUNK - cached) if self.caching else 0
-        return usage(prompt, cached, self.job.output_tokens if self.asked else 0, written)
+        return usage(prompt, cached, self.job.output_tokens, written)

@@ -45,12 +45,13 @@ class Responses:
         self._given: list[Item] = []
 
     async def job(self, state: ServerState, body: ResponsesBody, arrival_s: float) -> Job:
-        with naming(NAMES):
+        names = NAMES if body.has_form else {**NAMES, "structured": body.shape_field or "text.format"}
+        with naming(names):
             params = body.to_params()
             turn = self.turn(state, body)
             sharing = Sharing(body.cache_salt, body.public_prefix_tokens or 0, self.tenant)
             job = await job_of(state, turn, params, "resp_", arrival_s, sharing)
-        job.names = NAMES
+        job.names = names
         return job
 
     def turn(self, state: ServerState, body: ResponsesBody) -> Turn:

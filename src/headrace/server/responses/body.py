@@ -50,6 +50,7 @@ REFUSED = {
     "n": "a response is one answer; ask several times",
     "prompt": "prompts are not kept at the server; send instructions and input",
     "prompt_logprobs": "they are for /v1/completions and /v1/chat/completions",
+    "prompt_logprobs_start": "it is for /v1/completions and /v1/chat/completions",
     "reasoning_effort": "it is called reasoning.effort here",
     "response_format": "it is called text.format here",
     "return_progress": "it is for /v1/completions and /v1/chat/completions",
@@ -222,6 +223,10 @@ class ResponsesBody(SampledBody):
         self.check_together()
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise invalid(f"top_logprobs needs include: [{LOGPROBS!r}]", "top_logprobs")
+        if self.logprob_token_ids and not self.includes(LOGPROBS):
+            raise invalid(f"logprob_token_ids needs include: [{LOGPROBS!r}]", "logprob_token_ids")
+        if self.max_output_tokens is not None and self.max_output_tokens < 1:
+            raise invalid(f"max_output_tokens must be 1 or more, got {self.max_output_tokens}", "max_output_tokens")
         logprobs = (self.top_logprobs or 0) if self.includes(LOGPROBS) else None
         return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs)
 
@@ -235,6 +240,11 @@ class ResponsesBody(SampledBody):
         if isinstance(self.form, SchemaFormat):
             return Structured(json=self.form.schema_)
         return Structured(json_object=True)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether text.format gives the answer a shape."""
+        return not isinstance(self.form, TextFormat)
 
     @property
     def form(self) -> TextFormat | ObjectFormat | SchemaFormat:
