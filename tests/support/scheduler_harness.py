@@ -74,6 +74,7 @@ class Harness:
         for sequence in self.scheduler.running:
             self.draft(sequence)
         slices = self.scheduler.schedule()
+        self.scheduler.note_computed(slices)
         assert sum(part.length for part in slices) <= self.scheduler.max_batch_tokens
         self.check_plan(slices)
         for part in slices:

@@ -95,7 +95,7 @@ FLAGS = (
     WrongUse("an unknown backend", "serve --attention-backend cuda", "--attention-backend must be one of"),
     WrongUse("an unknown strategy", "serve --prefill-strategy ring", "got 'ring'; did you mean ring-q?"),
     WrongUse("an empty key", "serve --api-key ' '", "api_key must not be empty; leave it out"),
-    WrongUse("no threads", "serve --threads 0", "threads must be an integer of at least 1, got 0"),
+    WrongUse("no threads", "serve --threads 0", "threads must be an integer between 1 and 1024, got 0"),
     WrongUse("a negative temperature", "generate hi --temperature -1", "temperature must be"),
     WrongUse("a temperature in words", "generate hi --temperature warm", "--temperature must be a number"),
     WrongUse("a share above one", "generate hi --top-p 2", "top_p must be"),
