@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.bench.shapes import CheckpointShape, write_checkpoint
 from headrace.device import current
 from headrace.models.decoder import load_decoder
 from tests.support.gpu_ranks import computed, ranks_of
+from tests.support.hybrid_checkpoints import make_checkpoint
 from tests.support.loopback_ranks import Late
 from tests.support.offloading import MIXES, counters, flush, forced, watched
 from tests.support.traces import Trace, run, same
@@ -48,9 +50,9 @@ def test_ranks_that_are_threads(strategy: str, late: bool, decoder: Any, truth: 
     assert len(ours) == len(truth()) and all(torch.equal(x, y) for x, y in zip(ours, truth(), strict=True))
 
 
-def answers(**settings: Any) -> list[Trace]:
+def answers(model: str = "tiny", **settings: Any) -> list[Trace]:
     given = {"attention_backend": "triton", "kv_cache_tokens": 4096, **settings}
-    llm = LLM("tiny", **given)
+    llm = LLM(model, **given)
     try:
         g = torch.Generator().manual_seed(1)
         prompts = [torch.randint(200, (count,), generator=g).tolist() for count in (900, 200)]
@@ -88,6 +90,14 @@ def test_ranks_that_stream(settings: dict[str, Any], alone: list[Trace]) -> None
     """Over a pinned store of each rank: copy streams, the side stream and, of X, the stream that computes."""
     outside = {"offload_schedule": "auto", "kv_offloading_size": 0.1, "kv_cache_tokens": None}
     same(answers(**outside, **settings, rank_transport="host"), alone)
+
+
+@pytest.mark.parametrize("settings", [{"context_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("kind", ["3_5", "lfm2", "falcon_h1"])
+def test_recurrent_layers_of_ranks_that_share_a_device(kind: str, settings: dict[str, int], tmp_path: Path) -> None:
+    folder = str(make_checkpoint(kind, tmp_path))
+    given = {"dtype": "bfloat16", "recurrent_states": 8, "max_sequences": 2}
+    same(answers(folder, **given, **settings, rank_transport="host"), answers(folder, **given))
 
 
 RESTORED: dict[str, dict[str, Any]] = {

@@ -55,12 +55,13 @@ def beside_weights(config: EngineConfig, model: ModelConfig) -> int:
         weights -= outside.outside - outside.kept
     left = current().free_memory() // ranks - weights - (0 if draft is None else draft.weight_bytes)
     taken = footprint(config, model)
-    if taken.state_bytes() > max(0, left):
+    states = taken.state_bytes() // ranks_here(config)
+    if states > max(0, left):
         raise ValueError(
-            f"recurrent_states {taken.states():,} need {gib(taken.state_bytes())}; {gib(left)} are free on the GPU "
+            f"recurrent_states {taken.states():,} need {gib(states)}; {gib(left)} are free on the GPU "
             "beside the weights: lower recurrent_states"
         )
-    return left - taken.state_bytes()
+    return left - states
 
 
 def footprint(config: EngineConfig, model: ModelConfig) -> Footprint:

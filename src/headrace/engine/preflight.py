@@ -132,8 +132,6 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
     if not config.model.on_gpu or config.ranks.count == 1:
         return
     several = "several ranks on GPUs"
-    if model.recurrent is not None:
-        raise ValueError(f"{several}: {model.architecture} has recurrent layers, which one GPU computes; use one rank")
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
 

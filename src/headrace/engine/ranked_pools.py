@@ -40,7 +40,7 @@ def sized(config: EngineConfig, group: Group, model: ModelConfig, decoder: Decod
         return config
     free = free_memory(config, group)
     room = gpu_memory.bytes_for_cache(decoder, backend, *gpu_memory.largest_rows(config, model), free=free)
-    rooms = _told(group, room, ROOM)
+    rooms = _told(group, max(0, room - _state_bytes(config, decoder)), ROOM)
     least = min(rooms)
     told = f"rank {rooms.index(least)} has the least memory for keys and values, {gib(least)} of {current().name}"
     try:
@@ -69,6 +69,12 @@ def bytes_per_token(config: EngineConfig, model: ModelConfig, decoder: Decoder) 
     if ranks == 1:
         return pool
     return pool + -(-ranks * workspace.bytes_per_chunk(decoder.config.attention, decoder.dtype) // CHUNK)
+
+
+def _state_bytes(config: EngineConfig, decoder: Decoder) -> int:
+    """Of this rank's memory for recurrent states, which is taken behind the pool."""
+    spec, slots = decoder.config.recurrent, config.cache.states
+    return 0 if spec is None or slots is None else slots * spec.state_bytes(decoder.dtype.itemsize)
 
 
 def _told(group: Group, figure: int, piece: int) -> list[int]:

@@ -30,7 +30,7 @@ from headrace.engine.ranked_streams import RankedStreams, answering
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.host import GIB
 from headrace.kernels import dispatch
-from headrace.kernels.backend import backend_of, verify
+from headrace.kernels.backend import backend_of, recorded, verify
 from headrace.kv.cache import KVCache
 from headrace.kv.storage import KVStorage, StateStorage
 from headrace.models.config import ModelConfig
@@ -178,8 +178,10 @@ def _make(config: EngineConfig, group: Group, decoder: Decoder, free: int) -> Ra
     backend = _backend(config, decoder)
     storage = open_storage(config, decoder, free)
     verify(backend_of(backend), decoder.config.attention, decoder.dtype, storage.dtype)
-    threads = None if config.model.on_gpu else rank_threads(config)
-    return Rank(decoder, storage, backend, group.context, threads, open_states(config, decoder))
+    threads, states = None if config.model.on_gpu else rank_threads(config), open_states(config, decoder)
+    if config.model.on_gpu and states is not None:
+        recorded(backend_of(backend)).verify_recurrent(states.spec, decoder.dtype)
+    return Rank(decoder, storage, backend, group.context, threads, states)
 
 
 def open_storage(config: EngineConfig, decoder: Decoder, free: int = 0) -> KVStorage | StagedStore:
@@ -207,7 +209,7 @@ def open_states(config: EngineConfig, decoder: Decoder) -> StateStorage | None:
     spec, slots = decoder.config.recurrent, config.cache.states
     if spec is None or slots is None:
         return None
-    states = StateStorage(spec, slots, decoder.dtype)
+    states = StateStorage(spec, slots, decoder.dtype, device_of(config))
     if config.cache.prefault:
         states.prefault()
     return states

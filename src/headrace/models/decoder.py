@@ -97,10 +97,10 @@ class Decoder:
         leave: Leave | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.share = share = _share(config, tensor)
-        self.turns = XTurns(None if share is None else tensor)
         weights = made_weights(config, weights)
         table = weights[EMBED] if EMBED in weights else torch.empty(0, dtype=dtype)
+        self.share = share = _share(config, tensor, dispatch.on_gpu(table))
+        self.turns = XTurns(None if share is None else tensor)
         self.config = config if share is None else share.own
         self.dtype, self.device, tied = table.dtype, table.device, is_tied(weights)
         outputs = {} if share is None else share.outputs
@@ -328,11 +328,11 @@ class Decoder:
         return x
 
 
-def _share(config: ModelConfig, tensor: ShardGroup | None) -> Share | None:
+def _share(config: ModelConfig, tensor: ShardGroup | None, on_gpu: bool) -> Share | None:
     """What this rank computes; None: everything. Raises ValueError as Share and check_shared do."""
     if tensor is None or tensor.size == 1:
         return None
-    check_shared(config, tensor.size)
+    check_shared(config, tensor.size, on_gpu)
     return Share(config, tensor.rank, tensor.size)
 
 
@@ -382,7 +382,8 @@ def load_decoder(
     _tell_of_rows(config, device)
     compute = compute_dtype(config, dtype)
     stored: dict[str, StoredMatrix] = {}
-    share, later = _share(config, tensor), outside is not None
+    on_gpu = device is not None and dispatch.on_gpu(torch.empty(0, device=device))
+    share, later = _share(config, tensor, on_gpu), outside is not None
     in_cpp = (device is None or device.type == "cpu") and dispatch.native(torch.empty(0, dtype=compute))
     weights = load_weights(Path(folder), config, compute, progress, share, stored, later, tables_later=in_cpp)
     if device is not None and device.type != "cpu":

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.attention.recurrence import StepRecurrence
 from headrace.kernels.records import LayerStates, RecurrentWeights
-from headrace.kernels.recurrent import Recur, recur_rows
+from headrace.kernels.recurrent import Recur
 from headrace.kv.storage import StateStorage
 from headrace.kv.table_state import NONE, Segment
 from headrace.parallel.group_layout import RowRange, runs
@@ -146,13 +147,12 @@ class GroupStates(Recur):
             if move.origin == mine and not within:
                 states.send_all(move, number, index)
         self._coming = [states.receive_all(move, number, i) for i, (move, _) in moves if move.rank == mine]
-        self.segments = segment_rows(group, mine)
+        self._recur = StepRecurrence(states.storage, segment_rows(group, mine))
 
     def __call__(self, layer: int, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights) -> Tensor:
         for work in (work for each in self._coming for work in each[layer]):
             work.wait()
-        storage = self.states.storage
-        out = recur_rows(storage.spec, mixed, gates, weights, storage.layers[layer], self.segments)
+        out = self._recur(layer, mixed, gates, weights)
         for index, move in self._leaving:
             self.states.send(move, layer, self.number, index)
         return out

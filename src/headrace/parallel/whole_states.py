@@ -22,7 +22,7 @@ class WholeStates:
     def __init__(self, share: Share, group: ShardGroup, own: StateStorage) -> None:
         self.shares, self.group, self.own = share.recurrent_shares, group, own
         whole = self.shares[0].whole
-        self.room = StateStorage(whole, 1, own.dtype) if group.rank == 0 else None
+        self.room = StateStorage(whole, 1, own.dtype, own.layers[0].last.device) if group.rank == 0 else None
 
     def gather(self, slot: int) -> None:
         """Puts the state in a slot of every rank into the room of the first. All ranks call it. Raises RankLost."""
