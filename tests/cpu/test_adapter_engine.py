@@ -24,7 +24,7 @@ from headrace.engine.streaming import StreamRunner
 from headrace.kernels import cpu, dispatch
 from headrace.models.config import read_config
 from headrace.parallel.messages import StepPart
-from headrace.types import CHUNK, Delta, InvalidRequest
+from headrace.types import CHUNK, Delta, InvalidRequest, UnsupportedModel
 from tests.support.adapters import with_adapter, write_adapter
 from tests.support.checkpoints import FolderOf, TheirsOf
 from tests.support.gguf_families import write_family
@@ -45,7 +45,7 @@ HYBRIDS = [
     ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)"),
     ("lfm3", r".*(q_proj|o_proj|in_proj|w1|w2)"),
 ]
-KIMI = ("kimi", r".*(q_proj|k_proj|[.]b_proj|g_[ab]_proj|o_proj|kv_a_proj_with_mqa)")
+KIMI = ("kimi", r".*(q_proj|k_proj|[.]b_proj|g_[ab]_proj|o_proj|kv_a_proj_with_mqa|shared_experts[.]down_proj)")
 FALCON = ("falcon_h1", r".*(q_proj|k_proj|v_proj|o_proj|in_proj|out_proj|gate_proj|down_proj)")
 """One operation at a time. Falcon-H1's multipliers are for what adapters add, too."""
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
@@ -290,6 +290,14 @@ def test_recurrent_layers_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     with LLM(tmp_path / "m.gguf", dtype="float32", kv_cache_tokens=32 * CHUNK, lora_modules=modules) as llm:
         ours, plain = (llm.generate([tokens], BRIEF, adapter=name)[0].token_ids for name in ("a", ""))
     assert ours == greedy_behind(with_adapter(model, tmp_path / "a"), tokens, ours) != plain
+
+
+def test_a_file_that_is_multiplied_already_takes_no_adapters(tmp_path: Path) -> None:
+    """It does not say by what, and that is for what adapters add, too."""
+    write_family("falcon_h1", tmp_path / "m.gguf", lambda _: Kind.F16)
+    write_adapter(tmp_path / "a", build_hybrid("falcon_h1"), r".*down_proj", seed=1)
+    with pytest.raises(UnsupportedModel, match="the file does not say it; use the model's safetensors"):
+        LLM(tmp_path / "m.gguf", kv_cache_tokens=32 * CHUNK, lora_modules=f"a={tmp_path / 'a'}")
 
 
 def test_its_content_is_in_the_fingerprint(folders: Path, folder_of: FolderOf) -> None:

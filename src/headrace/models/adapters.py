@@ -70,6 +70,11 @@ def load_adapters(
     """
     if config.layer_inputs is not None or config.value_norm:
         raise UnsupportedModel(f"adapters: {config.architecture} is not adapted yet; merge the adapter into the model")
+    if config.multiplied:
+        raise UnsupportedModel(
+            f"adapters: this file's matrices are multiplied by what {config.architecture} multiplies numbers by, which "
+            f"is for what adapters add, too, and the file does not say it; use the model's safetensors"
+        )
     slots = {name: slot for name, slot in expected(config).items() if MATRIX.match(name)}
     made: dict[str, list[tuple[Tensor, Tensor] | None]] = {}
     for number, each in enumerate(facts):
@@ -147,7 +152,8 @@ def _modules(facts: AdapterFacts) -> Found:
 def _sources(config: ModelConfig, slots: Iterable[str], present: set[str]) -> dict[str, tuple[str, ...]]:
     """Our matrix -> the modules that make it, by the names that most modules of the adapter have."""
     family = family_of(config.architecture, config.text_type)
-    forms = [each(config) for each in (family.names, family.other_names) if each is not None]
+    named = (family.names, family.other_names, family.in_memory)
+    forms = [each(config) for each in named if each is not None]
     candidates = [
         {name: tuple(each.removesuffix(".weight") for each in source_of(names, name, prefix)) for name in slots}
         for names in forms

@@ -17,7 +17,7 @@ from headrace.models.files import first_dtype, raw_config, read_json, weight_fil
 from headrace.models.quantised import FIELDS as QUANTISED_FIELDS
 from headrace.models.quantised import scheme_of
 from headrace.models.spec import CheckpointDType, ModelConfig, RopeSpec
-from headrace.models.stored import has_tiled_values, stored_weights
+from headrace.models.stored import has_tiled_values, is_multiplied, stored_weights
 from headrace.types import UnsupportedModel
 
 __all__ = ["ModelConfig", "RopeSpec", "read_config"]
@@ -65,6 +65,7 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             labels=_labels(raw) if raw["architectures"][0] in CLASSIFIERS else (),
             bos_token_id=getattr(config, "bos_token_id", None),
             tiled_values=has_tiled_values(folder),
+            multiplied=is_multiplied(folder),
             eos_token_ids=_eos(config, folder),
             stored=stored_weights(folder, scheme),
             **facts,

@@ -171,9 +171,10 @@ class ModelConfig:
     files gates are a matrix of their own, behind those of q, k and v.
     recurrent: of the layers that have a gated delta net, a Mamba-2 layer or a short convolution in place of attention,
     which `recurrent_layers` numbers; `attention.layers` counts the others alone. side_by_side: all layers have both,
-    and add up what they make of the same rows. multipliers: of these. tiled_values: the columns of a net's
-    `out` go through all key heads for their first value heads, then for their second ones, where rows of other matrices
-    end one key head first. conv_bias: the convolutions of Mamba-2 layers have biases.
+    and add up what they make of the same rows. multipliers: of these; multiplied: the file's matrices are so already.
+    tiled_values: the columns of a net's `out` go through all key heads for their first value heads, then for their
+    second ones, where rows of other matrices end one key head first. conv_bias: the convolutions of Mamba-2 layers have
+    biases.
 
     without_mlp: layers that attention, or what stands in its place, makes up alone. apart: in files MLPs are layers of
     their own, each behind the one that it belongs to.
@@ -240,6 +241,7 @@ class ModelConfig:
     recurrent_layers: tuple[int, ...] = ()
     side_by_side: bool = False
     multipliers: Multipliers | None = None
+    multiplied: bool = False
     tiled_values: bool = False
     conv_bias: bool = False
     without_mlp: tuple[int, ...] = ()

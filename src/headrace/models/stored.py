@@ -27,6 +27,11 @@ def has_tiled_values(model: Path) -> bool:
     return is_gguf(model) and architecture_of(open_gguf(parts_of(model)[0])).tiled
 
 
+def is_multiplied(model: Path) -> bool:
+    """See ModelConfig.multiplied. Raises as stored_weights."""
+    return is_gguf(model) and architecture_of(open_gguf(parts_of(model)[0])).multiplied
+
+
 def _of_gguf(model: Path) -> StoredWeights | None:
     infos = {name: info for part in parts_of(model) for name, info in open_gguf(part).tensors.items()}
     sizes = Counter[str]()

@@ -22,6 +22,7 @@ class Family:
 
     `configuration` names the class of that configuration, "module:class": narrow modules, which import no models.
     `prefixes` are what may stand before a tensor's name. `other_names`: as `names`, of another form of the checkpoint.
+    `in_memory`: as transformers' modules are called, and so adapters, where no form of the checkpoint has it so.
     `qkv_rows`, for families that interleave q, k and v in one matrix or rotate pairs of neighbours, lists the
     checkpoint's rows of q, k and v in our order: all of q, then k, then v. `rows`, for those that interleave more,
     lists those of our tensor of a name; None: as they are. `text_type`, of models with other parts: the model_type of
@@ -49,6 +50,7 @@ class Family:
     completed: Callable[[dict[str, Any]], dict[str, Any]] = dict
     unread: tuple[str, ...] = ()
     other_names: Callable[[ModelConfig], Names] | None = None
+    in_memory: Callable[[ModelConfig], Names] | None = None
     fused_by_inputs: bool = False
     fused_either_way: bool = False
     by_inputs: tuple[str, ...] = ()

@@ -85,7 +85,14 @@ def _names_rewritten(config: ModelConfig) -> Names:
     return {**_names(config), "layers.{}.up": up, "layers.{}.down": (dense + "down_proj",)}
 
 
+def _names_in_memory(config: ModelConfig) -> Names:
+    mlp = "layers.{}.mlp.shared_experts."
+    up = tuple(mlp + f"{part}_proj" for part in ("gate", "up"))
+    return {**_names(config), "layers.{}.shared.up": up, "layers.{}.shared.down": (mlp + "down_proj",)}
+
+
 KIMI_LINEAR = Family(
     "kimi_linear", "transformers.models.kimi_linear.configuration_kimi_linear:KimiLinearConfig", _facts, _names,
-    PREFIXES, rows=latent_rows, other_names=_names_rewritten, published_as="kimi",
+    PREFIXES, rows=latent_rows, other_names=_names_rewritten, in_memory=_names_in_memory,
+    published_as="kimi",
 )  # fmt: skip

@@ -76,7 +76,7 @@ class Architecture:
     form: how other rows lie; fields: what the family's config.json says beside what all do. epsilon: its key and its
     field. partial: a part of each head may be rotated. added_one: to weights of norms. tiled: see
     ModelConfig.tiled_values. latent: sizes of heads are the fields' alone. routed: what is said of experts is read as
-    of all, and not by the fields alone.
+    of all, and not by the fields alone. multiplied: see ModelConfig.multiplied.
     """
 
     architecture: str
@@ -91,6 +91,7 @@ class Architecture:
     tiled: bool = False
     latent: bool = False
     routed: bool = True
+    multiplied: bool = False
 
     def modules(self, module: str) -> tuple[str, bool] | None:
         """What the checkpoint calls a module of the file, and whether that is one of each expert, with a `{}` for its
@@ -193,7 +194,7 @@ ARCHITECTURES = {
         ),
     ),
     "falcon-h1": Architecture(
-        "FalconH1ForCausalLM", "falcon_h1", LLAMA_NAMES | falcon_h1.NAMES, fields=falcon_h1.fields
+        "FalconH1ForCausalLM", "falcon_h1", LLAMA_NAMES | falcon_h1.NAMES, fields=falcon_h1.fields, multiplied=True
     ),
     "chatglm": Architecture(
         "GlmForCausalLM", "glm", LLAMA_NAMES | FUSED_NAMES, form=families.glm_form, fields=families.glm, partial=True
@@ -332,8 +333,7 @@ def checkpoint_tensors(
 def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     """What config.json would say. parts: the model's others, if it has any; the first has the metadata, and maybe no
     tensor. Raises UnsupportedModel for what is not read, naming it."""
-    facts = FileFacts(file, *parts)
-    found = architecture_of(file)
+    facts, found = FileFacts(file, *parts), architecture_of(file)
     heads, hidden = facts.count("attention.head_count"), facts.count("embedding_length")
     head_dim = facts.count("attention.key_length", hidden // max(1, heads))
     sizes = ("attention.value_length", *(() if found.partial else ("rope.dimension_count",)))
