@@ -45,7 +45,7 @@ HYBRIDS = [
     ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)"),
     ("lfm3", r".*(q_proj|o_proj|in_proj|w1|w2)"),
 ]
-KIMI = ("kimi", r".*(q_proj|k_proj|[.]b_proj|g_[ab]_proj|o_proj|kv_a_proj_with_mqa|shared_experts[.]down_proj)")
+KIMI = ("kimi", r".*(q_proj|k_proj|[.]b_proj|[fg]_[ab]_proj|o_proj|kv_a_proj_with_mqa|shared_experts[.]down_proj)")
 FALCON = ("falcon_h1", r".*(q_proj|k_proj|v_proj|o_proj|in_proj|out_proj|gate_proj|down_proj)")
 """One operation at a time. Falcon-H1's multipliers are for what adapters add, too."""
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]

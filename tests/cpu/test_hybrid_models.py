@@ -183,6 +183,7 @@ def test_keys_without_positions_are_as_they_are_projected(dtype: torch.dtype, fo
         (dict(ssm_multipliers=[1.0] * 4), "ssm_multipliers are not 5 numbers; download the file again"),
         (dict(mamba_d_head=16), "6 heads of mamba_d_head 16 are not 192 numbers wide"),
         (dict(ssm_out_multiplier=None), "ssm_out_multiplier is null; download the file again"),
+        (dict(mamba_d_state=None), "mamba_d_state None is no size; download the file again"),
     ],
 )
 def test_what_falcon_h1_has_not(

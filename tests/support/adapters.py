@@ -20,7 +20,8 @@ from headrace.models.adapters import MATRIX, Adapters
 from headrace.models.decoder import Decoder
 
 ADAPTED = re.compile(
-    r"\.(self_attn|attn|mixer|mamba|linear_attn|conv|attention|self_attention|mlp|feed_forward|shared_experts?|shared_mlp|"
+    r"\.(self_attn|attn|mixer|mamba|linear_attn|forget_gate|conv|attention|self_attention|mlp|feed_forward|shared_experts?|"
+    r"shared_mlp|"
     r"decoder\.layers\.\d+)\.\w+$"
 )
 """Modules beside experts and routers."""

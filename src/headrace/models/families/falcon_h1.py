@@ -16,6 +16,7 @@ from headrace.models.layer_parts import Multipliers
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
+SIZES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 UNUSED: dict[str, Any] = dict(mamba_proj_bias=False, projectors_bias=False)
 """Fields that say nothing but this."""
 
@@ -32,10 +33,10 @@ def _facts(config: Any) -> dict[str, Any]:
     if config.attention_bias and of_rows != 1.0:
         raise UnsupportedModel(f"attention_in_multiplier {of_rows:g} is not supported with attention_bias; only 1 is")
     attention = facts["attention"]
-    recurrent = mamba_spec(
-        config.num_hidden_layers, config.mamba_n_groups, config.mamba_n_heads, config.mamba_d_state,
-        config.mamba_d_head, config.mamba_d_conv,
-    )  # fmt: skip
+    for name in SIZES:
+        if not isinstance(value := getattr(config, name), int):
+            raise UnsupportedModel(f"{name} {value!r} is no size; download the file again")
+    recurrent = mamba_spec(config.num_hidden_layers, *(getattr(config, name) for name in SIZES))
     return facts | dict(
         attention=replace(attention, scale=attention.scale * keys * of_rows * of_rows),
         recurrent=replace(recurrent, normed=config.mamba_rms_norm),

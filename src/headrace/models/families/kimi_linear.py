@@ -86,9 +86,15 @@ def _names_rewritten(config: ModelConfig) -> Names:
 
 
 def _names_in_memory(config: ModelConfig) -> Names:
-    mlp = "layers.{}.mlp.shared_experts."
-    up = tuple(mlp + f"{part}_proj" for part in ("gate", "up"))
-    return {**_names(config), "layers.{}.shared.up": up, "layers.{}.shared.down": (mlp + "down_proj",)}
+    layer, own, shared = "layers.{}.", "layers.{}.self_attn.", "layers.{}.mlp.shared_experts."
+    parts = ("q", "k", "v", "forget_gate.f_a", "g_a")
+    return {
+        **_names(config),
+        layer + "mixed": tuple(own + f"{part}_proj" for part in parts),
+        layer + "decays": (own + "forget_gate.f_b_proj",),
+        layer + "shared.up": tuple(shared + f"{part}_proj" for part in ("gate", "up")),
+        layer + "shared.down": (shared + "down_proj",),
+    }
 
 
 KIMI_LINEAR = Family(
