@@ -366,7 +366,6 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["FalconH1ForCausalLM"], head_dim=64, num_hidden_layers=2, mamba_d_ssm=None, rope_theta=1e11),
     dict(architectures=["FalconH1ForCausalLM"], mamba_rms_norm=True, mamba_norm_before_gate=False, num_hidden_layers=2),
     dict(architectures=["FalconH1ForCausalLM"], ssm_multipliers=[0.3, 0.2, 0.1, 0.5, 0.4], mlp_multipliers=[0.9, 0.2]),
-    dict(architectures=["FalconH1ForCausalLM"], mamba_rms_norm=True),
     dict(architectures=["FalconH1ForCausalLM"], projectors_bias=True),
     dict(architectures=["FalconH1ForCausalLM"], attention_bias=True, attention_in_multiplier=0.5),
     dict(architectures=["FalconH1ForCausalLM"], mlp_multipliers=[0.5], num_hidden_layers=2),
