@@ -61,11 +61,12 @@ PHRASES = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 SEED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMAS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "midm-2.0")
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     **{name: [BYTES_OF_WORDS] for name in ("gpt-2", "phi-2", "olmo", "exaone4", "gigachat", "a.x-4.0", "mellum")},
     **dict.fromkeys(("smollm", "refact", "starcoder", "command-r", "minerva-7b", "mellum2"), DIGITS),
     "falcon": FALCON, "default": FALCON,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), split(CL100K)),
+    **dict.fromkeys(LLAMAS, split(CL100K)),
     "smaug-bpe": split(CL100K), "dbrx": split(CL100K), "glm4": split(CL100K), "chatglm-bpe": split(CL100K),
     "minicpm5": split("\\p{N}{1,3}", CL100K.replace("{1,3}", "+")),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), split(O200K)), "tekken": split(NEMO),
@@ -88,5 +89,5 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 """The pre_tokenizer of the models' own tokenizer.json, or of their tiktoken's pattern, by what a GGUF file calls it."""
 NORMAL_FORM = ("olmo", "command-r", "qwen2", "deepseek-r1-qwen", "qwen35", "hunyuan")
-WHOLE = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0", "smaug-bpe", "tekken")
+WHOLE = (*LLAMAS, "smaug-bpe", "tekken")
 WHOLE += ("minicpm5", "hunyuan", "kimi-k2", "youtu")
