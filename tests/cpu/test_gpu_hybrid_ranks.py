@@ -107,7 +107,7 @@ def test_a_group_that_is_normed_is_one_ranks(tmp_path: Path) -> None:
     """Else its norm would be added up in another order than one rank's."""
     folder = make_checkpoint("granite", tmp_path, **SHAPES["granite"])
     told = r"norms 1 groups of heads, and on GPUs a group is one rank's; use 1 or fewer, or context_parallel_size"
-    with ranks_as_threads(), pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=told):
         engine(folder, **TENSOR)
 
 

@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, serving
-from tests.support.responses_tools import ADD, FILES
+from tests.support.responses_tools import ADD, FILES, speaks_hermes
 
 pytestmark = pytest.mark.unit
 
 ROUTE = "/v1/responses"
-
-
-class Hermes(FakeTokenizer):
-    chat_template = "{{ tools }} <tool_call> </think>"
-
-
-def speaks_hermes(number: int, engine: FakeEngine) -> None:
-    engine.tokenizer = Hermes()
 
 
 @pytest.fixture(scope="module")

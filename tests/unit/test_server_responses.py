@@ -15,21 +15,12 @@ from headrace.server.protocol import parse_body
 from headrace.server.responses.body import ResponsesBody
 from headrace.server.responses.items import messages_of, read_input
 from headrace.types import Structured
-from tests.support.fake_engine import FakeEngine, FakeTokenizer
 from tests.support.fake_server import Running, serving
-from tests.support.responses_tools import ADD, FILES
+from tests.support.responses_tools import ADD, FILES, speaks_hermes
 
 pytestmark = pytest.mark.unit
 
 ROUTE = "/v1/responses"
-
-
-class Hermes(FakeTokenizer):
-    chat_template = "{{ tools }} <tool_call> </think>"
-
-
-def speaks_hermes(number: int, engine: FakeEngine) -> None:
-    engine.tokenizer = Hermes()
 
 
 def thought(text: str) -> str:

@@ -172,10 +172,10 @@ class FairScheduler(Scheduler):
             self.lines[name].note(sequence, tokens)
 
     def note_computed(self, slices: Sequence[Slice]) -> int:
-        for part in slices:
-            if not part.decodes:
-                self._count(self.served, part.sequence.request.tenant, part.length)
-        return super().note_computed(slices)
+        prefilled = [part for part in slices if not part.decodes]
+        for part in prefilled:
+            self._count(self.served, part.sequence.request.tenant, part.length)
+        return sum(part.length for part in prefilled)
 
     @staticmethod
     def _count(counts: Counter[str], name: str, by: int) -> None:

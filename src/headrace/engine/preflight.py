@@ -131,7 +131,12 @@ def refuse_for_gpu_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError("rank_transport nccl is for ranks on GPUs: leave it out, or set attention_backend triton")
     if not config.model.on_gpu or config.ranks.count == 1:
         return
-    several = "several ranks on GPUs"
+    several, spec, size = "several ranks on GPUs", model.recurrent, config.ranks.tensor
+    if spec is not None and spec.kind == "mamba2" and spec.normed and size > spec.key_heads:  # else its norm is joined
+        raise ValueError(
+            f"tensor_parallel_size {size}: {model.architecture} norms {spec.key_heads} groups of heads, and on GPUs a "
+            f"group is one rank's; use {spec.key_heads} or fewer, or context_parallel_size"
+        )
     if config.ranks.launcher == "ray":
         raise ValueError(f"distributed_backend ray finds places by CPUs, not for {several}; use mp, or torchrun")
 

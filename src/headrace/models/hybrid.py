@@ -125,23 +125,13 @@ def recurrent_layer(
 
 def check_shared(config: ModelConfig, size: int, on_gpu: bool) -> None:
     """Raises ValueError for recurrent layers that `size` tensor ranks are to share and C++ does not compute: torch's
-    bits depend on how many heads there are. On a GPU heads do not, but the norm over a group that ranks share."""
-    if config.recurrent is None:
+    bits depend on how many heads there are."""
+    if config.recurrent is None or on_gpu:
         return
-    if on_gpu:
-        _check_groups(config, config.recurrent, size)
-    elif not (dispatch.in_cpp() and fits_cpp(config.recurrent)):
+    if not (dispatch.in_cpp() and fits_cpp(config.recurrent)):
         raise ValueError(
             f"tensor_parallel_size {size}: {config.architecture} has recurrent layers, which tensor ranks share "
             f"where the C++ kernels compute them, and these do not; use 1"
-        )
-
-
-def _check_groups(config: ModelConfig, spec: RecurrentSpec, size: int) -> None:
-    if spec.kind == "mamba2" and spec.normed and size > spec.key_heads:
-        raise ValueError(
-            f"tensor_parallel_size {size}: {config.architecture} norms {spec.key_heads} groups of heads, and on GPUs a "
-            f"group is one rank's; use {spec.key_heads} or fewer, or context_parallel_size"
         )
 
 

@@ -27,26 +27,24 @@ class SideBySide(Layer):
     ) -> None:
         super().__init__(config, weights, matrices, index, whole)
         assert config.recurrent is not None and isinstance(self.net, MambaLayer), "the layer has both"
-        self.times, self.gating = config.multipliers, config.recurrent.values
+        self.mamba, self.times, self.gating = self.net, config.multipliers, config.recurrent.values
         if self.times is not None:
             of_parts = zip(config.recurrent.channel_parts, self.times.channels, strict=True)
             factors = torch.cat([torch.full((width,), factor) for width, factor in of_parts])
-            own = self.net.weights
-            self.net.weights = own._replace(conv=own.conv * factors.to(own.conv.device))
+            own = self.mamba.weights
+            self.mamba.weights = own._replace(conv=own.conv * factors.to(own.conv.device))
 
     def _mixed(
         self, x: Tensor, cos_sin: Tensor | None, attend: Attend, rows: Tensor | None, recur: Recur | None
     ) -> tuple[Tensor, ...]:
         """x [T, H] -> attended heads [T or n, Hq, D], and the recurrent layer's [T or n, Hv, V]."""
-        assert self.net is not None, "the layer has both"
-        made = self.net(x, recur, self._linear)
+        made = self.mamba(x, recur, self._linear)
         return self._heads(x, cos_sin, attend, rows), made if rows is None else made[rows]
 
     def _out(self, heads: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Those of n rows -> [n, this rank's share of H]."""
-        assert self.net is not None, "the layer has both"
         attended = self._linear("out", self.whole("heads", heads[0].flatten(1)))
-        made = self._linear("recurrent_out", self.net.together(heads[1]).to(dtype))
+        made = self._linear("recurrent_out", self.mamba.together(heads[1]).to(dtype))
         return attended.add_(made)  # not times a factor: torch rounds that otherwise where rows end
 
     def _linear(self, name: str, x: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Mamba-2 layers on a GPU: three launches a layer, whatever segments a step has.
+"""Mamba-2 layers on a GPU: three launches a layer, whatever segments a step has. Without a norm their output is of
+the type computed in, not fp32 as on a CPU.
 
 T: rows; C: channels of the convolution; Hk: groups of heads that share keys and queries, Hv: heads; D: size of keys
 and queries, V: of a head's x.

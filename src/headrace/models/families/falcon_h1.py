@@ -1,7 +1,7 @@
 """Falcon-H1 (TII, arXiv 2507.22448): attention and a Mamba-2 layer side by side in every layer, then a gated MLP.
 
-Numbers are multiplied on their way (maximal update parametrization). What multiplies keys, and queries and keys alike,
-multiplies the scores here; what multiplies values, what attention makes of them.
+Numbers are multiplied on their way (maximal update parametrization, muP). What multiplies keys, and queries and keys
+alike, multiplies the scores here; what multiplies values, what attention makes of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.models.families.base import Family, Names, behind_convolutions
-from headrace.models.families.granite import mamba_names, mamba_rows, mamba_spec
+from headrace.models.families.granite import mamba_names, mamba_rows, mamba_spec, number
 from headrace.models.families.llama import PREFIXES, common, names
 from headrace.models.layer_parts import Multipliers
 from headrace.models.spec import ModelConfig
@@ -29,7 +29,7 @@ def _facts(config: Any) -> dict[str, Any]:
         raise UnsupportedModel("mamba_norm_before_gate true is not supported with mamba_rms_norm; only false is")
     behind_convolutions(config)
     facts = common(config, (None,) * config.num_hidden_layers)
-    of_rows, keys = _number(config, "attention_in_multiplier"), _number(config, "key_multiplier")
+    of_rows, keys = number(config, "attention_in_multiplier"), number(config, "key_multiplier")
     if config.attention_bias and of_rows != 1.0:
         raise UnsupportedModel(f"attention_in_multiplier {of_rows:g} is not supported with attention_bias; only 1 is")
     attention = facts["attention"]
@@ -44,8 +44,8 @@ def _facts(config: Any) -> dict[str, Any]:
         side_by_side=True,
         multipliers=_multipliers(config, of_rows),
         conv_bias=config.mamba_conv_bias,
-        embed_scale=_number(config, "embedding_multiplier"),
-        logit_scale=_number(config, "lm_head_multiplier"),
+        embed_scale=number(config, "embedding_multiplier"),
+        logit_scale=number(config, "lm_head_multiplier"),
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         mlp_bias=config.mlp_bias,
@@ -55,21 +55,14 @@ def _facts(config: Any) -> dict[str, Any]:
 def _multipliers(config: Any, of_rows: float) -> Multipliers | None:
     """None where all are 1."""
     z, *channels, steps = (
-        each * _number(config, "ssm_in_multiplier") for each in _numbers(config, "ssm_multipliers", 5)
+        each * number(config, "ssm_in_multiplier") for each in _numbers(config, "ssm_multipliers", 5)
     )
     up, down = _numbers(config, "mlp_multipliers", 2)
-    out = of_rows * _number(config, "attention_out_multiplier")
-    made = _number(config, "ssm_out_multiplier")
+    out = of_rows * number(config, "attention_out_multiplier")
+    made = number(config, "ssm_out_multiplier")
     if all(each == 1.0 for each in (z, *channels, steps, out, made, up, down)):
         return None
     return Multipliers(z, tuple(channels), steps, out, made, up, down)
-
-
-def _number(config: Any, name: str) -> float:
-    value = getattr(config, name)
-    if value is None:
-        raise UnsupportedModel(f"{name} is null; download the file again")
-    return float(value)
 
 
 def _numbers(config: Any, name: str, count: int) -> list[float]:

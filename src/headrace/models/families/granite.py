@@ -29,16 +29,17 @@ def multiplied(config: Any, windows: tuple[int | None, ...], turned: RopeSpec | 
     """What all Granites have. turned: see llama.common."""
     facts = common(config, windows, turned=turned)
     return facts | dict(
-        attention=replace(facts["attention"], scale=_number(config, "attention_multiplier")),
-        embed_scale=_number(config, "embedding_multiplier"),
-        residual_scale=_number(config, "residual_multiplier"),
-        logit_scale=1.0 / _number(config, "logits_scaling"),
+        attention=replace(facts["attention"], scale=number(config, "attention_multiplier")),
+        embed_scale=number(config, "embedding_multiplier"),
+        residual_scale=number(config, "residual_multiplier"),
+        logit_scale=1.0 / number(config, "logits_scaling"),
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
     )
 
 
-def _number(config: Any, name: str) -> float:
+def number(config: Any, name: str) -> float:
+    """A multiplier. Raises UnsupportedModel where there is none."""
     value = getattr(config, name)
     if value is None:
         raise UnsupportedModel(f"{name} is null; download the file again")

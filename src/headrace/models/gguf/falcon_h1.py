@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.models.gguf.families import LAYER, Facts
-from headrace.models.gguf.granite_hybrid import mamba_names
+from headrace.models.gguf.granite_hybrid import mamba_names, mamba_sizes
 
 NAMES = {
     **mamba_names(LAYER + "mamba."),
@@ -25,13 +25,8 @@ def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     def has(tensor: str) -> bool:
         return any(name.endswith(f".{tensor}") for name in facts.tensors)
 
-    return {
+    return mamba_sizes(facts) | {
         "mamba_d_ssm": facts.count("ssm.inner_size"),
-        "mamba_n_heads": facts.count("ssm.time_step_rank"),
-        "mamba_n_groups": facts.count("ssm.group_count"),
-        "mamba_d_state": facts.count("ssm.state_size"),
-        "mamba_d_conv": facts.count("ssm.conv_kernel"),
-        "mamba_conv_bias": has("ssm_conv1d.bias"),
         "mamba_rms_norm": has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "attention_bias": has("attn_q.bias"),

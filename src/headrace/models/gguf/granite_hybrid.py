@@ -40,27 +40,39 @@ DENSE_PARTS: Names = {"layers.{}.up": ("layers.{}.shared_mlp.gate_proj", "layers
 SHARED_WIDTH = "expert_shared_feed_forward_length"
 
 
+def mamba_sizes(facts: Facts) -> dict[str, Any]:
+    """Of Mamba-2 layers but for their width."""
+    return {
+        "mamba_n_heads": facts.count("ssm.time_step_rank"),
+        "mamba_n_groups": facts.count("ssm.group_count"),
+        "mamba_d_state": facts.count("ssm.state_size"),
+        "mamba_d_conv": facts.count("ssm.conv_kernel"),
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in facts.tensors),
+    }
+
+
 def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Raises UnsupportedModel for a routing that is not read, and for KV heads that differ."""
     check_softmax(facts)
     heads, attends = of_each_layer(facts, KV_HEADS)
     experts, inner = facts.count("expert_count", 0), facts.count("ssm.inner_size")
-    return multipliers(facts) | {
-        "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),
-        "num_key_value_heads": heads,
-        "layer_types": ["attention" if each else "mamba" for each in attends],
-        "position_embedding_type": "nope" if facts.value("rope.scaling.finetuned") is False else "rope",
-        "num_local_experts": experts,
-        "num_experts_per_tok": facts.count("expert_used_count", 0) or 1,
-        "shared_intermediate_size": facts.count(SHARED_WIDTH, None if experts else facts.count("feed_forward_length")),
-        "mamba_n_heads": facts.count("ssm.time_step_rank"),
-        "mamba_n_groups": facts.count("ssm.group_count"),
-        "mamba_d_state": facts.count("ssm.state_size"),
-        "mamba_d_head": inner // max(1, facts.count("ssm.time_step_rank")),
-        "mamba_d_conv": facts.count("ssm.conv_kernel"),
-        "mamba_expand": inner // max(1, facts.count("embedding_length")),
-        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in facts.tensors),
-    }
+    return (
+        multipliers(facts)
+        | mamba_sizes(facts)
+        | {
+            "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),
+            "num_key_value_heads": heads,
+            "layer_types": ["attention" if each else "mamba" for each in attends],
+            "position_embedding_type": "nope" if facts.value("rope.scaling.finetuned") is False else "rope",
+            "num_local_experts": experts,
+            "num_experts_per_tok": facts.count("expert_used_count", 0) or 1,
+            "shared_intermediate_size": facts.count(
+                SHARED_WIDTH, None if experts else facts.count("feed_forward_length")
+            ),
+            "mamba_d_head": inner // max(1, facts.count("ssm.time_step_rank")),
+            "mamba_expand": inner // max(1, facts.count("embedding_length")),
+        }
+    )
 
 
 def form(family: Family, present: Set[str]) -> Family:
