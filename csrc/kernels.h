@@ -102,11 +102,13 @@ struct Embed {
 enum class Form { HEADRACE_FORMS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
 
-// Types of stored scales, and what is added to a code times its scale: kernels.formats says what they mean.
+// Types of stored scales and of sub-scales, and what is added to a code times its scale: kernels.formats says what they mean.
 #define HEADRACE_NUMBERS(NUMBER) NUMBER(fp32) NUMBER(bf16) NUMBER(fp16) NUMBER(e8m0)
+#define HEADRACE_SUBS(SUBS) SUBS(none) SUBS(whole) SUBS(e4m3)
 #define HEADRACE_OFFSETS(OFFSET) OFFSET(none) OFFSET(minimum) OFFSET(zero)
 #define HEADRACE_NAME(name) name,
 enum class Number { HEADRACE_NUMBERS(HEADRACE_NAME) };
+enum class Subs { HEADRACE_SUBS(HEADRACE_NAME) };
 enum class Offset { HEADRACE_OFFSETS(HEADRACE_NAME) };
 #undef HEADRACE_NAME
 
@@ -116,7 +118,7 @@ enum class Offset { HEADRACE_OFFSETS(HEADRACE_NAME) };
 struct Scaling {
   Number number;
   Offset offset;
-  bool subs;
+  Subs subs;
   int64_t block, group, run;
 };
 

@@ -7,7 +7,7 @@ namespace headrace {
 
 namespace {
 
-void make_scaling(Scaling *self, Number number, Offset offset, bool subs, int64_t block, int64_t group, int64_t run) {
+void make_scaling(Scaling *self, Number number, Offset offset, Subs subs, int64_t block, int64_t group, int64_t run) {
   if (block && (group < 1 || block % group || run < 16 || run > 64 || run & (run - 1) || group % run))
     throw std::invalid_argument("a group must divide its block, and a run, of 16, 32 or 64 inputs, its group");
   new (self) Scaling{number, offset, subs, block, group, run};
@@ -118,6 +118,10 @@ void bind_linear(nb::module_ &m) {
   nb::enum_<Number> numbers(m, "Number");
 #define HEADRACE_DEFINE(name) numbers.value(#name, Number::name);
   HEADRACE_NUMBERS(HEADRACE_DEFINE)
+#undef HEADRACE_DEFINE
+  nb::enum_<Subs> subs(m, "Subs");
+#define HEADRACE_DEFINE(name) subs.value(#name, Subs::name);
+  HEADRACE_SUBS(HEADRACE_DEFINE)
 #undef HEADRACE_DEFINE
   nb::enum_<Offset> offsets(m, "Offset");
 #define HEADRACE_DEFINE(name) offsets.value(#name, Offset::name);

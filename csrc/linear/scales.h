@@ -1,8 +1,8 @@
 // Scales and offsets of codes, widened from the bits in which a file has them.
 //
 // Of 64 outputs and a block of inputs there lie, one behind the other, each where the format has it (Scaling in kernels.h): the
-// scales [64] and the minima [64] as numbers; the sub-scales [groups][64] and the small numbers [groups][64], which the minima
-// or the scales are multiplied by, as int8. (kernels.quantized packs them.)
+// scales [64] and the minima [64] as numbers; the sub-scales [groups][64], a byte each, and the small numbers [groups][64], which
+// the minima or the scales are multiplied by, as int8. (kernels.quantized packs them.)
 #pragma once
 
 #include "isa/simd.h"
@@ -35,6 +35,23 @@ HEADRACE_INLINE vf load_e8m0(const byte *p) {
   return reinterpret_cast<vf>(e == 0u ? vu{} + (1u << 22) : e << 23);
 }
 
+// W numbers of FP8 (e4m3), none of them NaN. Subnormal ones as in fp16.
+HEADRACE_INLINE vf load_e4m3(const byte *p) {
+  vb codes;
+  memcpy(&codes, p, sizeof codes);
+  const vu bits = reinterpret_cast<vu>(__builtin_convertvector(__builtin_convertvector(codes, vs), vi));
+  const vu sign = (bits & 0x80u) << 24, rest = (bits & 0x7fu) << 20;
+  const vf normal = reinterpret_cast<vf>(rest + (120u << 23));
+  const vf small = reinterpret_cast<vf>(rest + (121u << 23)) - splat(number(121u << 23));
+  const vf size = rest < (1u << 23) ? small : normal;
+  return reinterpret_cast<vf>(reinterpret_cast<vu>(size) | sign);
+}
+
+// W sub-scales.
+template <Subs SUBS> HEADRACE_INLINE vf load_subs(const byte *p) {
+  return SUBS == Subs::e4m3 ? load_e4m3(p) : load(reinterpret_cast<const int8_t *>(p));
+}
+
 // n / size, without a division where the size is a power of 2: as a rule it is, and one takes as long as ten products.
 HEADRACE_INLINE int64_t divided(int64_t n, int64_t size) {
   return size & (size - 1) ? n / size : n >> __builtin_ctzll(static_cast<uint64_t>(size));
@@ -59,14 +76,14 @@ class BlockScales {
 
   BlockScales(const Scaling &s, const void *scales, int64_t inputs, int64_t block_of_outputs)
       : s(s), numbers(OUTPUTS * size_of(s.number)), groups(divided(s.block, s.group)),
-        bytes(numbers * (s.offset == Offset::minimum ? 2 : 1) + OUTPUTS * groups * (s.subs + (s.offset != Offset::none))),
+        bytes(numbers * (s.offset == Offset::minimum ? 2 : 1) +
+              OUTPUTS * groups * ((s.subs != Subs::none) + (s.offset != Offset::none))),
         first(static_cast<const byte *>(scales) + block_of_outputs * divided(inputs, s.block) * bytes) {}
 
   // Scales [runs][64] of as many runs from an input on, and their offsets if there are any. Fetches those of as many more.
   void widen(int64_t input, int64_t runs, float *scales, float *offsets) const {
-    const auto place = [&](int64_t k) { return divided(k, s.block) * bytes; };
-    const byte *next = first + place(input + runs * s.run);
-    for (int64_t at = 0, all = place(runs * s.run); at < all; at += LINE) __builtin_prefetch(next + at);
+    const byte *next = first + place(input + runs * s.run), *end = first + place(input + 2 * runs * s.run);
+    for (; next < end; next += LINE) __builtin_prefetch(next);
     switch (s.number) {
       case Number::fp32: return widen_numbers<Number::fp32>(input, runs, scales, offsets);
       case Number::bf16: return widen_numbers<Number::bf16>(input, runs, scales, offsets);
@@ -81,21 +98,30 @@ class BlockScales {
     int64_t group, of_group, each;  // the first one's group, those left of it, those of a whole one
   };
 
+  // Where what an input is multiplied by lies: its block's first byte, or among the sub-scales of a block of many groups.
+  int64_t place(int64_t k) const {
+    const int64_t index = divided(k, s.block), within = k - index * s.block;
+    return index * bytes + (within && s.subs != Subs::none ? numbers + divided(within, s.group) * OUTPUTS : 0);
+  }
+
   template <Number NUMBER> void widen_numbers(int64_t input, int64_t runs, float *scales, float *offsets) const {
     switch (s.offset) {
-      case Offset::none:
-        return s.subs ? widen_blocks<NUMBER, Offset::none, true>(input, runs, scales, offsets)
-                      : widen_blocks<NUMBER, Offset::none, false>(input, runs, scales, offsets);
-      case Offset::minimum:
-        return s.subs ? widen_blocks<NUMBER, Offset::minimum, true>(input, runs, scales, offsets)
-                      : widen_blocks<NUMBER, Offset::minimum, false>(input, runs, scales, offsets);
-      default:
-        return s.subs ? widen_blocks<NUMBER, Offset::zero, true>(input, runs, scales, offsets)
-                      : widen_blocks<NUMBER, Offset::zero, false>(input, runs, scales, offsets);
+      case Offset::none: return widen_offsets<NUMBER, Offset::none>(input, runs, scales, offsets);
+      case Offset::minimum: return widen_offsets<NUMBER, Offset::minimum>(input, runs, scales, offsets);
+      default: return widen_offsets<NUMBER, Offset::zero>(input, runs, scales, offsets);
     }
   }
 
-  template <Number NUMBER, Offset OFFSET, bool SUBS>
+  template <Number NUMBER, Offset OFFSET>
+  void widen_offsets(int64_t input, int64_t runs, float *scales, float *offsets) const {
+    switch (s.subs) {
+      case Subs::none: return widen_blocks<NUMBER, OFFSET, Subs::none>(input, runs, scales, offsets);
+      case Subs::whole: return widen_blocks<NUMBER, OFFSET, Subs::whole>(input, runs, scales, offsets);
+      default: return widen_blocks<NUMBER, OFFSET, Subs::e4m3>(input, runs, scales, offsets);
+    }
+  }
+
+  template <Number NUMBER, Offset OFFSET, Subs SUBS>
   void widen_blocks(int64_t input, int64_t runs, float *scales, float *offsets) const {
     const int64_t each = divided(s.group, s.run), index = divided(input, s.block);
     int64_t within = divided(input - index * s.block, s.run);
@@ -111,11 +137,11 @@ class BlockScales {
   }
 
   // The same of one block.
-  template <Number NUMBER, Offset OFFSET, bool SUBS>
+  template <Number NUMBER, Offset OFFSET, Subs SUBS>
   void widen_block(const byte *block, Runs where, int64_t runs, float *scales, float *offsets) const {
     constexpr bool MINIMA = OFFSET == Offset::minimum;
     const byte *small = block + numbers * (MINIMA ? 2 : 1) + where.group * OUTPUTS;
-    const byte *other = small + (SUBS ? OUTPUTS * groups : 0);
+    const byte *other = small + (SUBS != Subs::none ? OUTPUTS * groups : 0);
     const int64_t each = where.each;
     for (int64_t c = 0; c < OUTPUTS; c += W) {
       const vf large = load_numbers<NUMBER>(block, c), least = MINIMA ? load_numbers<NUMBER>(block + numbers, c) : vf{};
@@ -123,7 +149,7 @@ class BlockScales {
       vf scale = large, offset = {};
       float *to = scales + c, *beside = offsets + c;
       for (int64_t i = 0; i < runs; at += OUTPUTS, left = each) {
-        if (SUBS) scale = large * load(reinterpret_cast<const int8_t *>(small + at));
+        if (SUBS != Subs::none) scale = large * load_subs<SUBS>(small + at);
         if (OFFSET != Offset::none) offset = -((MINIMA ? least : scale) * load(reinterpret_cast<const int8_t *>(other + at)));
         for (; i < runs && left > 0; ++i, --left, to += OUTPUTS, beside += OUTPUTS) {
           store(to, scale);

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 TOLERANCE = 1e-4
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q2_K", "IQ4_XS",
-    "IQ3_XXS", "IQ1_M",
+    "IQ3_XXS", "IQ1_M", "NVFP4", "TQ2_0",
 )  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", dict(moe_intermediate_size=256)),

@@ -43,7 +43,8 @@ CPU = torch.device("cpu")
 BOUND = 2e-6
 """Of a product, as a share of the sum of absolute terms."""
 IN_BLOCKS = {name: form for name, form in FORMATS.items() if form.block} | {
-    "W4 wide": FORMATS["W4 zeros"].grouped(48, "fp16")
+    "W4 wide": FORMATS["W4 zeros"].grouped(48, "fp16"),
+    "NVFP4": FORMATS["NVFP4"].of_rows(336),
 }
 
 
@@ -332,4 +333,4 @@ def test_all_of_it_compiles_for_gpus(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 25 and all(found.values()), found
+    assert len(found) == 27 and all(found.values()), found

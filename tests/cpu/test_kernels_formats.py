@@ -31,6 +31,8 @@ STORED = {name: form for name, form in FORMATS.items() if name not in get_args(Q
     "W4 bf16": FORMATS["W4 zeros"].grouped(32, "bf16"),
     "W8 fp32": FORMATS["W8"].grouped(64, "fp32"),
     "W4 wide": FORMATS["W4 zeros"].grouped(48, "fp16"),
+    "NVFP4": FORMATS["NVFP4"].of_rows(176),
+    "NVFP4 long": FORMATS["NVFP4"].of_rows(768),
 }
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -258,9 +258,17 @@ def test_the_command_tells_errors_in_one_line(capfd: pytest.CaptureFixture[str])
 
 def test_names() -> None:
     assert [hub_name(text) for text in ("a", "a/b/c", "../b", "a/b:", "a/b:c/d", "-a/b")] == [None] * 6
-    files = ["x/m-IQ4_XS.gguf", "m.q8_0.gguf", "m-Q6_K_L.gguf", "plain.gguf", "m-mxfp4_moe.gguf", "imatrix.gguf"]
+    files = [
+        "x/m-IQ4_XS.gguf",
+        "m.q8_0.gguf",
+        "m-Q6_K_L.gguf",
+        "plain.gguf",
+        "m-mxfp4_moe.gguf",
+        "m-NVFP4.gguf",
+        "imatrix.gguf",
+    ]
     models = quants(files)
-    assert set(models) == {"IQ4_XS", "Q8_0", "Q6_K_L", "plain", "MXFP4_MOE"}
+    assert set(models) == {"IQ4_XS", "Q8_0", "Q6_K_L", "plain", "MXFP4_MOE", "NVFP4"}
     assert chosen(models, "PLAIN") == "plain"
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from headrace import LLM, SamplingParams
 from headrace.kernels import cpu, dispatch
@@ -28,174 +26,23 @@ from headrace.types import UnsupportedModel
 from tests.support.gguf_files import theirs, tokens_of
 from tests.support.hybrid_checkpoints import Sequence, build_model
 from tests.support.naive_attention import prompt_logits
+from tests.support.quantised_files import (
+    COMPRESSED,
+    FORMATS,
+    MIXED,
+    MODULE,
+    Tensors,
+    awq,
+    gptq,
+    weights_of,
+    write,
+)
 from tests.support.traces import run, same
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
-Tensors = dict[str, Tensor]
-Written = tuple[Tensors, Tensor]
-"""A module's tensors by the ends of their names, and the matrix [N, K] that they stand for by the format's formula."""
-
-
-def words(codes: Tensor, bits: int) -> Tensor:
-    """int32 [..., n * bits / 32] of codes [..., n], the first in the lowest bits."""
-    whole = (codes.long().unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)).sum(-1)
-    return (whole - (whole >> 31 << 32)).int()
-
-
-def drawn(weight: Tensor, bits: int, group: int, seed: int, sym: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """codes [N, K], zero points [N, K / G] and fp16 scales [N, K / G] of a matrix about as wide as `weight`."""
-    made = torch.Generator().manual_seed(seed)
-    outputs, inputs = weight.shape
-    codes = torch.randint(0, 1 << bits, (outputs, inputs), generator=made)
-    half = 1 << bits - 1
-    zeros = torch.full((outputs, inputs // group), half)
-    if not sym:
-        zeros += torch.randint(-3, 4, zeros.shape, generator=made)
-    scales = weight.std() / half * 1.7 * (0.5 + torch.rand(zeros.shape, generator=made))
-    return codes, zeros, scales.half()
-
-
-def gptq(
-    weight: Tensor, seed: int, bits: int = 4, group: int = 32, sym: bool = False, act_order: bool = False
-) -> Written:
-    codes, zeros, scales = drawn(weight, bits, group, seed, sym)
-    inputs = weight.shape[1]
-    g_idx = torch.arange(inputs) // group
-    if act_order:
-        g_idx = g_idx[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed % 2))]
-    tensors = {
-        "qweight": words(codes, bits).T.contiguous(),
-        "qzeros": words((zeros - 1).T.contiguous(), bits),
-        "scales": scales.T.contiguous(),
-        "g_idx": g_idx.int(),
-    }
-    return tensors, scales.float()[:, g_idx] * (codes - zeros[:, g_idx])
-
-
-def awq(weight: Tensor, seed: int) -> Written:
-    codes, zeros, scales = drawn(weight, 4, 64, seed, False)
-    each = torch.arange(weight.shape[1]) // 64
-
-    def by_outputs(values: Tensor) -> Tensor:
-        """int32 [.., N / 8]: of eight outputs the nibbles hold 0 2 4 6 1 3 5 7."""
-        return words(values.T.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2), 4)
-
-    tensors = {"qweight": by_outputs(codes), "qzeros": by_outputs(zeros), "scales": scales.T.contiguous()}
-    return tensors, scales.float()[:, each] * (codes - zeros[:, each])
-
-
-def packed(weight: Tensor, seed: int, bits: int = 4, sym: bool = True) -> Written:
-    codes, zeros, scales = drawn(weight, bits, 128, seed, sym)
-    each = torch.arange(weight.shape[1]) // 128
-    tensors = {
-        "weight_packed": words(codes, bits),
-        "weight_scale": scales.bfloat16(),
-        "weight_shape": torch.tensor(weight.shape),
-    }
-    if not sym:
-        tensors["weight_zero_point"] = words(zeros.T.contiguous(), bits).T.contiguous()
-    return tensors, scales.bfloat16().float()[:, each] * (codes - zeros[:, each])
-
-
-def int8(weight: Tensor, seed: int) -> Written:
-    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
-    codes = (weight / scales.float()).round().clamp(-127, 127).to(torch.int8)
-    return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
-
-
-def fp8(weight: Tensor, seed: int) -> Written:
-    scale = weight.abs().max() / 400
-    codes = (weight / scale).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale": scale.reshape(1), "input_scale": torch.ones(1)}, codes.float() * scale
-
-
-def fp8_blocks(weight: Tensor, seed: int) -> Written:
-    blocks = -(-weight.shape[0] // 128), weight.shape[1] // 128
-    scales = (0.5 + torch.rand(blocks, generator=torch.Generator().manual_seed(seed))) / 2000
-    spread = scales.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
-    codes = (weight / spread).clamp(-440, 440).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
-
-
-def weights_of(kind: str, bits: int, **more: Any) -> dict[str, Any]:
-    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"type": kind, "num_bits": bits, **more}}}}
-
-
-def w8a8(**more: Any) -> dict[str, Any]:
-    """int8 of each output, and of each row as it passes, unless `more` of the activations says something else."""
-    rows = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
-    groups = weights_of("int", 8, strategy="channel")
-    groups["config_groups"]["group_0"]["input_activations"] = rows | more
-    return COMPRESSED | {"format": "int-quantized"} | groups
-
-
-COMPRESSED = {"quant_method": "compressed-tensors"}
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor, int], Written]]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq),
-    "gptq symmetric": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 128}, lambda w, s: gptq(w, s, group=128, sym=True)
-    ),
-    "gptq act-order": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
-        lambda w, s: gptq(w, s, act_order=True),
-    ),
-    "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 64}, lambda w, s: gptq(w, s, 8, 64)),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
-    "W4A16": (COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4), packed),
-    "W4A16 with zeros": (
-        COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4), lambda w, s: packed(w, s, sym=False)
-    ),
-    "W8A16": (COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 8), lambda w, s: packed(w, s, 8)),
-    "W8": (COMPRESSED | {"format": "int-quantized"} | weights_of("int", 8), int8),
-    "W8A8, activations of one scale": (w8a8(strategy="tensor", dynamic=False), int8),
-    "FP8": (COMPRESSED | {"format": "float-quantized"} | weights_of("float", 8), fp8),
-    "FP8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8_blocks),
-}  # fmt: skip
-
-
-ROUNDED: tuple[dict[str, Any], Callable[[Tensor, int], Written]] = (w8a8(), int8)
-"""The one whose activations are rounded."""
-PROJECTION = re.compile(r"_proj|\.w[123]\.")
-MIXTRALS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
-def published(model: PreTrainedModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter by the name that checkpoints have for it; of experts, which transformers fuses, each matrix."""
-    mixtral = model.config.model_type in ("mixtral", "minimax_m2")
-    name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
-    if parameter.dim() != 3 or ".experts." not in name:
-        yield name, parameter
-        return
-    layer, _, fused = name.rpartition(".")
-    parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
-    for expert, matrices in enumerate(parameter):
-        for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
-            yield f"{layer}.{expert}.{MIXTRALS[part] if mixtral else part}.weight", matrix
-
-
-def write(model: PreTrainedModel, folder: Path, name: str) -> Path:
-    """The model's folder with all projections of its layers quantised, and in `model` what they stand for."""
-    config, quantise = FORMATS.get(name, ROUNDED)
-    folder.mkdir()
-    fields = json.loads(model.config.to_json_string()) | {"quantization_config": config, "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(fields | {"architectures": [type(model).__name__]}))
-    tensors: Tensors = {}
-    with torch.no_grad():
-        corrections = [named for named in model.named_buffers() if named[0].endswith("e_score_correction_bias")]
-        every = [*model.named_parameters(), *corrections]
-        matrices = [each for named in every for each in published(model, *named)]
-        for seed, (each, matrix) in enumerate(matrices):
-            if not PROJECTION.search(each) or matrix.dim() == 1:
-                tensors[each] = matrix.contiguous()
-                continue
-            stored, meant = quantise(matrix.detach(), seed)
-            matrix.copy_(meant)
-            tensors |= {f"{each.removesuffix('.weight')}.{end}": tensor for end, tensor in stored.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -263,7 +110,7 @@ def test_logits_of_experts(family: str, name: str, tmp_path: Path) -> None:
     if cpu.available():
         up, down = (decoder.matrices[f"layers.1.experts.3.{part}.weight"] for part in ("up", "down"))
         assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
-        assert isinstance(up, Parts) == (name == "gptq act-order")
+        assert isinstance(up, Parts) == (name == "gptq act-order" or "mixed" in name)
 
 
 @pytest.mark.parametrize("name", ["FP8 blocks", "gptq"])
@@ -346,7 +193,8 @@ def test_activations_without_kernels(tmp_path: Path, caplog: pytest.LogCaptureFi
     ("family", "name"),
     [
         ("qwen2", "gptq act-order"), ("qwen2", "awq"), ("qwen2", "FP8 blocks"), ("qwen2", "W8A8"),
-        ("qwen3_moe", "gptq act-order"), ("qwen3_moe", "W8A8"), ("mixtral", "FP8 blocks"),
+        ("qwen3_moe", "gptq act-order"), ("qwen3_moe", "W8A8"), ("mixtral", "FP8 blocks"), ("qwen2", "mixed"),
+        ("qwen3_moe", "ModelOpt NVFP4"),
     ],
 )  # fmt: skip
 def test_the_promise_holds(family: str, name: str, tmp_path: Path) -> None:
@@ -360,6 +208,42 @@ def test_the_promise_holds(family: str, name: str, tmp_path: Path) -> None:
     for _ in range(2):
         same(run(shared, prompts, short), want)
     assert shared.engine.stats().tokens.cached > 300, "nothing was cached"
+
+
+def test_what_modelopt_says_beside_config_json(tmp_path: Path) -> None:
+    """Older folders have a file of its own for it."""
+    model = theirs("qwen2")
+    folder, tokens = write(model, tmp_path / "m", "ModelOpt NVFP4"), tokens_of(150)
+    config = json.loads((folder / "config.json").read_text())
+    said = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    written = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": said["quant_algo"], "group_size": 16}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(written))
+    with torch.no_grad():
+        want = model(torch.tensor([tokens])).logits[0]
+    assert (prompt_logits(load_decoder(folder, "float32"), tokens) - want).abs().max() <= TOLERANCE
+    assert read_config(folder) == plain_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "words"),
+    [
+        ("NVFP4", {"weight_global_scale": torch.ones(2)}, "multiples of 16 under one scale"),
+        ("NVFP4", {"weight_global_scale": torch.zeros(1)}, "NaN or infinity"),
+        ("NVFP4", {"weight_scale": torch.ones(512, 16)}, "float8_e4m3fn, they are torch.uint8 and torch.float32"),
+        ("NVFP4", {"weight_scale": torch.full((512, 16), float("nan")).to(torch.float8_e4m3fn)}, "a scale is NaN"),
+        ("NVFP4", {"weight_scale": torch.ones(512, 8).to(torch.float8_e4m3fn)}, r"scales \[512, 8\] where"),
+        ("MXFP4", {"weight_scale": torch.full((512, 8), 255, dtype=torch.uint8)}, "NaN or infinity"),
+        ("ModelOpt FP8", {"weight": torch.zeros(512, 256, dtype=torch.uint8)}, "they are torch.uint8"),
+    ],
+    ids=str,
+)
+def test_damaged_matrices_are_named(name: str, changed: Tensors, words: str, tmp_path: Path) -> None:
+    folder = write(theirs("qwen2"), tmp_path / "m", name)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {f"{MODULE}.{end}": each for end, each in changed.items()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{re.escape(MODULE)}.*{words}"):
+        load_decoder(folder, "float32")
 
 
 def test_what_is_quantised_is_not_rounded_again(tmp_path: Path) -> None:
@@ -377,7 +261,27 @@ def test_what_is_quantised_is_not_rounded_again(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
-        (COMPRESSED | {"format": "nvfp4-pack-quantized"} | weights_of("float", 4), "nvfp4"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"} | weights_of("float", 8), "of 8 bits"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"} | weights_of("float", 4, symmetric=False), "'nvfp4-pack"),
+        (COMPRESSED | {"format": "mxfp6-pack-quantized"} | weights_of("float", 6), "'mxfp6-pack-quantized'"),
+        (
+            COMPRESSED
+            | MIXED
+            | {"format": "mixed-precision"}
+            | {
+                "config_groups": {
+                    "a": weights_of("int", 4)["config_groups"]["group_0"] | {"format": "pack-quantized"},
+                    "b": weights_of("int", 8)["config_groups"]["group_0"] | {"format": "pack-quantized"},
+                }
+            },
+            "config_groups of W4A16, W8A16 in one checkpoint",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ' is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION'"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": 3}},
+            "quant_algo 'None'",
+        ),
         (COMPRESSED | {"format": "pack-quantized", "config_groups": 3}, "config_groups"),
         ([], "must be an object"),
     ],

@@ -35,4 +35,8 @@ def coded(form: Format, outputs: int, blocks: int, seed: int = 0, **more: Any) -
         None if form.offset == "none" else whole(0, 64, groups) if form.offset == "minimum" else whole(-8, 9, groups)
     )
     minima = number() if form.offset == "minimum" else None
-    return Coded(form, codes, number(), whole(-64, 64, groups) if form.subs else None, minima, smalls, **more)
+    subs = whole(-64, 64, groups) if form.subs == "whole" else None
+    if form.subs == "e4m3":
+        subs = whole(-128, 127, groups)
+        subs[(subs & 127) == 127] = 3
+    return Coded(form, codes, number(), subs, minima, smalls, **more)

@@ -31,6 +31,7 @@ FORMS = {
     "int8": ("int8", 8, 0, False, 64), "int4": ("int4", 4, 64, False, 64), "Q4_K": ("uint4", 4, 32, True, 32),
     "Q6_K": ("int8", 8, 16, False, 16), "Q2_K": ("uint4", 8, 16, True, 16),
     "MXFP4": ("e2m1", 4, 32, False, 32), "FP8": ("e4m3", 8, 128, False, 64),
+    "NVFP4": ("e2m1", 8, 16, False, 16),
     "numbers": ("plain", 16, 0, False, 64),
 }  # fmt: skip
 """CODES, BITS, GROUP, OFFSETS and STEP of weight_kernels.product."""

@@ -157,7 +157,7 @@ DRAWN: dict[Kind, tuple[int, float]] = {
     Kind.Q2_K: (80, 13.9), Kind.Q3_K: (108, 43.4), Kind.Q4_K: (0, 32 * 4.6), Kind.Q5_K: (0, 32 * 9.2),
     Kind.Q6_K: (208, 64 * 18.0), Kind.IQ4_NL: (0, 67.1), Kind.IQ4_XS: (0, 1250.0), Kind.IQ3_S: (0, 140.0),
     Kind.IQ3_XXS: (0, 142.0), Kind.IQ2_S: (0, 56.4), Kind.IQ2_XS: (0, 56.1), Kind.IQ2_XXS: (0, 53.6),
-    Kind.IQ1_S: (0, 7.2), Kind.IQ1_M: (48, 7.2),
+    Kind.IQ1_S: (0, 7.2), Kind.IQ1_M: (48, 7.2), Kind.Q1_0: (0, 1.0),
 }  # fmt: skip
 """Types that are drawn: where a block's scale lies, and the standard deviation of random blocks under a scale of 1."""
 LEAST = {Kind.Q2_K: 1.5, Kind.Q4_K: 7.5, Kind.Q5_K: 15.5}
@@ -166,9 +166,29 @@ LEAST = {Kind.Q2_K: 1.5, Kind.Q4_K: 7.5, Kind.Q5_K: 15.5}
 
 def raw_rows(value: Array, kind: Kind) -> Array:
     """Rows of that type, fp32 as they are, what the gguf package does not write drawn."""
+    if kind == Kind.NVFP4:
+        return drawn_nvfp4(value.shape)
     if kind not in DRAWN:
         return quants.quantize(np.ascontiguousarray(value), kind)
     return drawn(value.shape, kind, float(value.std()))
+
+
+def meaning(rows: Array, kind: Kind) -> Array:
+    """fp32 of rows of that type. The package does not read Q1_0: a scale for 128 inputs, with the sign of each."""
+    if kind != Kind.Q1_0:
+        return quants.dequantize(rows, kind)
+    each = rows.reshape(-1, 18)
+    scales = each[:, :2].copy().view(np.float16).astype(np.float32)
+    signs = np.where(np.unpackbits(each[:, 2:], axis=1, bitorder="little"), np.float32(1), np.float32(-1))
+    return (scales * signs).reshape(len(rows), -1)
+
+
+def drawn_nvfp4(shape: tuple[int, ...], seed: int = 0) -> Array:
+    """uint8 [rows, bytes]: random codes under scales of 28 to 448; numbers deviate by about 700."""
+    made = np.random.default_rng([seed, shape[0], shape[1]])
+    rows = made.integers(0, 256, (shape[0], shape[1] // 64, 36), dtype=np.uint8)
+    rows[..., :4] = made.integers(0x5E, 0x7F, rows[..., :4].shape, dtype=np.uint8)
+    return rows.reshape(shape[0], -1)
 
 
 def drawn(shape: tuple[int, ...], kind: Kind, width: float, seed: int = 0) -> Array:
@@ -206,7 +226,12 @@ def _add(writer: GGUFWriter, name: str, parameter: torch.Tensor, config: Any, ki
     kind = kind_of(theirs)
     rows = raw_rows(value, kind)
     writer.add_tensor(theirs, rows, raw_dtype=kind)
-    stored = quants.dequantize(rows, kind)
+    stored = meaning(rows, kind)
+    if kind == Kind.NVFP4:  # one number that all are multiplied by, as llama.cpp's converter writes it
+        scale = np.float32(value.std() / stored.std())
+        writer.add_tensor(theirs.replace("weight", "scale"), np.array([scale]))
+        writer.add_tensor(theirs.replace("weight", "input_scale"), np.array([0.5], np.float32))
+        stored = stored * scale
     parameter.copy_(torch.from_numpy(_in_halves(stored, heads) if turned else stored))
 
 
@@ -221,7 +246,13 @@ def _add_experts(writer: GGUFWriter, name: str, parameter: torch.Tensor, kind_of
             kind = kind_of(theirs)
             rows = raw_rows(own.reshape(-1, own.shape[-1]).numpy().astype(np.float32), kind)
             writer.add_tensor(theirs, rows.reshape(*own.shape[:-1], -1), raw_dtype=kind)
-            own.copy_(torch.from_numpy(quants.dequantize(rows, kind)).view(own.shape))
+            stored = torch.from_numpy(meaning(rows, kind)).view(own.shape)
+            if kind == Kind.NVFP4 and not apart:  # a number of each expert
+                scales = (own.std() / stored.std() * torch.linspace(0.8, 1.2, len(own))).numpy()
+                writer.add_tensor(theirs.replace("weight", "scale"), scales)
+                writer.add_tensor(theirs.replace("weight", "input_scale"), scales)
+                stored = stored * torch.from_numpy(scales)[:, None, None]
+            own.copy_(stored)
 
 
 def _in_pairs(value: Array, heads: int) -> Array:

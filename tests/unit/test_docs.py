@@ -44,6 +44,7 @@ MADE_WHEN_RUN = {
     "1_Pooling/config.json",
     "config_sentence_transformers.json",
     "adapter_config.json",
+    "hf_quant_config.json",
     "build/train_tiny/metrics.json",
     "attention.json",
     "failed.txt",

@@ -68,6 +68,11 @@ class Number:
 
     fp32: Number
 
+class Subs:
+    """What sub-scales are: named in csrc/kernels.h, HEADRACE_SUBS."""
+
+    none: Subs
+
 class Offset:
     """What is added to a code times its scale: named in csrc/kernels.h, HEADRACE_OFFSETS."""
 
@@ -76,7 +81,7 @@ class Offset:
 class Scaling:
     """kernels.formats.Format. run: see kernels.quantized.run_of. Raises ValueError for sizes that do not divide."""
 
-    def __init__(self, number: Number, offset: Offset, *, subs: bool, block: int, group: int, run: int) -> None: ...
+    def __init__(self, number: Number, offset: Offset, *, subs: Subs, block: int, group: int, run: int) -> None: ...
 
 class Matrix:
     """order: of the inputs, int32 [inputs], or 0."""
@@ -334,6 +339,7 @@ _Matrix = Matrix
 _Gate = Gate
 _Routing = Routing
 _Number = Number
+_Subs = Subs
 _Offset = Offset
 _Scaling = Scaling
 _Element = Element
@@ -360,6 +366,8 @@ class Extension(Protocol):
     def Format(self) -> type[Format]: ...
     @property
     def Number(self) -> type[_Number]: ...
+    @property
+    def Subs(self) -> type[_Subs]: ...
     @property
     def Offset(self) -> type[_Offset]: ...
     @property

@@ -171,7 +171,7 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = F
 def no_scaling() -> native.Scaling:
     """Of weights that are numbers."""
     ext = _require()
-    return ext.Scaling(ext.Number.fp32, ext.Offset.none, subs=False, block=0, group=0, run=0)
+    return ext.Scaling(ext.Number.fp32, ext.Offset.none, subs=ext.Subs.none, block=0, group=0, run=0)
 
 
 class StoredWeight(Protocol):

@@ -1,7 +1,7 @@
 """Formats of weights that are codes under scales: one table, which the loader of files and the C++ products share.
 
 N: outputs, K: inputs. A weight is `scale * value(code) + offset`. Along a row, `block` inputs share a scale as it is
-stored; where there are sub-scales, small whole numbers, a scale is the block's times that of its `group` of inputs. An
+stored; where there are sub-scales, of a byte each, a scale is the block's times that of its `group` of inputs. An
 offset is -(the block's minimum times the group's small number) or -(scale times the group's zero point). Nothing is
 rounded again: codes, scales and the rest are kept in the bits that the file has, in the order in which C++ reads them.
 """
@@ -16,6 +16,8 @@ from torch import Tensor
 
 Offset = Literal["none", "minimum", "zero"]
 Number = Literal["fp32", "bf16", "fp16", "e8m0"]
+Subs = Literal["none", "whole", "e4m3"]
+"""Sub-scales: whole numbers of 8 bits, or numbers of FP8 (e4m3)."""
 NUMBERS: dict[torch.dtype, Number] = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "e8m0"
 }  # fmt: skip
@@ -114,11 +116,12 @@ class Format:
     block: int
     group: int
     offset: Offset = "none"
+    sub: Subs = "whole"
 
     @property
-    def subs(self) -> bool:
-        """Whether scales of groups are products."""
-        return self.group != self.block
+    def subs(self) -> Subs:
+        """What scales of groups are the block's times."""
+        return "none" if self.group == self.block else self.sub
 
     @property
     def bits(self) -> float:
@@ -127,12 +130,16 @@ class Format:
             return self.codes.bits
         each = {"fp32": 32, "bf16": 16, "fp16": 16, "e8m0": 8}[self.number]
         large = each * (2 if self.offset == "minimum" else 1) / self.block
-        small = (8 * self.subs + 8 * (self.offset != "none")) / self.group
+        small = (8 * (self.subs != "none") + 8 * (self.offset != "none")) / self.group
         return self.codes.bits + large + small
 
     def grouped(self, group: int, number: Number) -> Format:
         """The same in groups of another size, under scales of another type."""
         return replace(self, block=group, group=group, number=number)
+
+    def of_rows(self, inputs: int) -> Format:
+        """The same with a block of so many inputs, all that a row has."""
+        return replace(self, block=inputs)
 
 
 def _listed(*formats: Format) -> dict[str, Format]:
@@ -164,21 +171,26 @@ FORMATS = _listed(
     Format("IQ2_XXS", CODES["iq2"], "fp16", 256, 32),
     Format("IQ1_M", CODES["iq1"], "fp16", 256, 16),
     Format("IQ1_S", CODES["iq1"], "fp16", 256, 32),
+    Format("TQ1_0", CODES["uint2"], "fp16", 256, 256, "zero"),
+    Format("TQ2_0", CODES["uint2"], "fp16", 256, 256, "zero"),
+    Format("Q1_0", CODES["uint2"], "fp16", 128, 128, "zero"),
+    Format("NVFP4", CODES["e2m1"], "fp32", 4096, 16, sub="e4m3"),
     Format("W4", CODES["int4"], "fp16", 128, 128),
     Format("W4 zeros", CODES["int4"], "fp16", 128, 128, "zero"),
     Format("W8", CODES["bytes"], "fp16", 128, 128),
     Format("W8 zeros", CODES["bytes"], "fp16", 128, 128, "zero"),
     Format("FP8", CODES["e4m3"], "fp32", 128, 128),
 )
-"""By name. Of the last five block, group and type of scales are the checkpoint's (Format.grouped)."""
+"""By name. Of the last five block, group and type of scales are the checkpoint's (Format.grouped); NVFP4 has one scale
+for all inputs of a row (Format.of_rows)."""
 
 
 @dataclass(slots=True)
 class Coded:
-    """A weight [N, K] taken apart. codes int8 [N, K]; scales [N, K / block]; subs int8 [N, K / group] or None; minima
-    as scales or None; smalls int8 [N, K / group] or None: what minima are multiplied by, or zero points. order int32
-    [K]: the input that each column of codes is for; None: its own. Raises ValueError for shapes that do not fit, and
-    for scales that are not finite.
+    """A weight [N, K] taken apart. codes int8 [N, K]; scales [N, K / block]; subs int8 [N, K / group] (of e4m3 their
+    bits) or None; minima as scales or None; smalls int8 [N, K / group] or None: what minima are multiplied by, or zero
+    points. order int32 [K]: the input that each column of codes is for; None: its own. Raises ValueError for shapes
+    that do not fit, and for scales that are not finite.
     """
 
     format: Format
@@ -207,6 +219,8 @@ class Coded:
         for tensor in (self.scales, self.minima):
             if tensor is not None and not _finite(tensor):
                 raise ValueError("a scale is NaN or infinity")
+        if form.subs == "e4m3" and self.subs is not None and bool(((self.subs & 127) == 127).any()):
+            raise ValueError("a scale is NaN")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -232,7 +246,10 @@ class Coded:
         def of_groups(blocks: Tensor, small: Tensor) -> Tensor:
             return (_wide(blocks)[..., None] * small.float().view(outputs, blocks.shape[1], -1)).view(outputs, -1)
 
-        scales = _wide(self.scales) if self.subs is None else of_groups(self.scales, self.subs)
+        subs = self.subs
+        if subs is not None and self.format.subs == "e4m3":
+            subs = subs.view(torch.float8_e4m3fn)
+        scales = _wide(self.scales) if subs is None else of_groups(self.scales, subs)
         if self.smalls is None:
             return scales, None
         if self.minima is None:

@@ -142,8 +142,8 @@ class Quantized:
         """See cpu.StoredWeight."""
         ext, (outputs, inputs), form = require(), self.shape, self.format
         scaling = ext.Scaling(
-            getattr(ext.Number, form.number), getattr(ext.Offset, form.offset), subs=form.subs, block=form.block,
-            group=form.group, run=run_of(form.group),
+            getattr(ext.Number, form.number), getattr(ext.Offset, form.offset), subs=getattr(ext.Subs, form.subs),
+            block=form.block, group=form.group, run=run_of(form.group),
         )  # fmt: skip
         return ext.Matrix(
             getattr(ext.Form, form.codes.name), self.codes.data_ptr(), self.scales.data_ptr(), bias, inputs=inputs,

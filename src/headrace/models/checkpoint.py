@@ -206,14 +206,15 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 
     def __init__(self, folder: Path, scheme: Scheme, experts: int, by_inputs: ByInputs) -> None:
         super().__init__(folder, experts, by_inputs)
-        self._scheme = scheme
-        first, *others = ENDS[scheme.layout]
-        modules = [name.removesuffix(f".{first}") for name in self._where if name.endswith(f".{first}")]
-        self._own = {
-            f"{module}.weight": own
-            for module in modules
-            if len(own := [f"{module}.{end}" for end in (first, *others) if f"{module}.{end}" in self._where]) > 1
-        }
+        self._own: dict[str, list[str]] = {}
+        self._schemes: dict[str, Scheme] = {}
+        for each in scheme.every:
+            first, second, *others = ENDS[each.layout]
+            for module in [name.removesuffix(f".{first}") for name in self._where if name.endswith(f".{first}")]:
+                own = [f"{module}.{end}" for end in (first, second, *others) if f"{module}.{end}" in self._where]
+                told = len(own) > 1 if each.layout == "plain" else f"{module}.{second}" in own
+                if told and f"{module}.weight" not in self._own:
+                    self._own[f"{module}.weight"], self._schemes[f"{module}.weight"] = own, each
 
     @property
     def names(self) -> set[str]:
@@ -222,29 +223,31 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._own:
             return super().shape(name)
-        stored = super().shape(self._own[name][0])
-        if self._scheme.layout == "mxfp4" and len(stored) == 3:
+        stored, scheme = super().shape(self._own[name][0]), self._schemes[name]
+        if scheme.layout == "mxfp4" and len(stored) == 3:
             return stored[0], stored[1] * stored[2] * 2
         if len(stored) != 2:
             return stored
-        each = 32 // self._scheme.bits
-        if self._scheme.layout == "packed":
+        each = 32 // scheme.bits
+        if scheme.layout == "packed":
             return tuple(int(size) for size in self.read(self._own[name][0].replace("weight_packed", "weight_shape")))
+        if scheme.layout in ("nvfp4", "nvfp4 scale_2", "packed mxfp4"):
+            return stored[0], stored[1] * 2
         swapped = {"gptq": (stored[1], stored[0] * each), "awq": (stored[1] * each, stored[0])}
-        return swapped.get(self._scheme.layout, stored)
+        return swapped.get(scheme.layout, stored)
 
     def stored_as(self, name: str) -> str:
-        return self._scheme.name if name in self._own else super().stored_as(name)
+        return self._schemes[name].name if name in self._own else super().stored_as(name)
 
     def is_coded(self, name: str) -> bool:
         return name in self._own
 
     def held(self, name: str) -> int:
-        return math.prod(self.shape(name)) * self._scheme.bits // 8
+        return math.prod(self.shape(name)) * self._schemes[name].bits // 8
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
         tensors = {part.rpartition(".")[2]: self.read(part) for part in self._own[name]}
-        return partial(quantised_layouts.coded, self._scheme, tensors, rows)
+        return partial(quantised_layouts.coded, self._schemes[name], tensors, rows)
 
 
 class GgufCheckpoint:
@@ -264,6 +267,7 @@ class GgufCheckpoint:
                     if name in self._where:
                         raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")
                     self._where[name] = file, each
+        self._scales = {name: own for name in self._where if (own := self._scale_of(name)) in self._where}
         pairs = [(name, name.replace(OF_KEYS, OF_VALUES)) for name in self._where if name.endswith(OF_KEYS)]
         self._of_heads = {keys.replace(OF_KEYS, OF_BOTH): (keys, own) for keys, own in pairs if own in self._where}
 
@@ -275,7 +279,8 @@ class GgufCheckpoint:
 
     @property
     def names(self) -> set[str]:
-        return set(self._where) - {part for parts in self._of_heads.values() for part in parts} | set(self._of_heads)
+        beside = {part for parts in self._of_heads.values() for part in parts}.union(self._scales.values())
+        return set(self._where) - beside | set(self._of_heads)
 
     def form(self, family: Family) -> Family:
         form = turned if self._architecture.turned else self._architecture.form
@@ -315,8 +320,14 @@ class GgufCheckpoint:
         return numbers.float() - 1 if norm and self._architecture.added_one else numbers
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
-        stored, kind = self._bytes(name), self.stored_as(name)
-        return lambda: coded(kind, stored if rows is None else stored[rows])
+        stored, kind, own = self._bytes(name), self.stored_as(name), self._scales.get(name)
+        scale = None if own is None else self._wide(own)
+        return lambda: coded(kind, stored if rows is None else stored[rows], scale)
+
+    def _scale_of(self, name: str) -> str | None:
+        """The tensor of one number that a matrix in NVFP4 is multiplied by, if there is one."""
+        info = self._where[name][1]
+        return f"{name.removesuffix('weight')}scale" if info.type.name == "NVFP4" and name.endswith(".weight") else None
 
     def _wide(self, name: str) -> Tensor:
         """A tensor in fp32, multiplied out."""

@@ -340,8 +340,9 @@ def _tell_of_rows(config: ModelConfig, device: torch.device | None) -> None:
     """Where rows are not rounded though the file asks for it."""
     scheme = None if config.stored is None else config.stored.scheme
     on_cpu = device is None or device.type == "cpu"
-    if scheme is not None and scheme.rounds_rows and on_cpu and not dispatch.in_cpp():
-        log.warning("%s: only the C++ kernels and a GPU round activations; the weights alone are used", scheme.name)
+    for each in () if scheme is None or not on_cpu or dispatch.in_cpp() else scheme.every:
+        if each.rounds_rows:
+            log.warning("%s: only the C++ kernels and a GPU round activations; the weights alone are used", each.name)
 
 
 def compute_dtype(config: ModelConfig, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:

@@ -14,6 +14,7 @@ from headrace.files import open_given, read_given
 from headrace.logs import shown
 from headrace.models.gguf.architectures import config_fields
 from headrace.models.gguf.header import SUFFIX, open_gguf, parts_of
+from headrace.models.quantised import BESIDE, FIELDS
 from headrace.types import UnsupportedModel
 
 SINGLE = "model.safetensors"
@@ -58,7 +59,12 @@ def raw_config(model: Path) -> tuple[dict[str, Any], Path]:
     config_fields do."""
     if is_gguf(model):
         return config_fields(*map(open_gguf, parts_of(model))), model
-    return read_json(model / "config.json"), model / "config.json"
+    path = model / "config.json"
+    raw, beside = read_json(path), model / BESIDE
+    if not any(raw.get(name) for name in FIELDS) and beside.is_file():
+        said = read_json(beside).get("quantization")
+        raw |= {FIELDS[0]: {"quant_method": "modelopt"} | (said if isinstance(said, dict) else {})}
+    return raw, path
 
 
 def config_content(model: Path, most: int = MAX_JSON) -> bytes:

@@ -16,7 +16,7 @@ USUAL_QUANT = "Q4_K_M"
 """What is taken of several where none is asked for, as llama.cpp does."""
 NO_MODELS = ("mmproj", "imatrix")
 """In names of GGUF files that hold something else: what reads images, and statistics."""
-FORMAT = r"I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|F16|F32"
+FORMAT = r"I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4|BF16|F16|F32"
 QUANT = re.compile(rf"(?:^|[-._])((?:UD-)?(?:{FORMAT}))$", re.IGNORECASE)
 """The format at the end of a file's name."""
 

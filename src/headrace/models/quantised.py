@@ -6,37 +6,59 @@ scale for each output. Of others that round activations (FP8, scales found befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.logs import shown
 from headrace.types import UnsupportedModel
 
-Layout = Literal["gptq", "awq", "packed", "plain", "mxfp4"]
+Layout = Literal["gptq", "awq", "nvfp4", "nvfp4 scale_2", "packed", "packed mxfp4", "plain", "mxfp4"]
 FIELDS = ("quantization_config", "compression_config")
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
+BESIDE = "hf_quant_config.json"
+"""Where ModelOpt says it, beside a config.json that says nothing of it."""
 ENDS: dict[Layout, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
-    "packed": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    "nvfp4": ("weight_packed", "weight_global_scale", "weight_scale"),
+    "nvfp4 scale_2": ("weight", "weight_scale_2", "weight_scale"),
+    "packed": ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
+    "packed mxfp4": ("weight_packed", "weight_scale"),
     "plain": ("weight", "weight_scale", "weight_scale_inv"),
     "mxfp4": ("blocks", "scales"),
 }
-"""Of the names of a module's tensors; its matrix is there where the first is, and any of the plain ones beside it."""
+"""Of the names of a module's tensors; its matrix is there where the first is, and the second or, of plain ones, any."""
 FP8_BLOCK = [128, 128]
-PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
+PACKED, NVFP4, MXFP4 = "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+PLAIN = ("int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
+MODELOPT: dict[str, tuple[str, Layout, int]] = {
+    "NVFP4": ("NVFP4", "nvfp4 scale_2", 4),
+    "W4A16_NVFP4": ("NVFP4", "nvfp4 scale_2", 4),
+    "FP8": ("FP8", "plain", 8),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("FP8", "plain", 8),
+    "FP8_PB_WO": ("FP8 in blocks", "plain", 8),
+    "MXFP8": ("MXFP8", "plain", 8),
+}
+"""Name, layout and bits of ModelOpt's algorithms that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How matrices are stored. name: told to people; zeros_less_one: zero points of gptq's first format; rounds_rows:
-    rows that meet them are rounded to int8 (kernels.formats, w8a8)."""
+    rows that meet them are rounded to int8 (kernels.formats, w8a8); others: how some of them are stored instead, which
+    their tensors tell."""
 
     name: str
     layout: Layout
     bits: int
     zeros_less_one: bool = False
     rounds_rows: bool = False
+    others: tuple[Scheme, ...] = ()
+
+    @property
+    def every(self) -> tuple[Scheme, ...]:
+        """This one and the others, in the order in which a module's tensors are held against them."""
+        return tuple(sorted((self, *self.others), key=lambda each: list(ENDS).index(each.layout)))
 
 
 def scheme_of(raw: dict[str, Any]) -> Scheme | None:
@@ -49,13 +71,12 @@ def scheme_of(raw: dict[str, Any]) -> Scheme | None:
     if not isinstance(given, dict):
         raise UnsupportedModel(f"{field} must be an object")
     method = given.get("quant_method")
-    readers = {"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4}
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedModel(
-            f"{field}: quant_method {shown(repr(method))} is not supported; supported: {', '.join(METHODS)}; "
+            f"{field}: quant_method {shown(repr(method))} is not supported; supported: {', '.join(_METHODS)}; "
             f"otherwise use the unquantised checkpoint"
         )
-    return readers[str(method)](given)
+    return _METHODS[method](given)
 
 
 def _bits(value: Any, allowed: tuple[int, ...], method: str) -> int:
@@ -101,21 +122,43 @@ def _compressed(given: dict[str, Any]) -> Scheme:
         for each in (groups.values() if isinstance(groups, dict) else ())
         if isinstance(each, dict) and isinstance(each.get("weights"), dict)
     ]
-    kinds = {(str(each["weights"].get("type", "int")), each["weights"].get("num_bits")) for each in found}
-    if len(kinds) != 1:
-        raise UnsupportedModel("quantization_config: config_groups must hold one kind of weights")
-    [(kind, bits)] = kinds
-    form = given.get("format")
+    if not found:
+        raise UnsupportedModel("quantization_config: config_groups must say of what kind weights are")
+    kinds = dict.fromkeys(_of_group(each, each.get("format") or given.get("format")) for each in found)
+    if all(
+        kind.layout == "plain" and kind.name in ("W8A8", "int8") for kind in kinds
+    ):  # all groups round rows, or none
+        return next((kind for kind in kinds if not kind.rounds_rows), next(iter(kinds)))
+    return _together(list(kinds), "config_groups")
+
+
+def _together(kinds: list[Scheme], field: str) -> Scheme:
+    """One scheme of several, which no two may have in one layout: tensors would not tell which it is."""
+    if len({kind.layout for kind in kinds}) < len(kinds):
+        told = ", ".join(kind.name for kind in kinds)
+        raise UnsupportedModel(f"quantization_config: {field} of {told} in one checkpoint is not supported")
+    first, *others = kinds
+    return replace(first, others=tuple(others))
+
+
+def _of_group(group: dict[str, Any], form: Any) -> Scheme:
+    """Of a group of compressed-tensors, in this format."""
+    weights = group["weights"]
+    kind, bits = str(weights.get("type", "int")), weights.get("num_bits")
     if form == PACKED and kind == "int":
         return Scheme(f"W{bits}A16", "packed", _bits(bits, (4, 8), PACKED))
+    if form in (NVFP4, MXFP4) and kind == "float" and weights.get("symmetric", True) is not False:
+        bits = _bits(bits, (4,), str(form))
+        return Scheme("NVFP4", "nvfp4", bits) if form == NVFP4 else Scheme("MXFP4", "packed mxfp4", bits)
     if form in PLAIN and kind in ("int", "float"):
         bits = _bits(bits, (8,), str(form))
-        if kind == "int" and all(_rounds_rows(each) for each in found):
-            return Scheme("W8A8", "plain", bits, rounds_rows=True)
-        return Scheme("int8" if kind == "int" else "FP8", "plain", bits)
+        if kind == "int":
+            rounds = _rounds_rows(group)
+            return Scheme("W8A8" if rounds else "int8", "plain", bits, rounds_rows=rounds)
+        return Scheme("MXFP8" if form == "mxfp8-quantized" else "FP8", "plain", bits)
     raise UnsupportedModel(
         f"quantization_config: format {shown(repr(form))} of {shown(kind)} weights is not supported; "
-        f"supported: {PACKED} of int, {', '.join(PLAIN)}"
+        f"supported: {PACKED} of int, {NVFP4}, {MXFP4}, {', '.join(PLAIN)}"
     )
 
 
@@ -128,3 +171,23 @@ def _rounds_rows(group: dict[str, Any]) -> bool:
         and (rows.get("dynamic"), rows.get("symmetric", True)) == (True, True)
         and group["weights"].get("strategy") == "channel"
     )
+
+
+def _modelopt(given: dict[str, Any]) -> Scheme:
+    """ModelOpt's, each module's own algorithm where they differ. Its scales of activations are not used."""
+    algorithm, layers = given.get("quant_algo"), given.get("quantized_layers")
+    found = [str(algorithm)]
+    if algorithm == "MIXED_PRECISION" and isinstance(layers, dict) and layers:
+        found = [str(each.get("quant_algo") if isinstance(each, dict) else None) for each in layers.values()]
+    for each in found:
+        if each not in MODELOPT:
+            raise UnsupportedModel(
+                f"quantization_config: quant_algo {shown(repr(each))} is not supported; supported: "
+                f"{', '.join(MODELOPT)}, and MIXED_PRECISION of these"
+            )
+    return _together([Scheme(*kind) for kind in dict.fromkeys(MODELOPT[each] for each in found)], "quantized_layers")
+
+
+_METHODS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
+    "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt,
+}  # fmt: skip

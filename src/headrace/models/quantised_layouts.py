@@ -8,9 +8,14 @@ module's, and unpacks them to `Coded`:
          scales [K / G, N].
   packed compressed-tensors' weight_packed int32 [N, K / c]; weight_scale [N, K / G] or [N, 1]; weight_zero_point int32
          [N / c, K / G]; weight_g_idx.
+  nvfp4  weight_packed uint8 [N, K / 2], of two inputs next to each other the first in the lower four bits; weight_scale
+         float8_e4m3fn [N, K / 16], over weight_global_scale of all. ModelOpt's (nvfp4 scale_2): weight, weight_scale,
+         times weight_scale_2.
+  packed mxfp4  weight_packed so; weight_scale uint8 [N, K / 32], powers of 2.
   mxfp4  blocks uint8 [N, K / 32, 16], of two inputs next to each other the first in the lower four bits; scales uint8
          [N, K / 32], powers of 2.
-  plain  weight int8 or float8_e4m3fn [N, K] with weight_scale [N, K / G], [N, 1], [1] or blocks, or weight_scale_inv.
+  plain  weight int8 or float8_e4m3fn [N, K] with weight_scale [N, K / G], [N, 1], [1] or blocks, or weight_scale_inv;
+         of MXFP8 uint8 [N, K / 32], powers of 2.
 """
 
 from __future__ import annotations
@@ -128,6 +133,8 @@ def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
         if scales.shape[1] == 1:
             return Coded(FORMATS["w8a8" if scheme.rounds_rows else "int8"], codes, scales.float())
         return Coded(_grouped(FORMATS["W8"], codes, scales), codes, scales.contiguous())
+    if weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"weights must be int8 or float8_e4m3fn, they are {weight.dtype}")
     raw = codes.view(torch.int8)
     if bool(((raw & 127) == 127).any()):
         raise ValueError("a weight is NaN")
@@ -140,6 +147,35 @@ def _mxfp4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
         raise ValueError(f"blocks and scales must be uint8, they are {blocks.dtype} and {scales.dtype}")
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
     return Coded(FORMATS["MXFP4"], codes.view(torch.int8), scales.contiguous())
+
+
+def _packed_mxfp4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    return _of_halves("MXFP4", tensors["weight_packed"], tensors["weight_scale"], torch.uint8, rows)
+
+
+def _nvfp4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    if scheme.layout == "nvfp4":
+        packed, scale = tensors["weight_packed"], 1 / tensors["weight_global_scale"].float()
+    else:
+        packed, scale = tensors["weight"], tensors["weight_scale_2"].float()
+    return _of_halves("NVFP4", packed, tensors["weight_scale"], torch.float8_e4m3fn, rows, scale)
+
+
+def _of_halves(
+    name: str, packed: Tensor, scales: Tensor, dtype: torch.dtype, rows: Tensor | None, scale: Tensor | None = None
+) -> Coded:
+    """A matrix of codes e2m1 under scales of that type; scale: one number that those of groups are multiplied by."""
+    if packed.dtype != torch.uint8 or scales.dtype != dtype:
+        raise ValueError(f"codes and scales must be uint8 and {dtype}, they are {packed.dtype} and {scales.dtype}")
+    packed, scales = _some(packed, rows), _some(scales, rows)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).view(torch.int8)
+    if scale is None:
+        return Coded(FORMATS[name], codes, scales.contiguous())
+    form, group = FORMATS[name].of_rows(codes.shape[1]), FORMATS[name].group
+    if codes.shape[1] % group or scale.numel() != 1:
+        raise ValueError(f"{name} takes inputs in multiples of {group} under one scale, got {list(codes.shape)}")
+    every = scale.reshape(1, 1).expand(len(codes), 1)
+    return Coded(form, codes, every.contiguous(), scales.contiguous().view(torch.int8))
 
 
 def _spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
@@ -157,5 +193,6 @@ def _spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
 
 BLOCK = 128
 _LAYOUTS: dict[str, Callable[[Scheme, Tensors, Tensor | None], Coded]] = {
-    "gptq": _gptq, "awq": _awq, "packed": _packed, "plain": _plain, "mxfp4": _mxfp4,
+    "gptq": _gptq, "awq": _awq, "packed": _packed, "plain": _plain, "mxfp4": _mxfp4, "nvfp4": _nvfp4,
+    "nvfp4 scale_2": _nvfp4, "packed mxfp4": _packed_mxfp4,
 }  # fmt: skip

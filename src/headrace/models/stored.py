@@ -19,7 +19,11 @@ def stored_weights(model: Path, scheme: Scheme | None) -> StoredWeights | None:
         return _of_gguf(model)
     if scheme is None:
         return None
-    return StoredWeights(sum(path.stat().st_size for path in weight_files(model)), (scheme.name,), scheme)
+    return StoredWeights(
+        sum(path.stat().st_size for path in weight_files(model)),
+        tuple(each.name for each in (scheme, *scheme.others)),
+        scheme,
+    )
 
 
 def has_tiled_values(model: Path) -> bool:

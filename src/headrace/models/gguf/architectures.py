@@ -304,6 +304,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     return DEEPSEEK_V3 if name == "deepseek2" and deepseek.has_sigmoids(file) else ARCHITECTURES[name]
 
 
+NUMBERS = ("scale", "input_scale")
+"""Kinds of tensors that hold one number for each matrix."""
+
+
 def checkpoint_tensors(
     architecture: Architecture, file: GgufFile, info: TensorInfo, experts: int, layers: int
 ) -> dict[str, TensorInfo]:
@@ -322,7 +326,9 @@ def checkpoint_tensors(
     name, apart = found
     if not apart:
         return {f"{name}.{kind}": info}
-    if len(info.shape) != (2 if kind == "bias" else 3) or info.shape[0] != experts:
+    if kind in NUMBERS:
+        info = replace(info, shape=(*info.shape, 1))
+    if len(info.shape) != (2 if kind in ("bias", *NUMBERS) else 3) or info.shape[0] != experts:
         raise ValueError(
             f"{file.path}: {shown(info.name)} is of shape {list(info.shape)} where matrices of {experts} experts are "
             f"expected; download it again"

@@ -8,6 +8,7 @@ are 16, 32 or 64 apart.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,11 +20,17 @@ from headrace.models.gguf.bits import at_bits, halves, numbers, row
 SLICE = 4096
 
 
-def coded(name: str, rows: Tensor) -> Coded:
+def coded(name: str, rows: Tensor, scale: Tensor | None = None) -> Coded:
     """A weight [N, K] from rows uint8 [N, bytes of a row], in a type of that name. A slice of rows is taken apart after
-    another, which takes several times the room of its codes."""
+    another, which takes several times the room of its codes. scale: one number in fp32 that all are multiplied by, of
+    types that have none (NVFP4). Raises ValueError for scales that are not finite, or more than one."""
     first, *others = map(_READERS[name], rows.split(SLICE))
-    return first.joined(others) if others else first
+    whole = first.joined(others) if others else first
+    if scale is None:
+        return whole
+    if scale.numel() != 1:
+        raise ValueError(f"there are {scale.numel()} scales where one is expected")
+    return replace(whole, scales=scale.float().reshape(1, 1).expand_as(whole.scales).contiguous())
 
 
 def _q8_0(rows: Tensor) -> Coded:
@@ -69,6 +76,43 @@ def _from_least(name: str, block: int, rows: Tensor, codes: Tensor) -> Coded:
 def _mxfp4(rows: Tensor) -> Coded:
     codes = halves(numbers(rows, 17, 1, 16, torch.uint8))
     return Coded(FORMATS["MXFP4"], row(codes), numbers(rows, 17, 0, 1, torch.uint8)[..., 0])
+
+
+def _nvfp4(rows: Tensor) -> Coded:
+    """Groups of 16 codes, the first 8 in low halves of bytes. Scales have no sign, and 127, which is no number in FP8,
+    is 0 here. The number that all are multiplied by is a tensor of its own."""
+    codes = halves(numbers(rows, 36, 4, 32, torch.uint8).unflatten(-1, (4, 8)))
+    subs = row(numbers(rows, 36, 0, 4, torch.uint8).view(torch.int8))
+    every = torch.ones(len(rows), 1)
+    return Coded(FORMATS["NVFP4"].of_rows(codes[0].numel()), row(codes), every, subs.where(subs != 127, 0))
+
+
+def _tq1_0(rows: Tensor) -> Coded:
+    """Five numbers in a byte of 32, five in one of 16, then four in one of 4: digits to base 3 of a fraction of 256."""
+
+    def digits(at: int, size: int, count: int) -> Tensor:
+        powers = 3 ** torch.arange(count, dtype=torch.int32)[:, None]
+        each = numbers(rows, 54, at, size, torch.uint8).int()[..., None, :] * powers & 255
+        return (each * 3 >> 8).flatten(-2)
+
+    codes = torch.cat((digits(0, 32, 5), digits(32, 16, 5), digits(48, 4, 4)), -1)
+    return _ternary("TQ1_0", codes, numbers(rows, 54, 52, 2, torch.float16)[..., 0])
+
+
+def _tq2_0(rows: Tensor) -> Coded:
+    codes = at_bits(numbers(rows, 66, 0, 64, torch.uint8).unflatten(-1, (2, 32)), 2)
+    return _ternary("TQ2_0", codes, numbers(rows, 66, 64, 2, torch.float16)[..., 0])
+
+
+def _q1_0(rows: Tensor) -> Coded:
+    """A bit for each sign."""
+    bits = numbers(rows, 18, 2, 16, torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return _ternary("Q1_0", bits * 2, numbers(rows, 18, 0, 2, torch.float16)[..., 0])
+
+
+def _ternary(name: str, codes: Tensor, scales: Tensor) -> Coded:
+    """Codes of 0 to 3 less 1."""
+    return Coded(FORMATS[name], row(codes), scales, smalls=torch.ones(scales.shape, dtype=torch.int8))
 
 
 def _small_scales(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -136,7 +180,8 @@ def _iq4_xs(rows: Tensor) -> Coded:
 
 
 _READERS: dict[str, Callable[[Tensor], Coded]] = {
-    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4, "Q2_K": _q2_k,
-    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
+    "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "Q1_0": _q1_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
     **codebooks.READERS,
 }  # fmt: skip

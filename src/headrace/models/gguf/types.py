@@ -54,13 +54,15 @@ TYPES = {
     22: TensorType("IQ2_S", 256, 82, 3.5625),
     23: TensorType("IQ4_XS", 256, 136, 4.3125),
     29: TensorType("IQ1_M", 256, 56, 3.5625),
+    34: TensorType("TQ1_0", 256, 54, 2.09375),
+    35: TensorType("TQ2_0", 256, 66, 2.09375),
     39: TensorType("MXFP4", 32, 17, 4.25),
+    40: TensorType("NVFP4", 64, 36, 4.5078125),
+    41: TensorType("Q1_0", 128, 18, 2.1875),
 }
 """Those that are read."""
 
-OTHERS = {
-    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
-}  # fmt: skip
+OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 """Names of the others, to refuse them by."""
 
 
