@@ -97,7 +97,7 @@ struct Embed {
 // rows too, linear_w8a8.cpp. To add a format of codes: its name here, its struct in linear/codes.h.
 #define HEADRACE_FORMS(FORM)                                                                                              \
   FORM(plain) FORM(pairs) FORM(int8) FORM(bytes) FORM(int4) FORM(uint4) FORM(uint5) FORM(int6) FORM(e2m1) FORM(e4m3)      \
-  FORM(w8a8) FORM(uint2) FORM(int3) FORM(iq4) FORM(iq3_s) FORM(iq3_xxs) FORM(iq2) FORM(iq1)
+  FORM(w8a8) FORM(uint2) FORM(int3) FORM(iq4) FORM(iq3_s) FORM(iq3_xxs) FORM(iq2) FORM(iq1) FORM(nf4)
 #define HEADRACE_NAME(name) name,
 enum class Form { HEADRACE_FORMS(HEADRACE_NAME) };
 #undef HEADRACE_NAME

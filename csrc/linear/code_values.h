@@ -42,6 +42,9 @@ inline Table table_of(Form form) {
   // -1, 0, 1 less an eighth, none, and an eighth more
   static constexpr bf16 IQ1[16] = {0xbf90, 0xbe00, 0x3f60, 0x0000, 0xbf60, 0x3e00, 0x3f90, 0x0000,
                                    0xbf90, 0xbe00, 0x3f60, 0x0000, 0xbf60, 0x3e00, 0x3f90, 0x0000};
+  // Quantiles of a normal distribution, 0 and 1 among them (QLoRA, arXiv 2305.14314), rounded to bf16
+  static constexpr bf16 NF4[16] = {0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000,
+                                   0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
   switch (form) {
     case Form::iq4: return {IQ4};
     case Form::iq3_s: return {IQ3_S};
@@ -49,6 +52,7 @@ inline Table table_of(Form form) {
     case Form::int3: return {INT3};
     case Form::iq2: return {IQ2};
     case Form::iq1: return {IQ1};
+    case Form::nf4: return {NF4};
     default: return {E2M1};
   }
 }

@@ -137,7 +137,8 @@ template <typename F> void with_format(const LinearQuant &a, F f) {
     case Form::e2m1:
     case Form::iq4:
     case Form::iq3_s:
-    case Form::iq3_xxs: return f(LinearOf<Table4>{a});
+    case Form::iq3_xxs:
+    case Form::nf4: return f(LinearOf<Table4>{a});
     case Form::int3:
     case Form::iq2:
     case Form::iq1: return f(LinearOf<Table3>{a});

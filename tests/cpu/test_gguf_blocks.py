@@ -76,6 +76,6 @@ def test_types_are_those_of_the_package() -> None:
 def test_tables_in_whole_numbers() -> None:
     """As a GPU has them, in a byte each."""
     for codes in CODES.values():
-        if codes.table and codes.name != "e2m1":
+        if codes.table and codes.name not in ("e2m1", "nf4"):
             table, unit = codes.whole()
             assert (table.float() / unit).tolist() == list(codes.table)

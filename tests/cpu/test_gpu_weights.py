@@ -42,7 +42,7 @@ from tests.support.small_decoders import EXPERTS, PLAIN, model, weights_of
 CPU = torch.device("cpu")
 BOUND = 2e-6
 """Of a product, as a share of the sum of absolute terms."""
-IN_BLOCKS = {name: form for name, form in FORMATS.items() if form.block} | {
+IN_BLOCKS = {name: form for name, form in FORMATS.items() if form.block and name != "NF4"} | {
     "W4 wide": FORMATS["W4 zeros"].grouped(48, "fp16"),
     "NVFP4": FORMATS["NVFP4"].of_rows(336),
 }
@@ -59,6 +59,12 @@ def check(weight: weights.GpuWeight, dense: Tensor, rows: int, bias: Tensor | No
     truth, terms = x.double() @ dense.double().T + added, x.double().abs() @ dense.double().abs().T + 1.0
     assert ours.shape == truth.shape and ours.dtype == x.dtype
     assert ((ours - truth).abs() <= BOUND * terms).all()
+
+
+def test_numbers_of_no_unit_are_widened() -> None:
+    assert weights.obstacle([coded(FORMATS["NF4"], 64, 2)]) == "NF4"
+    with pytest.raises(ValueError, match="a GPU has no product of NF4"):
+        weights.GpuQuantized(coded(FORMATS["NF4"], 64, 2), CPU)
 
 
 @pytest.mark.parametrize("rows", [1, 17])

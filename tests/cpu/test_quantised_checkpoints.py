@@ -31,6 +31,7 @@ from tests.support.quantised_files import (
     FORMATS,
     MIXED,
     MODULE,
+    NF4,
     Tensors,
     awq,
     gptq,
@@ -42,7 +43,12 @@ from tests.support.traces import run, same
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 TOLERANCE = 1e-4
+STATE = "weight.quant_state.bitsandbytes__nf4"
 needs_kernels = pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+
+
+def test_numbers_of_nf4_are_bitsandbytes_in_bf16() -> None:
+    assert torch.equal(torch.tensor(CODED["NF4"].codes.table), torch.tensor(NF4).bfloat16().float())
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -235,6 +241,11 @@ def test_what_modelopt_says_beside_config_json(tmp_path: Path) -> None:
         ("NVFP4", {"weight_scale": torch.ones(512, 8).to(torch.float8_e4m3fn)}, r"scales \[512, 8\] where"),
         ("MXFP4", {"weight_scale": torch.full((512, 8), 255, dtype=torch.uint8)}, "NaN or infinity"),
         ("ModelOpt FP8", {"weight": torch.zeros(512, 256, dtype=torch.uint8)}, "they are torch.uint8"),
+        ("bitsandbytes NF4", {"weight.quant_map": torch.linspace(-1, 1, 16)}, "numbers are not those of NF4"),
+        ("bitsandbytes NF4", {STATE: torch.tensor(list(b"[1]"), dtype=torch.uint8)}, "does not say its sizes"),
+        ("bitsandbytes NF4", {STATE: torch.tensor(list(b'{"shape": [512, -256], "blocksize": 64}'))}, "has sizes"),
+        ("bitsandbytes NF4", {"weight.absmax": torch.ones(9)}, "do not fit together"),
+        ("bitsandbytes int8", {"weight": torch.ones(512, 256)}, "weights must be int8"),
     ],
     ids=str,
 )
@@ -256,7 +267,11 @@ def test_what_is_quantised_is_not_rounded_again(tmp_path: Path) -> None:
     ("config", "words"),
     [
         ({"bits": 4}, "quant_method None is not supported; supported: gptq"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes of 'fp4' is not supported"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8"}, "auto-round's 'fp8' of 4 bits"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": {"bits": 8}}}, "'auto_gptq' of"),
+        ({"quant_method": "auto-round", "bits": 2}, "auto-round of 2 bits"),
         ({"quant_method": "gptq", "bits": 3}, "gptq of 3 bits is not supported"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"),

@@ -136,6 +136,51 @@ def mxfp8(weight: Tensor, seed: int) -> Written:
     return {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}, codes.float() * spread
 
 
+def nf4(weight: Tensor, seed: int, nested: bool = True) -> Written:
+    made = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, weight.shape, generator=made)
+    blocks = codes.numel() // 64
+    said: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    tensors = {"weight.quant_map": torch.tensor(NF4)}
+    if nested:
+        said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(weight.std() * 2)}
+        each, table = torch.randint(0, 256, (blocks,), generator=made), torch.linspace(-1, 1, 256)
+        tops = (0.5 + torch.rand(-(-blocks // 256), generator=made)) * weight.std()
+        scales = table[each] * tops.repeat_interleave(256)[:blocks] + said["nested_offset"]
+        tensors |= {"weight.absmax": each.to(torch.uint8), "weight.nested_absmax": tops}
+        tensors["weight.nested_quant_map"] = table
+    else:
+        scales = (1 + torch.rand(blocks, generator=made)) * weight.std()
+        tensors["weight.absmax"] = scales
+    state = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    packed = (codes.flatten()[::2] << 4 | codes.flatten()[1::2]).to(torch.uint8)[:, None]
+    values = torch.tensor(NF4).bfloat16().float()[codes].view(blocks, 64) * scales[:, None]
+    return tensors | {"weight": packed, "weight.quant_state.bitsandbytes__nf4": state}, values.view(weight.shape)
+
+
+def int8_scb(weight: Tensor, seed: int) -> Written:
+    top = weight.abs().amax(1)
+    codes = (weight / top[:, None] * 127).round().to(torch.int8)
+    tensors = {"weight": codes, "SCB": top, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes.float() * (top / 127)[:, None]
+
+
+def fp8_rows(weight: Tensor, seed: int) -> Written:
+    scales = weight.abs().amax(1, keepdim=True) / 400
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scales}, codes.float() * scales
+
+
+def fp8_powers(weight: Tensor, seed: int) -> Written:
+    """FP8 in blocks whose scales are powers of 2."""
+    blocks = -(-weight.shape[0] // 128), weight.shape[1] // 128
+    exponents = torch.randint(114, 118, blocks, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    spread = exponents.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    steps = torch.exp2(spread.float() - 127)
+    codes = (weight / steps).clamp(-440, 440).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": exponents.view(torch.float8_e8m0fnu)}, codes.float() * steps
+
+
 def in_turn(*writers: Callable[[Tensor, int], Written]) -> Callable[[Tensor, int], Written]:
     """Matrices stored by one of these each."""
     return lambda weight, seed: writers[seed % len(writers)](weight, seed)
@@ -153,6 +198,13 @@ def w8a8(**more: Any) -> dict[str, Any]:
     return COMPRESSED | {"format": "int-quantized"} | groups
 
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+BNB = {"quant_method": "bitsandbytes"}
+ROUND: dict[str, Any] = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
 COMPRESSED = {"quant_method": "compressed-tensors"}
 FOURTHS = weights_of("float", 4)
 MIXED: dict[str, Any] = {
@@ -190,6 +242,17 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor, int], Written]]] = {
     "MXFP8": (COMPRESSED | {"format": "mxfp8-quantized"} | weights_of("float", 8), mxfp8),
     "mixed": (COMPRESSED | {"format": "mixed-precision"} | MIXED, in_turn(nvfp4, fp8, mxfp4, packed)),
     "ModelOpt NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda w, s: nvfp4(w, s, False)),
+    "bitsandbytes NF4": (BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
+    "bitsandbytes NF4, one scale": (
+        BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, lambda w, s: nf4(w, s, False)
+    ),
+    "bitsandbytes int8": (BNB | {"load_in_8bit": True}, int8_scb),
+    "FP8 by rows": ({"quant_method": "fbgemm_fp8"}, fp8_rows),
+    "FP8 blocks, powers of 2": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, fp8_powers
+    ),
+    "AutoRound": (ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}}}, gptq),
+    "AutoRound, AWQ": (ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
     "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8),
     "ModelOpt mixed": (
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"} | LAYERS,

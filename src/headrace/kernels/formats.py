@@ -28,8 +28,12 @@ IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 IQ3_XXS = (1, 3, 5, 7, 9, 11, 13, 15.5, -1, -3, -5, -7, -9, -11, -13, -15.5)
 IQ2 = (1, 3.125, 5.375, 0, -1, -3.125, -5.375, 0)
 IQ1 = (-1.125, -0.125, 0.875, 0, -0.875, 0.125, 1.125, 0)
+NF4 = (
+    -1.0, -0.6953125, -0.5234375, -0.39453125, -0.28515625, -0.1845703125, -0.0908203125, 0.0, 0.07958984375,
+    0.1611328125, 0.24609375, 0.337890625, 0.44140625, 0.5625, 0.72265625, 1.0,
+)  # fmt: skip
 """What codes of ggml's types stand for, its scales being taken in the units in which sub-scales are whole. The zeros of
-IQ2 and IQ1 are of no file."""
+IQ2 and IQ1 are of no file. NF4: bitsandbytes' numbers, rounded to bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ CODES = {
         Codes("int6", 6, -32), Codes("e2m1", 4, table=E2M1), Codes("e4m3", 8), Codes("w8a8", 8, -128),
         Codes("uint2", 2), Codes("int3", 3, -4), Codes("iq4", 4, table=IQ4), Codes("iq3_s", 4, table=IQ3_S),
         Codes("iq3_xxs", 4, table=IQ3_XXS), Codes("iq2", 3, table=IQ2), Codes("iq1", 3, table=IQ1),
+        Codes("nf4", 4, table=NF4),
     )
 }  # fmt: skip
 """int8: one scale for all inputs of an output; bytes: the same codes in groups; w8a8: for rows that are rounded."""
@@ -175,6 +180,7 @@ FORMATS = _listed(
     Format("TQ2_0", CODES["uint2"], "fp16", 256, 256, "zero"),
     Format("Q1_0", CODES["uint2"], "fp16", 128, 128, "zero"),
     Format("NVFP4", CODES["e2m1"], "fp32", 4096, 16, sub="e4m3"),
+    Format("NF4", CODES["nf4"], "fp32", 64, 64),
     Format("W4", CODES["int4"], "fp16", 128, 128),
     Format("W4 zeros", CODES["int4"], "fp16", 128, 128, "zero"),
     Format("W8", CODES["bytes"], "fp16", 128, 128),

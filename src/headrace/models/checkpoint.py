@@ -228,6 +228,11 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
             return stored[0], stored[1] * stored[2] * 2
         if len(stored) != 2:
             return stored
+        if scheme.layout == "nf4":
+            try:
+                return quantised_layouts.state_of(self.read(self._own[name][1]))[:2]
+            except ValueError as error:
+                raise ValueError(f"{self.model}: {shown(name)}: {error}; download it again") from None
         each = 32 // scheme.bits
         if scheme.layout == "packed":
             return tuple(int(size) for size in self.read(self._own[name][0].replace("weight_packed", "weight_shape")))
@@ -246,7 +251,8 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return math.prod(self.shape(name)) * self._schemes[name].bits // 8
 
     def coded(self, name: str, rows: Tensor | None) -> ReadCoded:
-        tensors = {part.rpartition(".")[2]: self.read(part) for part in self._own[name]}
+        module = name.removesuffix("weight")
+        tensors = {part.removeprefix(module): self.read(part) for part in self._own[name]}
         return partial(quantised_layouts.coded, self._schemes[name], tensors, rows)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from headrace.logs import shown
 from headrace.types import UnsupportedModel
 
-Layout = Literal["gptq", "awq", "nvfp4", "nvfp4 scale_2", "packed", "packed mxfp4", "plain", "mxfp4"]
+Layout = Literal["gptq", "awq", "nvfp4", "nvfp4 scale_2", "packed", "packed mxfp4", "nf4", "int8 scb", "plain", "mxfp4"]
 FIELDS = ("quantization_config", "compression_config")
 BESIDE = "hf_quant_config.json"
 """Where ModelOpt says it, beside a config.json that says nothing of it."""
@@ -24,6 +24,15 @@ ENDS: dict[Layout, tuple[str, ...]] = {
     "nvfp4 scale_2": ("weight", "weight_scale_2", "weight_scale"),
     "packed": ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"),
     "packed mxfp4": ("weight_packed", "weight_scale"),
+    "nf4": (
+        "weight",
+        "weight.quant_state.bitsandbytes__nf4",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+    ),
+    "int8 scb": ("weight", "SCB", "weight_format"),
     "plain": ("weight", "weight_scale", "weight_scale_inv"),
     "mxfp4": ("blocks", "scales"),
 }
@@ -110,6 +119,39 @@ def _fp8(given: dict[str, Any]) -> Scheme:
     return Scheme("FP8" if block is None else "FP8 in blocks", "plain", 8)
 
 
+def _fbgemm(given: dict[str, Any]) -> Scheme:
+    return Scheme("FP8", "plain", 8)
+
+
+def _bitsandbytes(given: dict[str, Any]) -> Scheme:
+    """llm_int8_skip_modules need no look: a module without scales has numbers."""
+    if given.get("load_in_8bit"):
+        return Scheme("bitsandbytes int8", "int8 scb", 8)
+    kind = given.get("bnb_4bit_quant_type", "fp4")
+    if not given.get("load_in_4bit") or kind != "nf4":
+        raise UnsupportedModel(
+            f"quantization_config: bitsandbytes of {shown(repr(kind))} is not supported, nf4 and int8 are"
+        )
+    return Scheme("NF4", "nf4", 4)
+
+
+def _auto_round(given: dict[str, Any]) -> Scheme:
+    """Packed as GPTQ or AWQ has it; zero points less one where that is named."""
+    form = str(given.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
+    other = given.get("extra_config")
+    every = [given, *(other.values() if isinstance(other, dict) else ())]
+    kinds = {each.get("bits", given.get("bits")) for each in every if isinstance(each, dict)} - {16, 32}
+    if form not in ("auto_gptq", "gptqmodel", "auto_round", "auto_awq") or len(kinds) != 1:
+        raise UnsupportedModel(
+            f"quantization_config: auto-round's {shown(repr(form))} of {shown(', '.join(map(str, kinds)))} bits is not "
+            f"supported; auto_gptq, gptqmodel and auto_awq of one number of bits are"
+        )
+    if form == "auto_awq":
+        return Scheme("AWQ int4", "awq", _bits(kinds.pop(), (4,), "auto-round"))
+    bits = _bits(kinds.pop(), (4, 8), "auto-round")
+    return Scheme(f"AutoRound int{bits}", "gptq", bits, zeros_less_one=form == "auto_gptq")
+
+
 def _mxfp4(given: dict[str, Any]) -> Scheme:
     """modules_to_not_convert need no look: a module without blocks has numbers."""
     return Scheme("MXFP4", "mxfp4", 4)
@@ -190,4 +232,5 @@ def _modelopt(given: dict[str, Any]) -> Scheme:
 
 _METHODS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
     "gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "fp8": _fp8, "mxfp4": _mxfp4, "modelopt": _modelopt,
+    "fbgemm_fp8": _fbgemm, "bitsandbytes": _bitsandbytes, "auto-round": _auto_round, "intel/auto-round": _auto_round,
 }  # fmt: skip

@@ -14,19 +14,24 @@ module's, and unpacks them to `Coded`:
   packed mxfp4  weight_packed so; weight_scale uint8 [N, K / 32], powers of 2.
   mxfp4  blocks uint8 [N, K / 32, 16], of two inputs next to each other the first in the lower four bits; scales uint8
          [N, K / 32], powers of 2.
+  nf4    weight [N K / 2, 1] of bitsandbytes, of two inputs next to each other the first in the upper four bits;
+         weight.absmax fp32 of `blocksize` inputs each, or uint8 under weight.nested_quant_map [256] and
+         weight.nested_absmax; weight.quant_state.bitsandbytes__nf4: JSON that says the sizes.
+  int8 scb  weight int8 [N, K], SCB fp32 [N], 127 times the scales.
   plain  weight int8 or float8_e4m3fn [N, K] with weight_scale [N, K / G], [N, 1], [1] or blocks, or weight_scale_inv;
          of MXFP8 uint8 [N, K / 32], powers of 2.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.formats import FORMATS, NUMBERS, Coded, Format
+from headrace.kernels.formats import FORMATS, NF4, NUMBERS, Coded, Format
 from headrace.logs import shown
 from headrace.models.quantised import Scheme
 from headrace.types import UnsupportedModel
@@ -40,7 +45,7 @@ def coded(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     """The matrix of a module, or its rows of these numbers. Raises ValueError for tensors that do not fit together."""
     try:
         return _LAYOUTS[scheme.layout](scheme, tensors, rows)
-    except (RuntimeError, IndexError, KeyError, TypeError) as error:  # torch's, over shapes and types
+    except (RuntimeError, IndexError, KeyError, TypeError) as error:  # torch's, over shapes and types; of JSON
         raise ValueError(f"its tensors do not fit together ({shown(error)})") from None
 
 
@@ -127,7 +132,10 @@ def _grouped(form: Format, codes: Tensor, scales: Tensor) -> Format:
 
 def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     weight = tensors["weight"]
-    scales = _spread(tensors["weight_scale" if "weight_scale" in tensors else "weight_scale_inv"], *weight.shape)
+    scales = tensors["weight_scale" if "weight_scale" in tensors else "weight_scale_inv"]
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    scales = _spread(scales, *weight.shape)
     codes, scales = _some(weight, rows).contiguous(), _some(scales, rows)
     if weight.dtype == torch.int8:
         if scales.shape[1] == 1:
@@ -161,10 +169,50 @@ def _nvfp4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     return _of_halves("NVFP4", packed, tensors["weight_scale"], torch.float8_e4m3fn, rows, scale)
 
 
+def state_of(stored: Tensor) -> tuple[int, int, int, int, float]:
+    """Outputs, inputs, inputs of a block, blocks of a block of blocks, and what is added to their scales, of a matrix
+    of bitsandbytes. Raises ValueError for JSON that does not say so."""
+    try:
+        said = json.loads(bytes(stored.tolist()))
+        outputs, inputs = said["shape"]
+        sizes = outputs, inputs, said["blocksize"], said.get("nested_blocksize", 1)
+        offset = float(said.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its quant_state does not say its sizes ({shown(error)})") from None
+    if not all(isinstance(size, int) and 0 < size < 1 << 31 for size in sizes) or not math.isfinite(offset):
+        raise ValueError(f"its quant_state has sizes {shown(repr(said))}")
+    return (*sizes, offset)
+
+
+def _nf4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    outputs, inputs, block, nested, offset = state_of(tensors["weight.quant_state.bitsandbytes__nf4"])
+    if inputs % block or block % 16:
+        raise UnsupportedModel(f"NF4 of {inputs} inputs in blocks of {block} is not read")
+    if (tensors["weight.quant_map"].bfloat16() != torch.tensor(NF4, dtype=torch.bfloat16)).any():
+        raise ValueError("its numbers are not those of NF4")
+    scales = tensors["weight.absmax"]
+    if scales.dtype == torch.uint8:
+        each = tensors["weight.nested_absmax"].float().repeat_interleave(nested)[: len(scales)]
+        scales = tensors["weight.nested_quant_map"].float()[scales.long()] * each + offset
+    scales = _some(scales.float().view(outputs, inputs // block), rows).contiguous()
+    packed = _some(tensors["weight"].contiguous().view(torch.uint8).view(outputs, inputs // 2), rows)
+    codes = torch.stack((packed >> 4, packed & 15), -1).flatten(1)
+    return Coded(FORMATS["NF4"].grouped(block, "fp32"), codes.view(torch.int8), scales)
+
+
+def _int8_scb(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
+    if tensors["weight"].dtype != torch.int8:
+        raise ValueError(f"weights must be int8, they are {tensors['weight'].dtype}")
+    scales = tensors["SCB"].float().view(-1, 1) / 127
+    return Coded(FORMATS["int8"], _some(tensors["weight"], rows).contiguous(), _some(scales, rows).contiguous())
+
+
 def _of_halves(
     name: str, packed: Tensor, scales: Tensor, dtype: torch.dtype, rows: Tensor | None, scale: Tensor | None = None
 ) -> Coded:
     """A matrix of codes e2m1 under scales of that type; scale: one number that those of groups are multiplied by."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
     if packed.dtype != torch.uint8 or scales.dtype != dtype:
         raise ValueError(f"codes and scales must be uint8 and {dtype}, they are {packed.dtype} and {scales.dtype}")
     packed, scales = _some(packed, rows), _some(scales, rows)
@@ -194,5 +242,5 @@ def _spread(scales: Tensor, outputs: int, inputs: int) -> Tensor:
 BLOCK = 128
 _LAYOUTS: dict[str, Callable[[Scheme, Tensors, Tensor | None], Coded]] = {
     "gptq": _gptq, "awq": _awq, "packed": _packed, "plain": _plain, "mxfp4": _mxfp4, "nvfp4": _nvfp4,
-    "nvfp4 scale_2": _nvfp4, "packed mxfp4": _packed_mxfp4,
+    "nvfp4 scale_2": _nvfp4, "packed mxfp4": _packed_mxfp4, "nf4": _nf4, "int8 scb": _int8_scb,
 }  # fmt: skip

@@ -54,6 +54,8 @@ def obstacle(parts: Sequence[Tensor | Coded], expert: bool = False) -> str | Non
     """Why the products do not take a weight in these parts, one of several experts or alone; None where they do."""
     coded = [part for part in parts if isinstance(part, Coded)]
     for part in coded:
+        if part.format.codes.name == "nf4":
+            return "NF4"  # whose numbers are not whole in any unit that a byte has room for
         groups = part.scales.shape[1] if part.subs is None else part.subs.shape[1]
         group = part.shape[1] // groups
         if groups > 1 and step_of(group) < LEAST_STEP:
