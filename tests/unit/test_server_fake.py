@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,6 +191,17 @@ def test_stop(fast: Running, stop: Any, stream: bool) -> None:
     parts = [part.choices[0] for part in (made if stream else [made])]
     assert "".join(part.text for part in parts) == "ab"
     assert parts[-1].finish_reason == "stop" and parts[-1].stop_reason == "cd"
+
+
+@pytest.mark.parametrize("stop", [None, "cd"])
+def test_a_chats_stream_tells_what_stopped_it(fast: Running, stop: Any) -> None:
+    """As the whole reply does."""
+    body = ask("abcdef") | {"stop": stop, "max_tokens": 20}
+    whole = fast.http.post(CHAT, json=body).json()["choices"][0]
+    lines = fast.http.post(CHAT, json=body | {"stream": True}).text.splitlines()
+    last = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")][-1]
+    assert (last["finish_reason"], last["stop_reason"]) == (whole["finish_reason"], whole["stop_reason"])
+    assert last["stop_reason"] == stop
 
 
 def test_chat_fills_the_context_by_default(fast: Running) -> None:

@@ -270,6 +270,8 @@ class ChatReplies(OpenAIReplies):
         if bodies:
             out[-1]["logprobs"] = self._logprobs(choice, delta.token_ids, delta.logprobs)
             out[-1]["finish_reason"] = _finish(choice) if delta.finish_reason else None
+            if delta.finish_reason:
+                out[-1]["stop_reason"] = delta.stop_reason
         return out
 
     def _delta(self, choice: ReplyChoice, body: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,14 @@ _DEPTH = 4
 _KINDS = frozenset(TYPES) - {"integer"}
 
 
+@dataclass(frozen=True, slots=True)
+class _Definitions:
+    """The lowered definitions, and the draft that says which keywords count."""
+
+    by_name: Mapping[str, Any]
+    draft: int
+
+
 @dataclass(slots=True)
 class _Facts:
     """What holds for every value of a schema."""
@@ -31,17 +39,18 @@ class _Facts:
     closed: list[frozenset[str]] = field(default_factory=list)
 
 
-def disjoint(cases: Sequence[Any], definitions: Mapping[str, Any]) -> bool:
-    """Whether the lowered cases provably exclude each other."""
-    facts = [_facts(case, definitions) for case in cases]
-    if _tagged(facts, definitions):
+def disjoint(cases: Sequence[Any], definitions: Mapping[str, Any], draft: int = 2020) -> bool:
+    """Whether the lowered cases provably exclude each other, by the keywords that the draft knows."""
+    said = _Definitions(definitions, draft)
+    facts = [_facts(case, said) for case in cases]
+    if _tagged(facts, said):
         return True
     if len(cases) > MAX_PAIRWISE:
         return False
-    return all(_exclude(one, other, definitions, _DEPTH) for one, other in combinations(facts, 2))
+    return all(_exclude(one, other, said, _DEPTH) for one, other in combinations(facts, 2))
 
 
-def _tagged(facts: list[_Facts], definitions: Mapping[str, Any]) -> bool:
+def _tagged(facts: list[_Facts], definitions: _Definitions) -> bool:
     """Whether all are objects with a required property whose values differ from case to case."""
     if not all(fact.kinds == {"object"} for fact in facts):
         return False
@@ -60,21 +69,26 @@ def _tagged(facts: list[_Facts], definitions: Mapping[str, Any]) -> bool:
     return False
 
 
-def _facts(schema: Any, definitions: Mapping[str, Any], depth: int = 16) -> _Facts:
+def _facts(schema: Any, definitions: _Definitions, depth: int = 16) -> _Facts:
     facts = _Facts()
     _gather(facts, schema, definitions, depth)
     return facts
 
 
-def _gather(facts: _Facts, schema: Any, definitions: Mapping[str, Any], depth: int) -> None:
+def _gather(facts: _Facts, schema: Any, definitions: _Definitions, depth: int) -> None:
     if schema is False:
         facts.kinds = frozenset()
     if not isinstance(schema, dict) or depth == 0:
         return
+    if "$ref" in schema and definitions.draft < 2019:  # nothing beside it counts
+        _gather(facts, definitions.by_name.get(schema["$ref"]), definitions, depth - 1)
+        return
     if "type" in schema:
         types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
         facts.kinds &= {"number" if kind == "integer" else kind for kind in types}
-    listed = ([[schema["const"]]] if "const" in schema else []) + ([schema["enum"]] if "enum" in schema else [])
+    listed = ([[schema["const"]]] if "const" in schema and definitions.draft > 4 else []) + (
+        [schema["enum"]] if "enum" in schema else []
+    )
     for values in listed:
         told = frozenset(spelled(value) for value in values)
         facts.values = told if facts.values is None else facts.values & told
@@ -87,14 +101,14 @@ def _gather(facts: _Facts, schema: Any, definitions: Mapping[str, Any], depth: i
     for part in schema.get("allOf", ()):
         _gather(facts, part, definitions, depth - 1)
     if "$ref" in schema:
-        _gather(facts, definitions.get(schema["$ref"]), definitions, depth - 1)
+        _gather(facts, definitions.by_name.get(schema["$ref"]), definitions, depth - 1)
 
 
-def _property(facts: _Facts, name: str, definitions: Mapping[str, Any]) -> _Facts:
+def _property(facts: _Facts, name: str, definitions: _Definitions) -> _Facts:
     return _facts({"allOf": facts.properties.get(name, [])}, definitions)
 
 
-def _exclude(one: _Facts, other: _Facts, definitions: Mapping[str, Any], depth: int) -> bool:
+def _exclude(one: _Facts, other: _Facts, definitions: _Definitions, depth: int) -> bool:
     kinds = one.kinds & other.kinds
     if not kinds:
         return True

@@ -17,6 +17,12 @@ BIG = 9223372036854774784
 MAX_MULTIPLE = 10_000
 """Of multipleOf, without its decimal point: the library makes a state for each remainder."""
 
+MAX_COMMON = 20_000
+"""Of the least common multiple of multipleOf that one number may have to meet, which are as many states."""
+
+NEIGHBOURS = 4
+"""Doubles on either side of a multipleOf with decimals, of which the library may read one as it is meant."""
+
 LEAST = 1e-60
 """Of bounds: the library reads the decimals of one as an expression, and expressions no deeper than it likes."""
 
@@ -49,6 +55,8 @@ def numeric(schema: dict[str, Any], pointer: str, integer: bool) -> dict[str, An
         if integer and name.startswith("exclusive"):
             name = name.removeprefix("exclusive").lower()
             value = (math.ceil(value) - 1) if upper else (math.floor(value) + 1)
+        elif name.startswith("exclusive") and value == int(value) and abs(value) >= 1 << 53:
+            name, value = name.removeprefix("exclusive").lower(), _next_double(value, upper, below(pointer, name))
         elif name.startswith("exclusive") and value == int(value) and _moves(value, given, "multipleOf" in schema):
             near = _next(int(value), upper)
             name, value = (name, value) if near is None else (name.removeprefix("exclusive").lower(), near)
@@ -74,13 +82,23 @@ def _next(value: int, upper: bool) -> float | None:
     return value + (-1 if upper else 1) * 10.0**-places
 
 
+def _next_double(value: int | float, upper: bool, pointer: str) -> float:
+    """The double inside a whole exclusive bound from 2^53 on, which the library would move by 1, and so not at all."""
+    near = float(value)
+    if near >= value if upper else near <= value:
+        near = math.nextafter(near, -math.inf if upper else math.inf)
+    if abs(near) > BIG:
+        raise Refused(pointer, "no number of 64 bits is within this bound", "use a smaller one")
+    return near
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def exact(value: int | float) -> bool:
-    """Whether the library reads this number as itself."""
-    return isinstance(value, float) or (abs(value) <= BIG and int(float(value)) == value)
+    """Whether the library reads this number as itself, also where it is to be an integer."""
+    return abs(value) <= BIG and (isinstance(value, float) or int(float(value)) == value)
 
 
 def _within(value: int | float, upper: bool, integer: bool) -> int | float:
@@ -111,12 +129,32 @@ def _multiple(value: Any, pointer: str) -> Any:
     coefficient, places = scaled(value)
     if coefficient > MAX_MULTIPLE or places > 8:
         raise Refused(pointer, f"has too many digits: {value}", f"use at most {MAX_MULTIPLE:,}, or 8 decimal places")
-    return value
+    around = [float(value)]
+    for _ in range(NEIGHBOURS):
+        around = [math.nextafter(around[0], 0.0), *around, math.nextafter(around[-1], math.inf)]
+    for near in sorted(around, key=lambda near: abs(near - value)):
+        if _read(near) == (coefficient, places):
+            return value if near == value else near
+    remedy = f"count in smaller units: an integer with multipleOf {coefficient}"
+    raise Refused(pointer, f"{value} is no number that can be enforced exactly", remedy)
 
 
-def check_multiples(values: list[tuple[str, int | float]]) -> None:
+def _read(value: float) -> tuple[int, int]:
+    """A number as the library takes its decimal point away: multiplied by ten until it is whole."""
+    places = 0
+    while value != int(value) and places < 20:
+        value, places = value * 10, places + 1
+    return int(value), places
+
+
+def check_multiples(values: list[tuple[str, int | float]], meet: bool) -> None:
     """Raises Refused if these multipleOf of one schema, each with its pointer, cost too much together, or have a common
-    multiple beyond 32 bits, which the library would compute wrongly."""
+    multiple beyond 32 bits, which the library would compute wrongly. meet: whether one number may have several."""
+    if meet and math.lcm(*(scaled(value)[0] for _, value in values)) > MAX_COMMON:
+        told = (
+            f"the least common multiple of all multipleOf is above {MAX_COMMON:,}, where allOf, $ref or cases join them"
+        )
+        raise Refused(values[-1][0], told, "leave some out, or use smaller ones")
     if sum(scaled(value)[0] for _, value in values) > 10 * MAX_MULTIPLE:
         raise Refused(values[-1][0], "the schema has too many large multipleOf", "leave some out")
     distinct = {scaled(value) for _, value in values}

@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from headrace.engine.structured.keywords import unwritable
+
 MAX_GROUPS = 100
 """Groups inside groups; the library's own limit is 250, and its recursion ends the process when there is none."""
 
@@ -29,6 +31,8 @@ _CONTROL = {"t": r"\t", "n": r"\n", "r": r"\r", "v": r"\x0B", "f": r"\x0C", "0":
 _COUNT = re.compile(r"\{(\d+)(,(\d*))?\}")
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 _PROPERTY = re.compile(r"[pP]\{[A-Za-z_=]{1,64}\}")
+_SINGLE = re.compile(r"\\(?:u\{|x)([0-9A-F]{1,6})\}?")
+"""One character as it is written here."""
 _GROUP = re.compile(r"\?(:|P?<[A-Za-z_]\w{0,63}>)")
 
 
@@ -95,6 +99,8 @@ def translated(pattern: str, python: bool = False) -> str:
             raise reader.fault("{,n} has two meanings: write {0,n}")
         else:
             reader.done.append(_one(reader, char))
+            if not python and (found := _SINGLE.fullmatch(reader.done[-1])) and unwritable(chr(int(found[1], 16))):
+                raise reader.fault("a control character, which answers do not contain: a class may have it")
             reader.count(1)
         repeatable = char not in "(|*+?{" or (char == "{" and reader.done[-1] == r"\{")
     if depth:

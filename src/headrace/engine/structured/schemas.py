@@ -173,7 +173,7 @@ class _Lowering:
         if self.squares > MAX_SQUARES:
             raise Refused(pointer, "too many properties", "use fewer")
         if "multipleOf" in made:
-            self.multiples.append((below(pointer, "multipleOf"), made["multipleOf"]))
+            self.multiples.append((below(pointer, "multipleOf"), schema["multipleOf"]))
         if made:
             found.schema.update(made)
         for part in extra:
@@ -195,7 +195,7 @@ class _Lowering:
 
     def check(self) -> None:
         """What needs all definitions. Raises Refused."""
-        check_multiples(self.multiples)
+        check_multiples(self.multiples, any(map(_joins, self.parts.values())))
         _check_cycles(self.in_place)
         never = endless(self.definitions)
         for target, name in self.names.items():
@@ -204,9 +204,17 @@ class _Lowering:
                 raise Refused(target, told, "take that one out of required, or allow null beside it")
         self._check_patterns()
         for place, cases in self.cases:
-            if not disjoint(cases, self.definitions):
+            if not disjoint(cases, self.definitions, self.draft):
                 remedy = "write anyOf, or give each case a required property with a const of its own"
                 raise Refused(place, "cases of oneOf that may fit one value cannot be enforced", remedy)
+
+
+def _joins(part: Any) -> bool:
+    """Whether a value of this lowered schema may have to fit another one too."""
+    if not isinstance(part, dict):
+        return False
+    beside = len(part) > 1 and bool({"$ref", "anyOf"} & part.keys())
+    return beside or "allOf" in part or {"properties", "patternProperties"} <= part.keys()
 
 
 def _patterns(schema: Any, definitions: dict[str, Any], known: dict[int, int]) -> int:
