@@ -230,7 +230,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor, int], Written]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}, awq),
     "W4A16": (COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4), packed),
     "W4A16 with zeros": (
-        COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4), lambda w, s: packed(w, s, sym=False)
+        COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 4, symmetric=False),
+        lambda w, s: packed(w, s, sym=False),
     ),
     "W8A16": (COMPRESSED | {"format": "pack-quantized"} | weights_of("int", 8), lambda w, s: packed(w, s, 8)),
     "W8": (COMPRESSED | {"format": "int-quantized"} | weights_of("int", 8), int8),
@@ -252,7 +253,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor, int], Written]]] = {
         {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, fp8_powers
     ),
     "AutoRound": (ROUND | {"packing_format": "auto_round:auto_gptq", "extra_config": {"a": {"bits": 16}}}, gptq),
-    "AutoRound, AWQ": (ROUND | {"packing_format": "auto_round:auto_awq"}, awq),
+    "AutoRound, AWQ": (ROUND | {"group_size": 64, "packing_format": "auto_round:auto_awq"}, awq),
     "ModelOpt FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8),
     "ModelOpt mixed": (
         {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"} | LAYERS,

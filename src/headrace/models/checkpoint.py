@@ -20,7 +20,7 @@ from headrace.logs import shown
 from headrace.models import quantised_layouts
 from headrace.models.families import family_of
 from headrace.models.families.base import Family
-from headrace.models.files import is_gguf, weight_files
+from headrace.models.files import is_gguf, placed, weight_files
 from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_tensors
 from headrace.models.gguf.blocks import coded
 from headrace.models.gguf.families import turned
@@ -131,12 +131,17 @@ class SafetensorsCheckpoint:
         self._stack = ExitStack()
         self._where: dict[str, safe_open] = {}
         self._fused: dict[str, tuple[str, int]] = {}
+        where = placed(folder)
         for path in weight_files(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{path} is damaged or cut short ({shown(error)}); download it again") from None
-            self._where.update(dict.fromkeys(file.keys(), file))
+            for name in tuple(file.keys()):
+                if name in self._where and name not in where:
+                    raise ValueError(f"{path}: {shown(name)} is in another file too; download the folder again")
+                if name not in self._where or where[name] == path.name:
+                    self._where[name] = file
         ends = tuple(f".{module}.weight" for module in turned)
         self._turned |= {name for name in self._where if name.endswith(ends)}
         if experts:
@@ -235,7 +240,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
                 raise ValueError(f"{self.model}: {shown(name)}: {error}; download it again") from None
         each = 32 // scheme.bits
         if scheme.layout == "packed":
-            return tuple(int(size) for size in self.read(self._own[name][0].replace("weight_packed", "weight_shape")))
+            return tuple(self.read(self._own[name][1]).flatten().tolist())
         if scheme.layout in ("nvfp4", "nvfp4 scale_2", "packed mxfp4"):
             return stored[0], stored[1] * 2
         swapped = {"gptq": (stored[1], stored[0] * each), "awq": (stored[1] * each, stored[0])}

@@ -35,7 +35,7 @@ from headrace.models.layer_kinds import layer_kind, tell_why_not_whole
 from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
 from headrace.models.made_weights import made_weights
 from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
-from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all
+from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all, with_both
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
 from headrace.models.sizes import EMBED, HEAD, HEAD_BIAS, refuse_rounding
@@ -106,8 +106,9 @@ class Decoder:
         outputs = {} if share is None else share.outputs
         if config.latent is not None and not dispatch.on_gpu(table):
             weights = of_each_head(config.latent, weights)
-        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave, outputs)
-        packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave)
+        both = with_both(weights, stored or {})
+        self.matrices = pack_all(weights, quantization, config.gated, packed, self.device, leave, outputs, both)
+        packing = StoredPacking(self.dtype, self.device, config.gated, quantization, outside, leave, both)
         self.matrices |= packing.all_of(stored or {}, packed)
         self.tables = take_tables(weights, stored or {}, self.matrices, tied)
         self.outside = outside

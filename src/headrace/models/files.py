@@ -140,11 +140,18 @@ def _check_size(path: Path, length: int, size: int) -> None:
         raise ValueError(f"{path} is cut short: {short:,} bytes are missing; download it again")
 
 
-def _shards(folder: Path) -> list[Path]:
-    placed = read_json(folder / INDEX).get("weight_map", {})
-    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+def placed(folder: Path) -> dict[str, str]:
+    """Which of several files the index names for each tensor; {} where there is one file. Raises ValueError."""
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
+        return {}
+    found = read_json(folder / INDEX).get("weight_map", {})
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise ValueError(f"{folder / INDEX}: weight_map must map tensors to file names; download the file again")
-    names = sorted(set(placed.values()))
+    return found
+
+
+def _shards(folder: Path) -> list[Path]:
+    names = sorted(set(placed(folder).values()))
     for name in names:
         if Path(name).name != name:
             raise ValueError(f"{folder / INDEX} names {shown(repr(name))}, which is outside the folder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -58,15 +58,16 @@ def pack_all(
     device: torch.device,
     leave: Leave | None = None,
     outputs: Mapping[str, int] = MappingProxyType({}),
+    apart: Set[str] = frozenset(),
 ) -> Matrices:
     """All weights that rows are multiplied by, on the device. What is packed leaves `weights`: memory never holds all
-    twice. outputs: of whole matrices by name, where weights are a tensor rank's share."""
+    twice. outputs: of whole matrices by name, where weights are a tensor rank's share. apart: see with_both."""
     names = multiplied(weights)
     matrices: Matrices = {}
     done, total = 0, sum(weights[name].nbytes for name in names)
     for name in names:
         weight = weights[name]
-        gates = gated and name.endswith(".up.weight")
+        gates = gated and name.endswith(".up.weight") and layer_of(name) not in apart
         matrices[name] = _packed(name, weight.to(device), _rounding(name, quantization), gates, outputs.get(name))
         if matrices[name] is not weight:
             del weights[name]
@@ -89,7 +90,8 @@ def _rounding(name: str, asked: Quantization) -> Quantization:
 @dataclass(frozen=True, slots=True)
 class StoredPacking:
     """Packs matrices that are read when they are wanted, one after another: codes as they are, or what they stand for
-    where there are no kernels for codes; numbers as all others. Experts go to `outside`. Tables are left alone."""
+    where there are no kernels for codes; numbers as all others. Experts go to `outside`. Tables are left alone. layers:
+    see with_both."""
 
     dtype: torch.dtype
     device: torch.device
@@ -97,6 +99,7 @@ class StoredPacking:
     quantization: Quantization
     outside: ExpertsPlace | None
     leave: Leave | None = None
+    layers: Set[str] = frozenset()
 
     def all_of(self, stored: Mapping[str, StoredMatrix], packed: OnProgress | None) -> Matrices:
         stored = {name: matrix for name, matrix in stored.items() if name not in LOOKED_UP}
@@ -108,7 +111,8 @@ class StoredPacking:
         apart = self.outside is not None and any(each.coded for name, each in stored.items() if expert_of(name))
         for name, matrix in stored.items():
             if on_cpu:
-                matrices[name] = self._one(name, matrix, self.gated and not (apart and expert_of(name)))
+                alone = (apart or layer_of(name) in self.layers) and expert_of(name) is not None
+                matrices[name] = self._one(name, matrix, self.gated and not alone)
             else:
                 matrices[name] = self._on_gpu(name, matrix, widened)
                 if self.leave is not None:
@@ -150,6 +154,21 @@ class StoredPacking:
         if len(parts) == 1 and isinstance(parts[0], Tensor):
             return _packed(name, parts[0], _rounding(name, self.quantization), gated)
         return ops.pack_stored(parts, self.dtype, gated)
+
+
+def layer_of(name: str) -> str:
+    """What the names of a layer's experts begin with; of other weights the whole name."""
+    return name.partition(".experts.")[0]
+
+
+def with_both(weights: Mapping[str, Tensor], stored: Mapping[str, StoredMatrix]) -> frozenset[str]:
+    """Layers that have experts of numbers and experts of codes. Their gates and ups lie one behind the other: those of
+    codes may differ in format, and one product takes all of a layer."""
+    ours, theirs = (
+        {layer_of(name) for name in each if expert_of(name) is not None and name.endswith(".up.weight")}
+        for each in (weights, stored)
+    )
+    return frozenset(ours & theirs)
 
 
 def _gated_beside_others(matrices: Matrices) -> list[str]:

@@ -33,7 +33,7 @@ ENDS: dict[Layout, tuple[str, ...]] = {
         "weight.nested_quant_map",
     ),
     "int8 scb": ("weight", "SCB", "weight_format"),
-    "plain": ("weight", "weight_scale", "weight_scale_inv"),
+    "plain": ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
     "mxfp4": ("blocks", "scales"),
 }
 """Of the names of a module's tensors; its matrix is there where the first is, and the second or, of plain ones, any."""
@@ -54,14 +54,18 @@ MODELOPT: dict[str, tuple[str, Layout, int]] = {
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How matrices are stored. name: told to people; zeros_less_one: zero points of gptq's first format; rounds_rows:
-    rows that meet them are rounded to int8 (kernels.formats, w8a8); others: how some of them are stored instead, which
-    their tensors tell."""
+    rows that meet them are rounded to int8 (kernels.formats, w8a8); group: inputs under one scale, 0 where that is not
+    said; ordered: inputs lie by their groups, which tensors tell; zeros: there are zero points; others: how some of
+    them are stored instead, which their tensors tell."""
 
     name: str
     layout: Layout
     bits: int
     zeros_less_one: bool = False
     rounds_rows: bool = False
+    group: int = 0
+    ordered: bool = False
+    zeros: bool = False
     others: tuple[Scheme, ...] = ()
 
     @property
@@ -102,14 +106,26 @@ def _gptq(given: dict[str, Any]) -> Scheme:
     if form not in ("gptq", "gptq_v2"):
         raise UnsupportedModel(f"quantization_config: checkpoint_format {shown(repr(form))} is not supported")
     bits = _bits(given.get("bits"), (4, 8), "gptq")
-    return Scheme(f"GPTQ int{bits}", "gptq", bits, form == "gptq")
+    ordered = given.get("desc_act") is True
+    return Scheme(f"GPTQ int{bits}", "gptq", bits, form == "gptq", group=_group(given), ordered=ordered)
 
 
 def _awq(given: dict[str, Any]) -> Scheme:
     version = str(given.get("version") or "gemm").lower()
     if version != "gemm":
         raise UnsupportedModel(f"quantization_config: awq of version {shown(repr(version))} is not supported, gemm is")
-    return Scheme("AWQ int4", "awq", _bits(given.get("bits", given.get("w_bit")), (4,), "awq"))
+    bits = _bits(given.get("bits", given.get("w_bit")), (4,), "awq")
+    return Scheme("AWQ int4", "awq", bits, group=_group(given, "q_group_size"))
+
+
+def _group(given: dict[str, Any], other: str = "group_size") -> int:
+    """Inputs under one scale; 0: all of them, or not said."""
+    size = given.get("group_size", given.get(other))
+    if size is None or size == -1:
+        return 0
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UnsupportedModel(f"quantization_config: group_size {shown(repr(size))} is not supported")
+    return size
 
 
 def _fp8(given: dict[str, Any]) -> Scheme:
@@ -140,16 +156,19 @@ def _auto_round(given: dict[str, Any]) -> Scheme:
     form = str(given.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
     other = given.get("extra_config")
     every = [given, *(other.values() if isinstance(other, dict) else ())]
-    kinds = {each.get("bits", given.get("bits")) for each in every if isinstance(each, dict)} - {16, 32}
-    if form not in ("auto_gptq", "gptqmodel", "auto_round", "auto_awq") or len(kinds) != 1:
+    kinds = [(each.get("bits", given.get("bits")), _group(given | each)) for each in every if isinstance(each, dict)]
+    kinds = [kind for kind in kinds if kind[0] not in (16, 32)]  # modules of numbers
+    if form not in ("auto_gptq", "gptqmodel", "auto_round", "auto_awq") or any(kind != kinds[0] for kind in kinds):
+        told = ", ".join(f"{bits} bits by {group}" for bits, group in kinds[:4])
         raise UnsupportedModel(
-            f"quantization_config: auto-round's {shown(repr(form))} of {shown(', '.join(map(str, kinds)))} bits is not "
-            f"supported; auto_gptq, gptqmodel and auto_awq of one number of bits are"
+            f"quantization_config: auto-round's {shown(repr(form))} of {shown(told)} is not supported; auto_gptq, "
+            f"gptqmodel and auto_awq of one number of bits and one group_size are"
         )
+    bits, group = kinds[0] if kinds else (None, 0)
     if form == "auto_awq":
-        return Scheme("AWQ int4", "awq", _bits(kinds.pop(), (4,), "auto-round"))
-    bits = _bits(kinds.pop(), (4, 8), "auto-round")
-    return Scheme(f"AutoRound int{bits}", "gptq", bits, zeros_less_one=form == "auto_gptq")
+        return Scheme("AWQ int4", "awq", _bits(bits, (4,), "auto-round"), group=group)
+    bits = _bits(bits, (4, 8), "auto-round")
+    return Scheme(f"AutoRound int{bits}", "gptq", bits, zeros_less_one=form == "auto_gptq", group=group)
 
 
 def _mxfp4(given: dict[str, Any]) -> Scheme:
@@ -158,6 +177,10 @@ def _mxfp4(given: dict[str, Any]) -> Scheme:
 
 
 def _compressed(given: dict[str, Any]) -> Scheme:
+    for name in ("transform_config", "sparsity_config"):
+        said = given.get(name)
+        if said and not (isinstance(said, dict) and said.get("format") == "dense"):
+            raise UnsupportedModel(f"quantization_config: {name} is not supported")
     groups = given.get("config_groups")
     found = [
         each
@@ -187,8 +210,13 @@ def _of_group(group: dict[str, Any], form: Any) -> Scheme:
     """Of a group of compressed-tensors, in this format."""
     weights = group["weights"]
     kind, bits = str(weights.get("type", "int")), weights.get("num_bits")
+    size = _group(weights) if weights.get("strategy", "group") == "group" else 0
+    if weights.get("dynamic"):
+        raise UnsupportedModel("quantization_config: dynamic weights are not supported")
     if form == PACKED and kind == "int":
-        return Scheme(f"W{bits}A16", "packed", _bits(bits, (4, 8), PACKED))
+        bits = _bits(bits, (4, 8), PACKED)
+        ordered, zeros = weights.get("actorder") in (True, "group"), weights.get("symmetric", True) is False
+        return Scheme(f"W{bits}A16", "packed", bits, group=size, ordered=ordered, zeros=zeros)
     if form in (NVFP4, MXFP4) and kind == "float" and weights.get("symmetric", True) is not False:
         bits = _bits(bits, (4,), str(form))
         return Scheme("NVFP4", "nvfp4", bits) if form == NVFP4 else Scheme("MXFP4", "packed mxfp4", bits)
@@ -196,8 +224,8 @@ def _of_group(group: dict[str, Any], form: Any) -> Scheme:
         bits = _bits(bits, (8,), str(form))
         if kind == "int":
             rounds = _rounds_rows(group)
-            return Scheme("W8A8" if rounds else "int8", "plain", bits, rounds_rows=rounds)
-        return Scheme("MXFP8" if form == "mxfp8-quantized" else "FP8", "plain", bits)
+            return Scheme("W8A8" if rounds else "int8", "plain", bits, rounds_rows=rounds, group=size)
+        return Scheme("MXFP8" if form == "mxfp8-quantized" else "FP8", "plain", bits, group=size)
     raise UnsupportedModel(
         f"quantization_config: format {shown(repr(form))} of {shown(kind)} weights is not supported; "
         f"supported: {PACKED} of int, {NVFP4}, {MXFP4}, {', '.join(PLAIN)}"

@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from headrace.models.quantised import Scheme
 from headrace.types import UnsupportedModel
 
 Tensors = Mapping[str, Tensor]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight outputs lies in a word."""
 
@@ -45,7 +47,13 @@ def coded(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     """The matrix of a module, or its rows of these numbers. Raises ValueError for tensors that do not fit together."""
     try:
         return _LAYOUTS[scheme.layout](scheme, tensors, rows)
-    except (RuntimeError, IndexError, KeyError, TypeError) as error:  # torch's, over shapes and types; of JSON
+    except (
+        RuntimeError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ZeroDivisionError,
+    ) as error:  # torch's, over shapes and types; of JSON
         raise ValueError(f"its tensors do not fit together ({shown(error)})") from None
 
 
@@ -59,12 +67,20 @@ def _some(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x[rows]
 
 
+def _of_type(tensors: Tensors, name: str, *types: torch.dtype) -> Tensor:
+    """One of them. Raises ValueError where it is of another type."""
+    if tensors[name].dtype not in types:
+        told = " or ".join(str(each).removeprefix("torch.") for each in types)
+        raise ValueError(f"{name} must be {told}, it is {str(tensors[name].dtype).removeprefix('torch.')}")
+    return tensors[name]
+
+
 def _gptq(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
-    codes = _some(unpacked(tensors["qweight"].T.contiguous(), scheme.bits), rows)
-    scales = _some(tensors["scales"].T, rows)
-    zeros = unpacked(tensors["qzeros"], scheme.bits).T.int() + (1 if scheme.zeros_less_one else 0)
-    order = _order(tensors.get("g_idx"), codes.shape[1], scales.shape[1])
-    return _whole_numbers(scheme, codes, scales, zeros, rows, order)
+    codes = unpacked(_of_type(tensors, "qweight", torch.int32).T.contiguous(), scheme.bits)
+    scales = _of_type(tensors, "scales", *FLOATS).T
+    zeros = unpacked(_of_type(tensors, "qzeros", torch.int32), scheme.bits).T.int()
+    order = _order(scheme, tensors.get("g_idx"), codes.shape[1], scales.shape[1])
+    return _whole_numbers(scheme, codes, scales, zeros + (1 if scheme.zeros_less_one else 0), rows, order)
 
 
 def _awq(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
@@ -73,27 +89,31 @@ def _awq(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
         each = unpacked(words, 4).unflatten(-1, (-1, 8))[..., list(AWQ_ORDER)]
         return each.flatten(-2).T
 
-    codes, scales = _some(columns(tensors["qweight"]), rows), _some(tensors["scales"].T, rows)
-    return _whole_numbers(scheme, codes, scales, columns(tensors["qzeros"]).int(), rows, None)
+    codes, zeros = (columns(_of_type(tensors, name, torch.int32)) for name in ("qweight", "qzeros"))
+    return _whole_numbers(scheme, codes, _of_type(tensors, "scales", *FLOATS).T, zeros.int(), rows, None)
 
 
 def _packed(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     shape = [int(size) for size in tensors["weight_shape"]]
-    codes = _some(unpacked(tensors["weight_packed"], scheme.bits)[:, : shape[1]], rows)
-    scales, zeros = _some(tensors["weight_scale"], rows), None
+    codes = unpacked(_of_type(tensors, "weight_packed", torch.int32), scheme.bits)[:, : shape[1]]
+    scales, zeros = _of_type(tensors, "weight_scale", *FLOATS), None
     if "weight_zero_point" in tensors:
-        points = unpacked(tensors["weight_zero_point"].T.contiguous(), scheme.bits).T
+        points = unpacked(_of_type(tensors, "weight_zero_point", torch.int32).T.contiguous(), scheme.bits).T
         zeros = points[: shape[0]].int()
-    order = _order(tensors.get("weight_g_idx"), codes.shape[1], scales.shape[1])
+    elif scheme.zeros:
+        raise ValueError("there are no zero points (weight_zero_point), which config.json says there are")
+    order = _order(scheme, tensors.get("weight_g_idx"), codes.shape[1], scales.shape[1])
     return _whole_numbers(scheme, codes, scales, zeros, rows, order)
 
 
-def _order(groups: Tensor | None, inputs: int, count: int) -> Tensor | None:
+def _order(scheme: Scheme, groups: Tensor | None, inputs: int, count: int) -> Tensor | None:
     """int32 [K]: inputs by their groups; None where they lie so already."""
-    if groups is None or groups.numel() == 0 or int(groups.min()) < 0:
+    if groups is None or groups.numel() == 0 or int(groups.max()) < 0:
+        if scheme.ordered:
+            raise ValueError("there is no g_idx, which config.json says there is")
         return None
     size = inputs // count
-    fits = groups.shape == (inputs,) and int(groups.max()) < count
+    fits = groups.shape == (inputs,) and int(groups.min()) >= 0 and int(groups.max()) < count
     if not fits or bool((torch.bincount(groups, minlength=count) != size).any()):
         raise ValueError(f"g_idx does not put {size} inputs into each of {count} groups")
     if torch.equal(groups.long(), torch.arange(inputs) // size):
@@ -105,15 +125,19 @@ def _whole_numbers(
     scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, rows: Tensor | None, order: Tensor | None
 ) -> Coded:
     """Codes uint8 [N, K] from 0 on, scales [N, K / G], zero points (None: the middle) of the whole matrix, of which
-    these are the rows of these numbers: the format is the same for each tensor rank's share."""
+    the rows of these numbers are taken: the format is the same for each tensor rank's share."""
     middle = 1 << scheme.bits - 1
+    if len(scales) != len(codes) or (zeros is not None and zeros.shape != scales.shape):
+        told = "" if zeros is None else f", zero points {list(zeros.shape)}"
+        raise ValueError(f"codes are {list(codes.shape)}, scales {list(scales.shape)}{told}")
+    codes, scales = _some(codes, rows), _some(scales, rows)
     codes = (codes ^ middle if scheme.bits == 8 else codes - middle).view(torch.int8)
     codes = codes if order is None else codes[:, order.long()]
     smalls = None if zeros is None or bool((zeros == middle).all()) else _some(zeros, rows) - middle
     if smalls is not None and bool(((smalls < -128) | (smalls > 127)).any()):
         raise ValueError("a zero point is beyond 8 bits")
     name = f"W{scheme.bits}{' zeros' if smalls is not None else ''}"
-    form, smalls = _grouped(FORMATS[name], codes, scales), None if smalls is None else smalls.to(torch.int8)
+    form = _grouped(scheme, FORMATS[name], codes, scales)
     return Coded(
         form,
         codes.contiguous(),
@@ -123,30 +147,33 @@ def _whole_numbers(
     )
 
 
-def _grouped(form: Format, codes: Tensor, scales: Tensor) -> Format:
+def _grouped(scheme: Scheme, form: Format, codes: Tensor, scales: Tensor) -> Format:
     group, rest = divmod(codes.shape[1], max(1, scales.shape[1]))
-    if scales.dim() != 2 or rest or group % 16:
-        raise UnsupportedModel(f"groups of {codes.shape[1]} inputs under {scales.shape[-1]} scales are not read")
+    if scales.dim() != 2 or rest or group % 16 or scheme.group not in (0, group):
+        said = f", {scheme.group} each by config.json," if scheme.group else ""
+        raise UnsupportedModel(f"{codes.shape[1]} inputs under {scales.shape[-1]} scales{said} are not read")
     return form.grouped(group, NUMBERS[scales.dtype])
 
 
 def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
-    weight = tensors["weight"]
-    scales = tensors["weight_scale" if "weight_scale" in tensors else "weight_scale_inv"]
+    whole = scheme.name in ("int8", "W8A8")
+    weight = _of_type(tensors, "weight", torch.int8 if whole else torch.float8_e4m3fn)
+    if "weight_zero_point" in tensors and bool(tensors["weight_zero_point"].any()):
+        raise UnsupportedModel(f"{scheme.name} with zero points is not read")
+    named = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"
+    scales = _of_type(tensors, named, *FLOATS, *(() if whole else (torch.uint8, torch.float8_e8m0fnu)))
     if scales.dtype == torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
     scales = _spread(scales, *weight.shape)
     codes, scales = _some(weight, rows).contiguous(), _some(scales, rows)
-    if weight.dtype == torch.int8:
+    if whole:
         if scales.shape[1] == 1:
             return Coded(FORMATS["w8a8" if scheme.rounds_rows else "int8"], codes, scales.float())
-        return Coded(_grouped(FORMATS["W8"], codes, scales), codes, scales.contiguous())
-    if weight.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"weights must be int8 or float8_e4m3fn, they are {weight.dtype}")
+        return Coded(_grouped(scheme, FORMATS["W8"], codes, scales), codes, scales.contiguous())
     raw = codes.view(torch.int8)
     if bool(((raw & 127) == 127).any()):
         raise ValueError("a weight is NaN")
-    return Coded(_grouped(FORMATS["FP8"], codes, scales), raw, scales.contiguous())
+    return Coded(_grouped(replace(scheme, group=0), FORMATS["FP8"], codes, scales), raw, scales.contiguous())
 
 
 def _mxfp4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
@@ -201,10 +228,8 @@ def _nf4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
 
 
 def _int8_scb(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
-    if tensors["weight"].dtype != torch.int8:
-        raise ValueError(f"weights must be int8, they are {tensors['weight'].dtype}")
-    scales = tensors["SCB"].float().view(-1, 1) / 127
-    return Coded(FORMATS["int8"], _some(tensors["weight"], rows).contiguous(), _some(scales, rows).contiguous())
+    weight, scales = _of_type(tensors, "weight", torch.int8), tensors["SCB"].float().view(-1, 1) / 127
+    return Coded(FORMATS["int8"], _some(weight, rows).contiguous(), _some(scales, rows).contiguous())
 
 
 def _of_halves(

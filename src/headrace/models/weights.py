@@ -178,7 +178,11 @@ def _check(
     wanted = {source for name in slots for source in sources[name]}
     missing = sorted(wanted - checkpoint.names)
     beside = checkpoint.names - wanted
-    unexpected = sorted(name for name in beside if not HARMLESS.search(name) and not name.startswith(unread))
+    unexpected = sorted(
+        name
+        for name in beside
+        if not HARMLESS.search(name) and not name.startswith(unread) and not _adds_nothing(checkpoint, name)
+    )
     problems = [
         f"{label} {', '.join(map(shown, names[:5]))}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
         for label, names in (("lacks", missing), ("has unexpected", unexpected))
@@ -191,6 +195,13 @@ def _check(
             f"{folder}: the checkpoint does not match config.json: it {'; it '.join(problems)}; download both again, "
             f"or use the config.json that belongs to it"
         )
+
+
+def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a bias of zeros, which tools that quantise have written beside matrices that have none."""
+    module, _, kind = name.rpartition(".")
+    beside = kind == "bias" and f"{module}.weight" in checkpoint.names and checkpoint.is_coded(f"{module}.weight")
+    return beside and not checkpoint.read(name).any()
 
 
 def _misfits(checkpoint: Checkpoint, slot: Slot, sources: tuple[str, ...]) -> list[str]:
@@ -285,8 +296,8 @@ def _part(checkpoint: Checkpoint, source: str, rows: Tensor | None) -> Callable[
     def named() -> Coded:
         try:
             return read()
-        except UnsupportedModel:
-            raise
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{checkpoint.model}: {shown(source)}: {error}") from None
         except ValueError as error:
             raise ValueError(f"{checkpoint.model}: {shown(source)}: {error}; download the weights again") from None
 
