@@ -118,7 +118,7 @@ def test_closing_ends_a_rendering_under_way() -> None:
     ending = Renderer()
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(render, ending, ENDLESS)
-        until(lambda: bool(ending._busy), 20)
+        until(lambda: bool(ending._processes._busy), 20)
         started = time.monotonic()
         ending.close()
         with pytest.raises(InvalidRequest):
@@ -133,7 +133,7 @@ def test_a_template_sees_nothing_of_the_server(renderer: Renderer, monkeypatch: 
     fresh = Renderer()
     try:
         assert render(fresh, "ok") == "ok"
-        (child,) = (one for one in fresh._idle)
+        (child,) = (one for one in fresh._processes._idle)
         seen = Path(f"/proc/{child.pid}/environ").read_bytes()
         assert b"secret" not in seen and b"HOME" not in seen
         limits = Path(f"/proc/{child.pid}/limits").read_text()

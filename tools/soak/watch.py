@@ -63,6 +63,8 @@ def sampled(server: psutil.Process) -> Sample:
 def role_of(command: Sequence[str]) -> str:
     if "headrace.engine.worker" in command:
         return "engine"
+    if "headrace.engine.structured.shape_worker" in command:
+        return "shapes"
     return "templates" if "headrace.engine.template_worker" in command else "others"
 
 

@@ -377,6 +377,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
     async def shutdown(self) -> None:
         """Ends the engine process; requests under way end with EngineDead. May be called twice."""
         self._closing = True
+        self._shapes.close()
         if self.tokenizer is not None:
             self.tokenizer.close()
         await _cancel(self._watch)

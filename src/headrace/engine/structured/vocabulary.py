@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLTokenizer
 
+from headrace.engine.structured.by_bytes import by_bytes
 from headrace.engine.structured.hidden import apart, hidden_name, without_added
 from headrace.engine.tokenizer import Tokenizer
 from headrace.logs import shown
@@ -48,6 +49,17 @@ _making = threading.Lock()
 def vocabulary_of(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) -> Vocabulary:
     """The vocabulary of a model with logits of this width and these end-of-sequence tokens; made once, which takes up
     to some seconds for a large one. For any thread. Raises InvalidRequest for a tokenizer that cannot be used."""
+    tokenizer = usable(tokenizer)
+    with _making:
+        known = _made.setdefault(tokenizer, {})
+        key = width, tuple(ends)
+        if key not in known:
+            known[key] = _make(tokenizer, width, tuple(ends))
+        return known[key]
+
+
+def usable(tokenizer: Tokenizer | None) -> Tokenizer:
+    """Raises InvalidRequest for one that cannot be used, and for none."""
     if tokenizer is None:
         raise InvalidRequest(
             "the model folder has no tokenizer, so answers cannot be given a shape; add its files", "structured"
@@ -58,12 +70,7 @@ def vocabulary_of(tokenizer: Tokenizer | None, width: int, ends: Sequence[int]) 
             "token by token",
             "structured",
         )
-    with _making:
-        known = _made.setdefault(tokenizer, {})
-        key = width, tuple(ends)
-        if key not in known:
-            known[key] = _make(tokenizer, width, tuple(ends))
-        return known[key]
+    return tokenizer
 
 
 def _make(tokenizer: Tokenizer, width: int, ends: tuple[int, ...]) -> Vocabulary:
@@ -100,35 +107,11 @@ def _from_library(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokeni
 
 def _from_bytes(tokenizer: Tokenizer, width: int, ends: list[int]) -> LLTokenizer:
     """By the bytes of each token. A model without end-of-sequence gets one beyond its logits, which is never drawn."""
+    return by_bytes(*tokens_of(tokenizer, width), ends)
+
+
+def tokens_of(tokenizer: Tokenizer, width: int) -> tuple[list[bytes], list[int]]:
+    """The bytes of each token of a model with logits of this width, and the special ones."""
     size = max(width, tokenizer.vocab_size)
-    return LLTokenizer(TokenizerWrapper(_ByBytes(tokenizer, size, ends)), eos_token=ends or None)
-
-
-class _ByBytes:
-    """What TokenizerWrapper asks of a tokenizer."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, size: int, ends: list[int]) -> None:
-        self.tokens = [tokenizer.token_bytes(token) for token in range(size)]
-        self.special_token_ids = [token for token in range(size) if tokenizer.is_special(token)]
-        if not ends:
-            self.tokens.append(b"<end of text>")
-            self.special_token_ids.append(size)
-        self.eos_token_id = ends[0] if ends else size
-        special = set(self.special_token_ids)
-        self._spelled = {data: token for token, data in enumerate(self.tokens) if data and token not in special}
-        self._longest = max(map(len, self._spelled), default=0)
-
-    def __call__(self, text: bytes) -> list[int]:
-        """The longest tokens first: the tokenizer's own way may put a space before a text. It ends before what no token
-        spells."""
-        found, at = [], 0
-        while at < len(text):
-            ends = range(min(len(text), at + self._longest), at, -1)
-            end = next((end for end in ends if text[at:end] in self._spelled), None)
-            if end is None:
-                break
-            found.append(self._spelled[text[at:end]])
-            at = end
-        return found
+    special = [token for token in range(size) if tokenizer.is_special(token)]
+    return [tokenizer.token_bytes(token) for token in range(size)], special
