@@ -43,6 +43,17 @@ def test_what_cannot_be_taken_is_refused(structured: Structured, told: str) -> N
     assert refused.value.param == "structured"
 
 
+@pytest.mark.parametrize("expression", [r"\s$\n", "a$b", "(a$)*b", "a^b"])
+def test_an_anchor_inside_an_expression_is_refused_in_our_own_words(expression: str) -> None:
+    told = r"^{}: \^ and \$ inside an expression look around, which is not supported; leave them out, .*$"
+    for structured, place in (
+        (Structured(regex=expression), "regex"),
+        (Structured(json={"type": "string", "pattern": expression}), "#"),
+    ):
+        with pytest.raises(InvalidRequest, match=told.format(place)):
+            check(structured, None)
+
+
 def test_equal_shapes_have_one_grammar() -> None:
     assert grammar_of(Structured(json='{"type":"string"}')) == grammar_of(Structured(json='{ "type" : "string" }'))
     assert grammar_of(Structured(choice=["b", "a", "a"])) == grammar_of(Structured(choice=["a", "b"]))

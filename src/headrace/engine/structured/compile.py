@@ -49,6 +49,10 @@ _SAID = {
     "Regex is empty": ("no text fits this pattern, format and length together", "leave one of them out"),
     "schema too large": ("the cases of allOf, anyOf and oneOf multiply to too many", "use fewer"),
     "circular references with sibling": ("a recursive $ref beside other keywords", "use $ref alone"),
+    "lookarounds not supported": (
+        "^ and $ inside an expression look around, which is not supported",
+        "leave them out, or put them at its beginning and its end",
+    ),
 }
 """What the library says, as what is wrong and the remedy."""
 
@@ -105,7 +109,9 @@ def check(structured: Structured, tokenizer: LLTokenizer | None, added: Mapping[
         return
     if structured.kind == "json":
         _refuse_schema(_lowered(structured.json or ""), tokenizer, fault)
-    raise Refused(structured.kind, _line(fault))
+    if structured.kind == "regex":
+        _refuse(structured.kind, fault)
+    raise Refused(structured.kind, _line(fault))  # with the place in a grammar
 
 
 def _fault(grammar: str, tokenizer: LLTokenizer | None) -> str:
@@ -139,6 +145,11 @@ def _refuse_schema(made: Lowered, tokenizer: LLTokenizer | None, fault: str) -> 
             if part is not False and (found := _fault(_of_schema(made.whole(part)), tokenizer)):
                 pointer, fault, moved = inner, found, True
                 break
+    _refuse(pointer, fault)
+
+
+def _refuse(pointer: str, fault: str) -> NoReturn:
+    """In our own words where there are any."""
     for said, (reason, remedy) in _SAID.items():
         if said in fault:
             raise Refused(pointer, reason, remedy)
