@@ -213,10 +213,10 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         if len(self.stop) > MAX_STOPS:
-            raise InvalidRequest(f"at most {MAX_STOPS} stop strings, got {len(self.stop)}", "stop")
+            raise InvalidRequest(f"stop must have at most {MAX_STOPS} texts, got {len(self.stop)}", "stop")
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                raise InvalidRequest(f"stop strings must have 1 to {MAX_STOP_LENGTH} characters", "stop")
+                raise InvalidRequest(f"stop must have texts of 1 to {MAX_STOP_LENGTH} characters", "stop")
         for name in ("stop_token_ids", "logprob_token_ids", "logit_bias"):
             given = getattr(self, name) or ()
             if len(given) > MAX_LISTED:
