@@ -73,5 +73,15 @@ def test_refusals_name_the_field(fast: Running, body: dict[str, Any], param: str
     assert fast.engine.stats.kv.chunks_used == 0
 
 
+@pytest.mark.parametrize("route", [EMBEDDINGS, "/v1/classify", "/v1/completions"])
+def test_an_empty_text_of_several_is_told_by_its_place(route: str) -> None:
+    field = "prompt" if route == "/v1/completions" else "input"
+    with serving(labels=("no", "yes") if route == "/v1/classify" else ()) as running:
+        for given, place in ((["a", ""], "[1]"), ([[], [97]], "[0]"), ("", ""), ([], "")):
+            refused = running.http.post(route, json={field: given})
+            check_refusal(refused, 400, field)
+            assert refused.json()["error"]["message"] == f"{field}{place} must not be empty"
+
+
 def test_dimensions_that_are_all_are_taken(fast: Running) -> None:
     assert len(fast.http.post(EMBEDDINGS, json={"input": "a", "dimensions": 4}).json()["data"][0]["embedding"]) == 4

@@ -190,12 +190,12 @@ def prompts_of(value: Any, name: str) -> list[str | list[int]]:
         raise invalid(f"{name} is required", name, "missing")
     many = isinstance(value, list) and bool(value) and not _is_ids(value)
     prompts = value if many else [value]
-    for prompt in prompts:
+    for index, prompt in enumerate(prompts):
         if not (_is_ids(prompt) or isinstance(prompt, str)) or type(prompt) is not type(prompts[0]):
             told = f"{name} must be a string, a list of strings, a list of token ids or a list of such lists"
             raise invalid(told, name)
         if not prompt:
-            raise invalid(f"{name} must not be empty", name)
+            raise invalid(f"{name}{f'[{index}]' * many} must not be empty", name)
     return prompts
 
 
