@@ -171,6 +171,7 @@ def test_reset(server: Running) -> None:
     cache = KVCache(10)
     cached(cache, "abc")
     with server_of(cache) as running:
+        check_refusal(running.http.post(RESET, params={"cache_salt": "x"}), 400, "cache_salt")
         told = running.http.post(RESET)
         assert (told.status_code, told.json()) == (200, {"object": "cache.reset", "chunks": 3})
         assert segments(running) == []

@@ -179,4 +179,5 @@ def test_clients_without_keys_by_their_salt(server: Running) -> None:
     assert len(server.http.get(URL, params={"cache_salt": "x"}).json()["data"]) == 1
     check_refusal(server.http.delete(f"{URL}/a"), 404, "id")
     check_refusal(server.http.get(URL, params={"salt": "x"}), 400, "salt")
+    check_refusal(server.http.post(URL, params={"cache_salt": "x"}, json={"prompt": LONG}), 400, "cache_salt")
     assert server.http.delete(f"{URL}/a", params={"cache_salt": "x"}).status_code == 200

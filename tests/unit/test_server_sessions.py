@@ -202,6 +202,18 @@ def test_names_that_are_none(method: str, path: str, server: Running, saved: Sav
     assert not saved.calls
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("DELETE", "/a"), ("GET", ""), ("POST", ""), ("POST", "/a/load")], ids=str
+)
+def test_unknown_query_parameters(method: str, path: str, server: Running, saved: Saved) -> None:
+    """An option that is misspelled does not delete what it should have kept."""
+    by(server, "acme", "POST", name="a", prompt="hello")
+    calls = len(saved.calls)
+    refused = by(server, "acme", method, f"{SESSIONS}{path}?x=1")
+    check_refusal(refused, 400, "x")
+    assert refused.json()["error"]["code"] == "unknown_parameter" and len(saved.calls) == calls
+
+
 def test_a_server_that_saves_none_says_how() -> None:
     with serving() as running:
         for reply in (

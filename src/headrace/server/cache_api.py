@@ -33,6 +33,7 @@ def install_cache(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/v1/cache/reset")
     async def reset(request: Request) -> Response:
+        check_query(request.query_params, set())
         check_operator(tenant_of(request), "forget what all tenants have cached")
         forgotten = await unless_gone(request.receive, state.engine.call(ResetPrefixCache()))
         return JsonReply({"object": "cache.reset", "chunks": forgotten})

@@ -155,6 +155,7 @@ async def _tokens(state: ServerState, body: PrefixBody) -> list[int]:
 def install_prefixes(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/cache/prefixes")
     async def create(request: Request) -> Response:
+        check_query(request.query_params, set())
         return await answer(state, request, Prefixes())
 
     @router.get("/v1/cache/prefixes")

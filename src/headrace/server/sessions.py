@@ -14,6 +14,7 @@ from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, Read
 from headrace.offload.sessions.names import NO_STORAGE, NOT_FOUND, check_name
 from headrace.server.admission import admit, check_public
 from headrace.server.answering import adapt, admitted, check_model, ended, start
+from headrace.server.cache_api import check_query
 from headrace.server.chat_body import MAX_MESSAGES, MAX_TOOLS, Message, ToolBody, template_variables, tools_of
 from headrace.server.encoding import encoded
 from headrace.server.errors import ApiError, JsonReply, invalid
@@ -77,19 +78,23 @@ class SaveSessionBody(LoadSessionBody, AskingBody):
 def install_sessions(router: APIRouter, state: ServerState) -> None:
     @router.post("/v1/cache/sessions")
     async def save(request: Request) -> Response:
+        check_query(request.query_params, set())
         return await _save(state, request)
 
     @router.get("/v1/cache/sessions")
     async def listed(request: Request) -> Response:
+        check_query(request.query_params, set())
         found = await _ask(state, ListSessions(request.scope[TENANT].name))
         return JsonReply({"object": "list", "data": [{"object": "session", **each} for each in found]})
 
     @router.post("/v1/cache/sessions/{name}/load")
     async def load(request: Request, name: str) -> Response:
+        check_query(request.query_params, set())
         return await _load(state, request, name)
 
     @router.delete("/v1/cache/sessions/{name}")
     async def delete(request: Request, name: str) -> Response:
+        check_query(request.query_params, set())
         await _ask(state, DeleteSession(name, request.scope[TENANT].name))
         return JsonReply({"object": "session.deleted", "name": name, "deleted": True})
 
