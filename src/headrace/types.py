@@ -16,6 +16,7 @@ from headrace.errors import InvalidRequest as InvalidRequest
 from headrace.errors import Overloaded as Overloaded
 from headrace.errors import UnsupportedModel as UnsupportedModel
 from headrace.structured import Structured as Structured
+from headrace.texts import check_text
 
 CHUNK = 64
 """Tokens in a chunk: the unit of sharing, of storage and of the canonical merge (docs/attention.md)."""
@@ -90,8 +91,7 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
 def check_sharing(cache_salt: Any, public_prefix_tokens: Any) -> None:
     """Raises InvalidRequest unless these can name what a request shares."""
     if cache_salt is not None:
-        if not isinstance(cache_salt, str):
-            raise InvalidRequest(f"cache_salt must be a string, got {type(cache_salt).__name__}", "cache_salt")
+        check_text(cache_salt, "cache_salt")
         if not 0 < len(cache_salt) <= MAX_SALT:
             told = f"cache_salt must have 1 to {MAX_SALT} characters; leave it out to share the cache"
             raise InvalidRequest(told, "cache_salt")
@@ -107,6 +107,7 @@ def check_turn(tenant: Any, weight: Any, priority: Any) -> None:
     """Raises InvalidRequest unless these can say when a request has its turn."""
     if not isinstance(tenant, str) or len(tenant) > MAX_TENANT:
         raise InvalidRequest(f"tenant must be a string of at most {MAX_TENANT} characters", "tenant")
+    check_text(tenant, "tenant")
     _number("weight", weight, MIN_WEIGHT, MAX_WEIGHT)
     _number("priority", priority, -MAX_PRIORITY, MAX_PRIORITY, integer=True)
 
@@ -217,6 +218,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise InvalidRequest(f"stop must have texts of 1 to {MAX_STOP_LENGTH} characters", "stop")
+            check_text(text, "stop")
         for name in ("stop_token_ids", "logprob_token_ids", "logit_bias"):
             given = getattr(self, name) or ()
             if len(given) > MAX_LISTED:
@@ -353,10 +355,13 @@ class Request:
         return f"Request({self.request_id!r}, {len(self.prompt_token_ids):,} tokens, {self.params!r})"
 
     def __post_init__(self) -> None:
+        check_text(self.request_id, "request_id")
+        if not isinstance(self.embed, bool):
+            raise InvalidRequest(f"embed must be true or false, got {self.embed!r}", "embed")
         check_sharing(self.cache_salt, self.public_prefix_tokens)
         check_turn(self.tenant, self.weight, self.priority)
         for name in ("kv_share", "kv_limit", "tier_quota"):
-            if getattr(self, name) is not None:
+            if name != "tier_quota" or self.tier_quota is not None:
                 _number(name, getattr(self, name), 0, 1)
         if self.kv_limit == 0:
             raise InvalidRequest("kv_limit must be above 0; leave it out where there is none", "kv_limit")

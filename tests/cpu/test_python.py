@@ -105,6 +105,23 @@ def test_sampling_params_are_checked(llm: LLM) -> None:
             llm.generate("Hello", wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("call", "wrong"),
+    [("generate", {"sampling_params": 3}), ("generate", {"cache_salt": "\ud800"}), ("generate", {"tenant": "\ud800"}),
+     ("generate", {"kv_limit": None}), ("chat", {"tools": 3}), ("chat", {"messages": None}),
+     ("score", {"options": 3}), ("score", {"text": 3}), ("embed", {"cache_salt": "\ud800"})],
+    ids=repr,
+)  # fmt: skip
+def test_arguments_of_a_wrong_kind_are_refused_by_name(llm: LLM, call: str, wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {
+        "generate": {"prompts": "Hello"}, "chat": {"messages": [{"role": "user", "content": "Hello"}]},
+        "score": {"text": "Hello", "options": [" you"]}, "embed": {"inputs": "Hello"},
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest) as refused:
+        getattr(llm, call)(**{**right[call], **wrong})
+    assert [refused.value.param] == list(wrong)
+
+
 def test_a_sampling_parameter_is_no_variable_of_the_template(llm: LLM) -> None:
     """It would be passed on to the template, which knows no such thing, and have no effect."""
     with pytest.raises(TypeError, match=r"give SamplingParams\(max_tokens=\.\.\.\)"):

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.engine.prompts import listed, token_ids
-from headrace.types import InvalidRequest
+from headrace.engine.prompts import listed, params_of, token_ids
+from headrace.types import InvalidRequest, SamplingParams
 
 FORMS: list[tuple[Any, list[str | list[int]]]] = [
     ("a text", ["a text"]),
@@ -52,3 +52,11 @@ def test_the_names_in_a_dict_are_no_prompts(given: Any) -> None:
 def test_a_text_is_no_token_ids() -> None:
     with pytest.raises(InvalidRequest, match="not 'abc'"):
         token_ids("abc", "options")
+
+
+@pytest.mark.parametrize("given", [3, {"max_tokens": 3}, [3], "x", [SamplingParams()] * 3], ids=repr)
+def test_what_is_no_sampling_params_of_the_prompts_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        params_of(given, ["a", "b"])
+    assert refused.value.param == "sampling_params"
+    assert params_of(None, ["a", "b"]) == params_of(SamplingParams(), ["a", "b"]) == [SamplingParams()] * 2

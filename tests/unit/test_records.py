@@ -125,6 +125,13 @@ def test_flags_of_requests_are_true_or_false(name: str, value: Any) -> None:
     assert error.value.param == name
 
 
+def test_half_a_surrogate_pair_is_no_stop_string() -> None:
+    """No answer has it, and no process can be told of it."""
+    with pytest.raises(InvalidRequest, match=r"^stop is no text at character 1") as refused:
+        SamplingParams(stop=["a\ud800"])
+    assert refused.value.param == "stop"
+
+
 def test_signature_of_sampling_params_is_its_own() -> None:
     assert list(inspect.signature(SamplingParams).parameters) == [item.name for item in fields(SamplingParams)]
     assert all(f"`{item.name}`" in str(SamplingParams.__doc__) for item in fields(SamplingParams))

@@ -22,7 +22,7 @@ from headrace.engine.async_scores import AsyncScores
 from headrace.engine.calls import Answer, EngineCall
 from headrace.engine.capacity import Capacity, check_variables, model_folder
 from headrace.engine.pending_calls import PendingCalls
-from headrace.engine.prompts import token_ids
+from headrace.engine.prompts import conversation, one_params, token_ids
 from headrace.engine.structured.door import ShapeDoor
 from headrace.engine.tenant_keywords import TenantKeywords, taken_from
 from headrace.engine.tokenizer import Tokenizer
@@ -265,9 +265,9 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         """
         self._must_live()
         tokens = self._tokens(prompt)
-        params = self.check(tokens, SamplingParams() if params is None else params, embed)
+        params = self.check(tokens, one_params(params), embed)
         await self.check_shape(params)
-        name = request_id or uuid.uuid4().hex
+        name = uuid.uuid4().hex if request_id is None or request_id == "" else request_id
         request = Request(name, tokens, params, cache_salt, public_prefix_tokens, time.monotonic(), embed, **own)
         request.adapter, request.adapter_start = adapter, self.capacity.adapter_start(adapter, tokens)
         stream = self._enqueue(request)
@@ -309,7 +309,7 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         self._must_live()
         if self.tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: pass token ids to generate()", "messages")
-        prompt = await asyncio.to_thread(self.tokenizer.apply_chat, list(messages), **template)
+        prompt = await asyncio.to_thread(self.tokenizer.apply_chat, conversation(messages), **template)
         sharing: dict[str, Any] = dict(
             request_id=request_id, cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens, adapter=adapter,
             **own,
@@ -345,10 +345,12 @@ class AsyncLLM(AsyncScores, metaclass=PublicNames):
         if queue.is_full(request, limits.max_queued_requests, limits.max_queued_tokens):
             wait_s = self.retry_after_s(request.tenant, request.weight)
             raise Overloaded(f"the queue is full: {queue.told(request.tenant)}; try again in {wait_s:.0f} s", wait_s)
-        stream = self._streams.open(request.request_id)
+        try:
+            self._send(m.Add(request))  # first: of what cannot be sent nothing is left
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequest(f"the request cannot be sent to the engine: {error}") from None
         queue.add(request)
-        self._send(m.Add(request))
-        return stream
+        return self._streams.open(request.request_id)
 
     def retry_after_s(self, tenant: str = "", weight: float = 1.0) -> float:
         """Seconds that the new tokens of a tenant's waiting prompts take with its share of the rate so far, and no more

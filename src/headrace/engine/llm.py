@@ -27,7 +27,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
 from headrace.engine.ending import Ending, collect_ended
 from headrace.engine.loader import Loaded, load
-from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, for_each, listed, token_ids
+from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, for_each, listed, params_of, token_ids
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
@@ -133,13 +133,7 @@ class LLM(metaclass=PublicNames):
         for several prompts on a terminal. Raises InvalidRequest naming the parameter.
         """
         texts = listed(prompts, "prompts")
-        given = SamplingParams() if sampling_params is None else sampling_params
-        params = [given] * len(texts) if isinstance(given, SamplingParams) else list(given)
-        if not all(isinstance(each, SamplingParams) for each in params):
-            told = "sampling_params must be SamplingParams(...), or a list with one for each prompt"
-            raise InvalidRequest(told, "sampling_params")
-        if len(params) != len(texts):
-            raise InvalidRequest(f"{len(texts)} prompts but {len(params)} sampling_params", "sampling_params")
+        params = params_of(sampling_params, texts)
         priorities: list[int] = for_each(priority, texts, "priority")
         adapters: list[str] = (
             [adapter] * len(texts) if isinstance(adapter, str) else for_each(adapter, texts, "adapter")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -97,11 +98,31 @@ class EngineFailed(msgspec.Struct, tag=True):
     settings: bool = False
 
 
+@dataclass(frozen=True)
+class Misread:
+    """In place of an Add that does not decode: whose it is, and why."""
+
+    request_id: str
+    told: str
+
+
 ToEngine = LoadModel | Add | Abort | Call | EnginePing
 FromEngine = LoadProgress | EngineReady | Prefills | Events | CallAnswer | EngineFailed | EnginePong
 
+
+class _Id(msgspec.Struct):
+    request_id: str
+
+
+class _Named(msgspec.Struct, tag="Add"):
+    """What has to be right of an Add."""
+
+    request: _Id
+
+
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: Any = msgspec.msgpack.Decoder(ToEngine)
+_named: Any = msgspec.msgpack.Decoder(_Named)
 _from_engine: Any = msgspec.msgpack.Decoder(FromEngine)
 
 
@@ -119,8 +140,12 @@ def length(header: bytes) -> int:
     return int(size)
 
 
-def to_engine(body: bytes) -> ToEngine:
-    message: ToEngine = _to_engine.decode(body)
+def to_engine(body: bytes) -> ToEngine | Misread:
+    """Raises ValueError for what does not decode, and does not say whose request it is."""
+    try:
+        message: ToEngine = _to_engine.decode(body)
+    except msgspec.ValidationError as error:
+        return Misread(_named.decode(body).request.request_id, str(error))
     return message
 
 

@@ -1,4 +1,4 @@
-"""Checks of the text and messages that a request brings, before a tokenizer or its template sees them."""
+"""Checks of the messages that a request brings, before a chat template sees them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.types import InvalidRequest
-
-
-def check_text(text: Any, param: str) -> None:
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{param} must be a string, got {type(text).__name__}", param)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        told = f"{param} is no text at character {error.start}: a byte that is not UTF-8, or half a surrogate pair"
-        raise InvalidRequest(told, param) from None
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from headrace.types import InvalidRequest
+from headrace.types import InvalidRequest, SamplingParams
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -43,6 +43,33 @@ def for_each(given: T | Sequence[T], prompts: Sequence[Any], param: str) -> list
     if len(given) != len(prompts):
         raise InvalidRequest(f"{len(prompts)} prompts but {len(given)} in the list {param}", param)
     return list(given)
+
+
+def params_of(given: Any, prompts: Sequence[Any]) -> list[SamplingParams]:
+    """Of each prompt: one for all, a list with one for each, or None. Raises InvalidRequest for what is neither."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * len(prompts)
+    found = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(each, SamplingParams) for each in found):
+        told = "sampling_params must be SamplingParams(...), or a list with one for each prompt"
+        raise InvalidRequest(told, "sampling_params")
+    if len(found) != len(prompts):
+        raise InvalidRequest(f"{len(prompts)} prompts but {len(found)} sampling_params", "sampling_params")
+    return found
+
+
+def one_params(given: Any) -> SamplingParams:
+    """Of one prompt; None: the defaults. Raises InvalidRequest."""
+    if not isinstance(given, SamplingParams | None):
+        raise InvalidRequest(f"params must be SamplingParams(...), got {type(given).__name__}", "params")
+    return given or SamplingParams()
+
+
+def conversation(messages: Any) -> list[Any]:
+    """One, as a list. Raises InvalidRequest for what is none; its messages are looked at later."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise InvalidRequest("messages must be a list of {'role': ..., 'content': ...}", "messages")
+    return list(messages)
 
 
 def conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:

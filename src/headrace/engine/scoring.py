@@ -15,7 +15,7 @@ No torch: the server plans scores, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -190,8 +190,9 @@ def _renamed(param: str, before: str = "") -> Iterator[None]:
 def plan_score(text: Text, options: Sequence[Text], tokenizer: Encoder | None, alike: int = 0) -> ScorePlan:
     """Tokenizes and checks. A text and an option that are both strings are tokenized together; token ids stay as they
     are, and a string beside them is tokenized by itself. Raises InvalidRequest naming `text` or `options`."""
-    if isinstance(options, str) or not 1 <= len(options) <= MOST_OPTIONS:
-        count = "a string" if isinstance(options, str) else f"{len(options):,}"
+    if isinstance(options, str) or not isinstance(options, Sized) or not 1 <= len(options) <= MOST_OPTIONS:
+        count = f"{len(options):,}" if isinstance(options, Sized) else type(options).__name__
+        count = "a string" if isinstance(options, str) else count
         raise InvalidRequest(f"options must be a list of 1 to {MOST_OPTIONS:,} texts, got {count}", "options")
     strings = [each for each in (text, *options) if isinstance(each, str)]
     if strings and tokenizer is None:

@@ -14,12 +14,13 @@ from typing import Any
 
 from headrace.engine import tiktoken_file
 from headrace.engine.pieces import piece_rule
-from headrace.engine.plain_messages import check_text, plain_messages
+from headrace.engine.plain_messages import plain_messages
 from headrace.engine.template_file import given_template
 from headrace.engine.templates import Renderer
 from headrace.engine.tokenizer_file import follow
 from headrace.logs import shown
 from headrace.models.files import is_gguf, read_json
+from headrace.texts import check_text
 from headrace.types import InvalidRequest, UnsupportedModel
 
 _FILES = (
@@ -192,7 +193,7 @@ class Tokenizer:
         if not self.has_chat_template:
             raise InvalidRequest(NO_TEMPLATE, "messages")
         self._check_template_kwargs(template_kwargs)
-        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+        if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
             raise InvalidRequest("tools must be a list of JSON objects", "tools")
         return self._render(plain_messages(messages), add_generation_prompt, tools, template_kwargs)
 

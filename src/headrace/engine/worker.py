@@ -101,7 +101,7 @@ class Link:
             self._told = True
             self.send(m.Events(events.deltas, events.started, events.refused, EngineStats()))
 
-    def receive(self) -> m.ToEngine | None:
+    def receive(self) -> m.ToEngine | m.Misread | None:
         """The next message; None at the end of the stream."""
         header = self._exactly(m.LENGTH.size)
         body = header and self._exactly(m.length(header))
@@ -132,10 +132,10 @@ class Inbox:
         self.serving = threading.Event()
         self.on_ping: Callable[[], object] = lambda: None
         self._link, self._leave = link, leave or _leave
-        self._messages: queue.SimpleQueue[m.ToEngine | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[m.ToEngine | m.Misread | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="headrace-inbox", daemon=True).start()
 
-    def get(self, timeout: float | None = None) -> m.ToEngine | None:
+    def get(self, timeout: float | None = None) -> m.ToEngine | m.Misread | None:
         """Raises queue.Empty."""
         return self._messages.get(timeout=timeout)
 
@@ -275,6 +275,8 @@ def _drain(core: EngineCore, inbox: Inbox, refused: dict[str, Refused], calls: C
             core.abort(message.request_id)
         elif isinstance(message, m.Call):
             _answer(link, calls.begin(message.number, message.call))
+        elif isinstance(message, m.Misread):
+            refused[message.request_id] = Refused(f"the engine cannot read this request: {message.told}")
         elif isinstance(message, m.Add):
             try:
                 core.add(message.request)
