@@ -172,7 +172,11 @@ def check_data(value: Any, pointer: str, depth: int = 0) -> None:
     if depth > MAX_DATA:
         raise Refused(pointer, f"is nested deeper than {MAX_DATA} levels")
     if is_number(value) and not exact(value):
-        raise Refused(pointer, "an integer beyond 2^53 that is no double cannot be enforced", "write it as a text")
+        raise Refused(
+            pointer,
+            "a number beyond 2^63, or an integer beyond 2^53 that is no double, cannot be enforced",
+            "write it as a text",
+        )
     if isinstance(value, str) and len(value) > MAX_TEXT:
         raise Refused(pointer, f"is longer than {MAX_TEXT:,} characters")
     if isinstance(value, str) and unwritable(value):
