@@ -223,6 +223,18 @@ def test_lfm3s_gates_by_either_name(tmp_path: Path, folder: Callable[[str], Path
     assert torch.equal(*(ours(load_decoder(each, "bfloat16"), prompt(70)) for each in (tmp_path, folder("lfm3"))))
 
 
+@pytest.mark.parametrize("kinds", [["conv", "full_attention", "conv"], ["conv", "conv", "sliding_attention"], None])
+def test_lfm3_with_more_convolutions_than_attention(kinds: list[str] | None, tmp_path: Path) -> None:
+    """None: as transformers has it where a file says nothing."""
+    layers = 12 if kinds is None else len(kinds)
+    decoder = load_decoder(make_checkpoint("lfm3", tmp_path, layer_types=kinds, num_hidden_layers=layers), "float32")
+    assert len(decoder.config.recurrent_layers) > decoder.config.attention.layers
+    model, tokens = theirs_of(tmp_path), prompt(LENGTH)
+    mine, theirs = ours(decoder, tokens), their_logits(model, tokens)
+    assert as_near(mine, theirs, exact_logits(model, tokens))
+    check_cuts(load_decoder(tmp_path, "bfloat16"))
+
+
 def check_cuts(decoder: Decoder) -> None:
     tokens, steps = prompt(150), [17, 3, 1, 19, 64, 46]
     whole, one, cut = ours(decoder, tokens), Sequence(decoder), Sequence(decoder)

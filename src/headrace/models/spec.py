@@ -326,7 +326,8 @@ class ModelConfig:
         (0, 0) for a layer that rotates nothing. Rows hold (cos, sin) of `rope`, then those of queries where they
         differ, then of `local_rope`.
         """
-        if self.rope is None or layer in self.no_rope_layers:
+        attends = self.side_by_side or layer not in self.recurrent_layers
+        if self.rope is None or layer in self.no_rope_layers or not attends:
             return 0, 0
         dim, local_dim = self.rotated_heads
         width = self.rope.width(dim)
