@@ -40,6 +40,30 @@ def test_it_reads_and_refuses_what_transformers_does(given: dict[str, Any], tmp_
         assert plain_config(folder) == theirs
 
 
+LEFT_OVER: dict[str, Any] = dict(
+    max_window_layers=28, use_sliding_window=False, full_attention_interval=4, indexer_types=None, n_embd=96, n_head=3,
+    n_layer=5, n_positions=77, n_embed=96, mlp_only_layers=None, mlp_layer_types=None, layer_types=None,
+    no_rope_layers=None, full_attn_idxs=[1], tie_embedding=True, sliding_window_pattern=3, rope_local_base_freq=777.0,
+    rotary_pct=0.5, num_experts=8, num_local_experts=8, n_routed_experts=8, moe_k=2, moe_topk=2,
+    first_k_dense_replace=2, rotary_dim=64,
+)  # fmt: skip
+"""Fields that some classes have."""
+
+
+@pytest.mark.parametrize("name", LEFT_OVER)
+def test_fields_count_for_the_classes_that_have_them(name: str, tmp_path: Path) -> None:
+    for architecture in FAMILIES:
+        folder = written(tmp_path, {"architectures": [architecture], name: LEFT_OVER[name]})
+        try:
+            theirs: Any = read_config(folder)
+        except UnsupportedModel as error:
+            if "transformers does not accept" not in str(error):
+                with pytest.raises(UnsupportedModel):
+                    plain_config(folder)
+        else:
+            assert plain_config(folder) == theirs, architecture
+
+
 def test_quantisation_stands_beside_the_text_part(tmp_path: Path) -> None:
     given = dict(architectures=["Qwen3_5ForConditionalGeneration"], text_config=dict(model_type="qwen3_5_text"))
     folder = written(tmp_path, given | dict(quantization_config=dict(quant_method="gptq", bits=3)))

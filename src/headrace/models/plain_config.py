@@ -26,7 +26,7 @@ from headrace.models.plain_layers import (
     layers_turned,
 )
 from headrace.models.plain_rotations import LOCAL_THETAS, OWN_ROPES, PARTS, ROPES, THETA, THETAS
-from headrace.models.plain_routed import ONE_NAME, OTHER_NAMES, ROUTED
+from headrace.models.plain_routed import COUNTED_SO, ONE_NAME, OTHER_NAMES, ROUTED
 from headrace.types import UnsupportedModel
 
 DEFAULTS = DENSE | ROUTED
@@ -34,7 +34,7 @@ GPT2_NAMES = {
     "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }  # fmt: skip
-"""What GPT-2's files call these fields; its class takes both names."""
+"""What GPT-2's files call these fields; its class alone takes both names."""
 
 
 def plain_config(folder: Path) -> ModelConfig:
@@ -44,33 +44,33 @@ def plain_config(folder: Path) -> ModelConfig:
 
 
 def _normalised(raw: dict[str, Any], family: Family) -> Any:
-    known = {GPT2_NAMES.get(name, name): value for name, value in schema.known(raw).items()}
-    model_type = family.fields_of
+    known, model_type = schema.known(raw), family.fields_of
+    if model_type == "gpt2":
+        known = {GPT2_NAMES.get(name, name): value for name, value in known.items()}
     values = DEFAULTS[model_type] | known
     never_null = [name for name in NEVER_NULL if DEFAULTS[model_type].get(name) is not None]
     null = next((name for name in never_null if values[name] is None), None)
     if null is not None:
         raise UnsupportedModel(f"{null} is null; download the file again")
     _fill_in(values, model_type)
-    if model_type not in ONE_NAME:
-        _fill_in_experts(values, known, "num_experts" in DEFAULTS[model_type])
+    _fill_in_experts(values, known, model_type)
     _fill_in_rope(values, known, model_type)
     values["model_type"] = model_type
     return SimpleNamespace(**values)
 
 
 def _fill_in(values: dict[str, Any], model_type: str) -> None:
-    """What the classes work out from other fields."""
-    heads = values["num_attention_heads"]
-    if "head_dim" in values and values["head_dim"] is None:
+    """What the classes work out from other fields, of those that they have."""
+    heads, own = values["num_attention_heads"], DEFAULTS[model_type]
+    if "head_dim" in own and values["head_dim"] is None:
         values["head_dim"] = values["hidden_size"] // heads
-    if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
+    if "num_key_value_heads" in own and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
-    if "max_window_layers" in values:
+    if "max_window_layers" in own:
         _fill_in_windows(values, every_other=model_type == "qwen2_moe")
     if model_type == "minicpm3":
         _fill_in_minicpm3(values)
-    if values.get("mlp_only_layers", ()) is None:
+    if "mlp_only_layers" in own and values["mlp_only_layers"] is None:
         values["mlp_only_layers"] = []
     if model_type == "qwen3_moe":
         _fill_in_qwen3_moe(values)
@@ -86,7 +86,7 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         fill_in_falcon_h1(values)
     if model_type == "kimi_linear":
         fill_in_kimi_linear(values)
-    fill_in_kinds(values, model_type)
+    fill_in_kinds(values, model_type, own.keys())
     if model_type == "cwm":
         values["sliding_window"] = values["sliding_window"] or None
         values["eos_token_id"] = CWM_ENDS if values["eos_token_id"] is None else values["eos_token_id"]
@@ -97,7 +97,7 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
     if model_type in GEMMA4_TEXTS:
         _fill_in_gemma4(values)
     if model_type.startswith("lfm"):
-        _fill_in_lfm2(values)
+        _fill_in_lfm2(values, model_type)
     if model_type == "nemotron_h":
         _fill_in_nemotron_h(values)
     if model_type == "opt" and values["word_embed_proj_dim"] is None:
@@ -114,11 +114,15 @@ def _fill_in_falcon(values: dict[str, Any]) -> None:
         values["ffn_hidden_size"] = values["hidden_size"] * 4
 
 
-def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], is_num_experts: bool) -> None:
+def _fill_in_experts(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """The number of experts has two names, of which a class has one as its own; the other one overrides it."""
-    own, other = ("num_experts", "num_local_experts") if is_num_experts else ("num_local_experts", "num_experts")
-    for name, overriding in {own: other, **OTHER_NAMES}.items():
-        if name in values and overriding in given:
+    names = ("num_experts", "num_local_experts")
+    own, other = names if "num_experts" in DEFAULTS[model_type] else names[::-1]
+    others = {} if model_type in ONE_NAME else {own: other, **OTHER_NAMES}
+    if model_type in COUNTED_SO and given.get("num_experts") is not None:
+        others["n_routed_experts"] = "num_experts"
+    for name, overriding in others.items():
+        if name in DEFAULTS[model_type] and overriding in given:
             values[name] = given[overriding]
 
 
@@ -157,10 +161,11 @@ def _fill_in_smollm3(values: dict[str, Any]) -> None:
         values["layer_types"] = [KINDS[windows and not turned[layer]] for layer in layers]
 
 
-def _fill_in_lfm2(values: dict[str, Any]) -> None:
+def _fill_in_lfm2(values: dict[str, Any], model_type: str) -> None:
     """Names that its first files had."""
-    values["tie_word_embeddings"] = values.get("tie_embedding", values["tie_word_embeddings"])
-    if "full_attn_idxs" not in values:
+    if model_type != "lfm3":
+        values["tie_word_embeddings"] = values.get("tie_embedding", values["tie_word_embeddings"])
+    if model_type != "lfm2":
         return
     values["intermediate_size"] = values.get("block_ff_dim", values["intermediate_size"])
     if values["layer_types"] is None:
@@ -228,7 +233,8 @@ def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any], model_type
     ropes = {kind: dict(told.get(kind) or {}) for kind in KINDS}
     ropes[KINDS[0]].update(given.get("rope_scaling") or {})
     ropes[KINDS[0]].setdefault("rope_theta", given.get("rope_theta", THETAS[model_type]))
-    ropes[KINDS[1]].setdefault("rope_theta", given.get("rope_local_base_freq", LOCAL_THETAS[model_type]))
+    local = given if model_type == "gemma3_text" else {}
+    ropes[KINDS[1]].setdefault("rope_theta", local.get("rope_local_base_freq", LOCAL_THETAS[model_type]))
     for rope in ropes.values():
         _complete(rope, values)
     values["rope_parameters"] = told | ropes

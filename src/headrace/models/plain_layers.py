@@ -3,6 +3,7 @@ plain_config."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from headrace.models.families.base import LAYER_TYPES as KINDS
@@ -97,10 +98,12 @@ def fill_in_llama4(values: dict[str, Any]) -> None:
         values["layer_types"] = [kinds[bool(turned and cut)] for turned in values["no_rope_layers"]]
 
 
-def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:
-    """layer_types and mlp_layer_types. Raises UnsupportedModel where nothing tells them."""
-    if model_type.startswith("gemma") and values.get("layer_types", ()) is None:
-        _fill_in_layer_types(values, 2 if model_type == "gemma2" else values.get("sliding_window_pattern", 6))
+def fill_in_kinds(values: dict[str, Any], model_type: str, own: Set[str]) -> None:
+    """layer_types and mlp_layer_types, as far as they are among the class's `own` fields. Raises UnsupportedModel where
+    nothing tells them."""
+    if model_type.startswith("gemma") and "layer_types" in own and values["layer_types"] is None:
+        told = values.get("sliding_window_pattern", 6) if model_type == "gemma3_text" else 6
+        _fill_in_layer_types(values, 2 if model_type == "gemma2" else told)
     if model_type == "granitemoehybrid":
         _fill_in_granite(values)
     if model_type in EVERY_FOURTH and values["layer_types"] is None:
@@ -113,7 +116,7 @@ def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:
         values["layer_types"] = [KINDS[bool(each)] for each in _last_of_four(values)]
     if model_type == "gpt_oss" and values["layer_types"] is None:
         values["layer_types"] = [KINDS[(layer + 1) % 2] for layer in range(values["num_hidden_layers"])]
-    if "full_attention_interval" in values and values["layer_types"] is None:
+    if "full_attention_interval" in own and values["layer_types"] is None:
         interval, kinds = values["full_attention_interval"], ("full_attention", "linear_attention")
         values["layer_types"] = [kinds[bool((layer + 1) % interval)] for layer in range(values["num_hidden_layers"])]
     if model_type in FULL_FIRST and values["layer_types"] is None:
@@ -123,10 +126,11 @@ def fill_in_kinds(values: dict[str, Any], model_type: str) -> None:
         values["layer_types"] = [KINDS[windows]] * values["num_hidden_layers"]
     if model_type == "lfm3" and values["layer_types"] is None:
         values["layer_types"] = [_lfm3_kind(layer) for layer in range(values["num_hidden_layers"])]
-    if values.get("mlp_layer_types", ()) is None:
-        dense = 0 if model_type == "mellum" else values.get("first_k_dense_replace", 1)
+    if "mlp_layer_types" in own and values["mlp_layer_types"] is None:
+        told = "first_k_dense_replace" in own or model_type == "kimi_linear"
+        dense = values.get("first_k_dense_replace", 1) if told else int(model_type != "mellum")
         values["mlp_layer_types"] = [MLP_TYPES[layer >= dense] for layer in range(values["num_hidden_layers"])]
-    if values.get("indexer_types", ()) is None:
+    if "indexer_types" in own and values["indexer_types"] is None:
         values["indexer_types"] = _indexer_kinds(values)
 
 

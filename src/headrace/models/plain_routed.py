@@ -236,7 +236,7 @@ ROUTED: dict[str, dict[str, Any]] = {
 
 ONE_NAME = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe", "granitemoeshared", "granitemoehybrid",
-    "granitemoe_swa", "exaone_moe", "kimi_linear",
+    "granitemoe_swa", "exaone_moe", "kimi_linear", "llama4_text", "qwen2_moe", "afmoe", "deepseek_v2",
 )  # fmt: skip
 """Classes that know the number of experts by one name alone."""
 OTHER_NAMES = {
@@ -244,3 +244,6 @@ OTHER_NAMES = {
     "moe_topk": "num_experts_per_tok",
 }  # fmt: skip
 """Fields of some classes, by the names that override them."""
+
+COUNTED_SO = ("deepseek_v2", "deepseek_v32", "glm_moe_dsa")
+"""Classes whose n_routed_experts num_experts overrides."""
