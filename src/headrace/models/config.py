@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any, cast, get_args
 
 from headrace.logs import shown
-from headrace.models import schema
+from headrace.models import nulls, schema
 from headrace.models.families import CLASSIFIERS, FAMILIES, HEADLESS, Family, family_of
 from headrace.models.families.base import LAYER_TYPES, refuse_rope
 from headrace.models.files import first_dtype, raw_config, read_json, weight_files
@@ -50,8 +50,8 @@ def read_with(folder: Path, normalised: Callable[[dict[str, Any], Family], Any])
             raw = _text_part(family.completed(raw), family)
         _refuse_fields(raw, family)
         scheme = scheme_of(raw)
-        config = normalised(raw, family)
-        facts = family.facts(config)
+        config = nulls.readable(normalised, raw, family)
+        facts = nulls.facts_of(config, family.facts)
         _check_size(config, facts)
         return ModelConfig(
             architecture=raw["architectures"][0],

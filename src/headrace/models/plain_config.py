@@ -14,7 +14,8 @@ from headrace.models import schema
 from headrace.models.config import ModelConfig, read_with
 from headrace.models.families import Family
 from headrace.models.families.base import LAYER_TYPES as KINDS
-from headrace.models.plain_defaults import CWM_ENDS, DENSE, GEMMA4_TEXTS, GLM_ENDS, NEVER_NULL
+from headrace.models.nulls import NEVER_NULL, NULLABLE
+from headrace.models.plain_defaults import CWM_ENDS, DENSE, GEMMA4_TEXTS, GLM_ENDS
 from headrace.models.plain_layers import (
     GRANITE_KINDS,
     NEMOTRON_KINDS,
@@ -48,10 +49,10 @@ def _normalised(raw: dict[str, Any], family: Family) -> Any:
     if model_type == "gpt2":
         known = {GPT2_NAMES.get(name, name): value for name, value in known.items()}
     values = DEFAULTS[model_type] | known
-    never_null = [name for name in NEVER_NULL if DEFAULTS[model_type].get(name) is not None]
-    null = next((name for name in never_null if values[name] is None), None)
-    if null is not None:
-        raise UnsupportedModel(f"{null} is null; download the file again")
+    for name in NEVER_NULL:
+        told = DEFAULTS[model_type].get(name) is None or model_type in NULLABLE.get(name, ())
+        if values.get(name, 0) is None and not told:
+            raise UnsupportedModel(f"{name} is null; download the file again")
     _fill_in(values, model_type)
     _fill_in_experts(values, known, model_type)
     _fill_in_rope(values, known, model_type)
@@ -72,6 +73,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         _fill_in_minicpm3(values)
     if "mlp_only_layers" in own and values["mlp_only_layers"] is None:
         values["mlp_only_layers"] = []
+    if model_type == "glm4_moe_lite":  # calls it so, too
+        values["qk_rope_head_dim"] = values.get("head_dim", values["qk_rope_head_dim"])
     if model_type == "qwen3_moe":
         _fill_in_qwen3_moe(values)
     if model_type == "smollm3":
@@ -188,8 +191,8 @@ def _fill_in_nemotron_h(values: dict[str, Any]) -> None:
 
 def _fill_in_gemma4(values: dict[str, Any]) -> None:
     values["layer_types"] = [*values["layer_types"][:-1], KINDS[0]]
-    own = values.get("per_layer_config")
-    if own is None:
+    own = values.get("per_layer_config") or {}
+    if "per_layer_config" not in values:
         heads = values["num_global_key_value_heads"] if values["attention_k_eq_v"] else None
         found = dict(head_dim=values["global_head_dim"]) | ({} if heads is None else dict(num_key_value_heads=heads))
         own = {str(layer): found for layer, kind in enumerate(values["layer_types"]) if kind == KINDS[0]}
@@ -201,13 +204,15 @@ def _fill_in_gemma4(values: dict[str, Any]) -> None:
 def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
     """All that is said of the rotation, in one place."""
     if model_type in OWN_ROPES:
-        values["rope_parameters"] = given.get("rope_parameters") or OWN_ROPES[model_type]
+        values["rope_parameters"] = _own_ropes(values, given, model_type)
         return None
     if model_type in LOCAL_THETAS:
         return _fill_in_two_ropes(values, given, model_type)
-    rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
-    if not rope:
-        rope = dict(ROPES.get(model_type, {}))
+    told = given.get("rope_scaling") or given.get("rope_parameters")
+    rope = dict(ROPES.get(model_type, {}) if told is None else told)
+    if any(kind in rope for kind in values.get("layer_types") or ()):  # of one kind alone, which no such model has
+        values["rope_parameters"] = rope
+        return None
     base = "rotary_emb_base" if model_type == "gpt_neox" else "rope_theta"
     rope.setdefault("rope_theta", given.get(base, THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
@@ -215,7 +220,7 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
         part = given.get("rotary_pct", 0.25)
     if part is None and model_type == "minimax_m2" and values.get("rotary_dim") is not None:
         part = values["rotary_dim"] / values["head_dim"]
-    if part is not None:
+    if part is not None or model_type == "gpt_neox":
         rope.setdefault("partial_rotary_factor", part)
     _complete(rope, values)
     if model_type == "phi3" and rope["rope_type"] == "longrope":
@@ -225,6 +230,19 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
         values["layer_rope_theta"] = layers_turned(values, rope["rope_theta"])
     if values.get("layer_rope_theta", ()) is None:
         values["layer_rope_theta"] = [rope["rope_theta"]] * values["num_hidden_layers"]
+
+
+def _own_ropes(values: dict[str, Any], given: dict[str, Any], model_type: str) -> Any:
+    """The same of classes that take it as a whole; LFM3's completes it."""
+    told = given.get("rope_parameters")
+    if model_type != "lfm3":
+        return given["rope_scaling"] if "rope_scaling" in given else OWN_ROPES[model_type] if told is None else told
+    told = given.get("rope_scaling") or (OWN_ROPES[model_type] if told is None else told)
+    ropes = {kind: dict(told[kind]) for kind in KINDS if told.get(kind) is not None}
+    for rope in ropes.values():
+        rope.setdefault("rope_theta", given.get("rope_theta", THETAS[model_type]))
+        _complete(rope, values)
+    return told | ropes
 
 
 def _fill_in_two_ropes(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:

@@ -267,15 +267,6 @@ DENSE: dict[str, dict[str, Any]] = {
 """By model_type: the fields that transformers' class has, with what it puts where config.json says nothing. Models with
 experts: plain_routed."""
 
-NEVER_NULL = (
-    "vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads",
-    "max_position_embeddings", "max_window_layers", "num_experts", "num_local_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size", "decoder_sparse_step",
-    "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace",
-    "num_shared_experts", "router_scaling_factor", "moe_topk", "moe_num_experts", "moe_num_shared_experts", "moe_k",
-    "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", "conv_L_cache", "block_multiple_of",
-    "block_ffn_dim_multiplier", "num_dense_layers", "mamba_n_heads", "mamba_expand", "mamba_d_head",
-)  # fmt: skip
 GEMMA4_TEXTS = ("gemma4_text", "gemma4_unified_text")
 CWM_ENDS = [128001, 128008, 128009]
 GLM_ENDS = [151329, 151336, 151338]

@@ -11,7 +11,7 @@ THETAS |= {"minimax_m2": 5_000_000.0, "qwen3_vl_moe_text": 500_000.0, "ernie4_5_
 THETAS |= {"qwen2_5_vl_text": 1_000_000.0, "qwen3_vl_text": 500_000.0, "ernie4_5": 500_000.0, "olmo3": 500_000.0}
 THETAS |= {"cohere": 500_000.0, "solar_open": 1_000_000.0}
 THETAS |= {"llama4_text": 500_000.0, "lfm2": 1_000_000.0, "lfm2_moe": 1_000_000.0}
-THETAS |= {"cwm": 1_000_000.0, "hy_v3": 11_158_840.0}
+THETAS |= {"cwm": 1_000_000.0, "hy_v3": 11_158_840.0, "apertus": 12_000_000.0, "lfm3": 1_000_000.0}
 """Where the class has another one."""
 LOCAL_THETAS = {"gemma3_text": THETA, "olmo3": 500_000.0}
 """Of layers with a window, where they have a base of their own."""

@@ -138,14 +138,15 @@ def rope(
     partial: whether a part of each head may be rotated; parameters: those of the layers that are meant, if not of all;
     head_dim: theirs, if not the model's.
     """
-    given = (config.rope_parameters if parameters is None else parameters).items()
+    given = rope_parameters(config) if parameters is None else parameters
     left_out = IGNORED_ROPE_KEYS | ignored
-    values = {name: value for name, value in given if value is not None and name not in left_out}
+    values = {name: value for name, value in given.items() if value is not None and name not in left_out}
     share = values.pop("partial_rotary_factor", 1.0)
     if share != 1.0 and not partial:
         raise UnsupportedModel("partial_rotary_factor other than 1 is not supported")
     kind = values.get("rope_type", "default")
     refuse_rope(kind, values)
+    _refuse_nulls(given, partial or kind != "default")
     unknown = sorted(set(values) - ROPE_KEYS[kind] - {"rope_type", "rope_theta"})
     if unknown:
         raise UnsupportedModel(f"rope_parameters.{unknown[0]} is not supported with rope_type {kind!r}")
@@ -161,6 +162,36 @@ def rope(
     return RopeSpec(kind, tuple(sorted(values.items())), own)
 
 
+def rope_parameters(config: Any) -> Mapping[str, Any]:
+    """What the configuration says of the rotation."""
+    if config.rope_parameters is None:
+        raise UnsupportedModel("rope_parameters is null; download the file again")
+    found: Mapping[str, Any] = config.rope_parameters
+    return found
+
+
+def rope_parameters_of(config: Any, kind: str) -> Mapping[str, Any]:
+    """The same of a kind of layers."""
+    found: Mapping[str, Any] | None = rope_parameters(config).get(kind)
+    if not found:
+        raise UnsupportedModel(f"rope_parameters.{kind} is missing")
+    return found
+
+
+def rope_theta(given: Mapping[str, Any]) -> float:
+    """The base of a rotation, without which transformers computes none."""
+    if given.get("rope_theta") is None:
+        raise UnsupportedModel("rope_parameters.rope_theta is missing; download the file again")
+    return float(given["rope_theta"])
+
+
+def _refuse_nulls(given: Mapping[str, Any], shared: bool) -> None:
+    """shared: whether the share of each head that is rotated is read."""
+    rope_theta(given)
+    if shared and given.get("partial_rotary_factor", 1.0) is None:
+        raise UnsupportedModel("rope_parameters.partial_rotary_factor is null; download the file again")
+
+
 BETA = "llama_4_scaling_beta"
 
 
@@ -168,7 +199,7 @@ def tempered(config: Any, ignored: Set[str] = frozenset(), head_dim: int | None 
     """`rope` of a model whose queries are multiplied by a factor of their position (RopeSpec.query_beta)."""
     spec = rope(config, ignored={BETA, "max_position_embeddings", *ignored}, head_dim=head_dim)
     for needed in (BETA, "original_max_position_embeddings"):
-        if config.rope_parameters.get(needed) is None:
+        if rope_parameters(config).get(needed) is None:
             raise UnsupportedModel(f"rope_parameters.{needed} is missing; download the file again")
     return replace(spec, query_beta=float(config.rope_parameters[BETA]))
 
@@ -176,12 +207,12 @@ def tempered(config: Any, ignored: Set[str] = frozenset(), head_dim: int | None 
 def ropes_by_kind(config: Any) -> tuple[RopeSpec, RopeSpec]:
     """The rotations of layers without a window and of those with one. Refuses what is said of neither, which
     transformers leaves out."""
-    given = config.rope_parameters
-    other = sorted(name for name, value in given.items() if value is not None and name not in LAYER_TYPES)
+    given = rope_parameters(config).items()
+    other = sorted(name for name, value in given if value is not None and name not in LAYER_TYPES)
     if other:
         told = " and ".join(LAYER_TYPES)
         raise UnsupportedModel(f"rope_parameters.{other[0]} is not supported here; rope_parameters has {told}")
-    turned, local = (rope(config, parameters=given[kind]) for kind in LAYER_TYPES)
+    turned, local = (rope(config, parameters=rope_parameters_of(config, kind)) for kind in LAYER_TYPES)
     return turned, local
 
 

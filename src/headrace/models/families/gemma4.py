@@ -12,7 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.config import AttentionSpec
-from headrace.models.families.base import LAYER_TYPES, Family, Names, activation, attention, rope, rope_reach
+from headrace.models.families.base import (
+    LAYER_TYPES,
+    Family,
+    Names,
+    activation,
+    attention,
+    rope,
+    rope_parameters_of,
+    rope_reach,
+)
 from headrace.models.families.experts import expert_names, mixture
 from headrace.models.families.llama import PREFIXES, mixed_windows, names
 from headrace.models.layer_parts import LayerInputs
@@ -93,9 +102,7 @@ def _shared(config: Any) -> tuple[int, ...]:
 
 
 def _rotation(config: Any, kind: str) -> RopeSpec:
-    parameters = config.rope_parameters.get(kind)
-    if not parameters:
-        raise UnsupportedModel(f"rope_parameters.{kind} is missing")
+    parameters = rope_parameters_of(config, kind)
     dims = [config.per_layer_config[layer].head_dim for layer in _layers(config) if config.layer_types[layer] == kind]
     partial = parameters.get("rope_type") == "proportional"
     return rope(config, partial, parameters, head_dim=dims[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.config import RoutingSpec
-from headrace.models.families.base import Family, Names, head_dim_of, rope
+from headrace.models.families.base import Family, Names, head_dim_of, rope, rope_parameters, rope_theta
 from headrace.models.families.experts import APART, TOGETHER, everywhere, given, kinds_of_mlp, mixture
 from headrace.models.families.glm4_moe import behind_the_last, routed_names_together
 from headrace.models.families.llama import PREFIXES, common, names, uniform_windows
@@ -26,10 +26,12 @@ def _facts(config: Any) -> dict[str, Any]:
 
 def _rope(config: Any) -> RopeSpec:
     """Files call it dynamic where `alpha` stretches the base, whatever the length: other numbers count for nothing."""
-    given, dim = config.rope_parameters, head_dim_of(config)
+    given, dim = rope_parameters(config), head_dim_of(config)
     if given["rope_type"] != "dynamic" or not given.get("alpha"):
         return rope(config)
-    base = given["rope_theta"] * given["alpha"] ** (dim / (dim - 2))
+    if dim < 4:
+        raise UnsupportedModel(f"head_dim {dim} is not supported with rope_parameters.alpha; 4 or more is")
+    base = rope_theta(given) * given["alpha"] ** (dim / (dim - 2))
     return RopeSpec("default", (("rope_theta", base),), config.max_position_embeddings)
 
 

@@ -12,7 +12,16 @@ from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
 from headrace.config.routing import CORRECTION
-from headrace.models.families.base import LAYER_TYPES, Family, Names, attention, head_dim_of, rope, rope_reach
+from headrace.models.families.base import (
+    LAYER_TYPES,
+    Family,
+    Names,
+    attention,
+    head_dim_of,
+    rope,
+    rope_parameters_of,
+    rope_reach,
+)
 from headrace.models.families.experts import expert_names, mixture
 from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
@@ -88,9 +97,7 @@ def _lfm3(config: Any) -> dict[str, Any]:
 
 
 def _rotation(config: Any, kind: str) -> RopeSpec:
-    parameters = config.rope_parameters.get(kind)
-    if not parameters:
-        raise UnsupportedModel(f"rope_parameters.{kind} is missing")
+    parameters = rope_parameters_of(config, kind)
     return rope(config, parameters.get("rope_type") == "proportional", parameters)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from headrace.models.families.base import Family, Names, rope
+from headrace.models.families.base import Family, Names, rope, rope_parameters, rope_theta
 from headrace.models.families.gemma import sandwich_names, sandwiched
 from headrace.models.families.llama import GATED_QKV
 from headrace.models.spec import ModelConfig
@@ -38,7 +38,7 @@ def _facts(config: Any) -> dict[str, Any]:
 
 def _unturned(config: Any) -> tuple[int, ...]:
     """Layers that rotate nothing: those of base 0. The others have the base of rope_parameters, as in transformers."""
-    bases, own = config.layer_rope_theta, config.rope_parameters["rope_theta"]
+    bases, own = config.layer_rope_theta, rope_theta(rope_parameters(config))
     if len(bases) != config.num_hidden_layers:
         told = f"{len(bases)} layers, num_hidden_layers is {config.num_hidden_layers}"
         raise UnsupportedModel(f"layer_rope_theta names {told}")
