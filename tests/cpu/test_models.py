@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,21 @@ from transformers import PreTrainedModel
 
 from headrace.config.routing import CORRECTION
 from headrace.kernels import dispatch
+from headrace.models.config import read_config
 from headrace.models.decoder import Decoder, load_decoder
+from headrace.models.plain_config import plain_config
 from headrace.models.spec import ModelConfig
 from headrace.models.weights import load_weights
-from tests.support.checkpoints import EVERY_ALIKE, EVERY_KIND, FolderOf, OursOf, TheirsOf
-from tests.support.kind_sizes import VOCAB
+from tests.support.checkpoints import (
+    EVERY_ALIKE,
+    EVERY_KIND,
+    FolderOf,
+    OursOf,
+    TheirsOf,
+    build_model,
+    make_checkpoint,
+)
+from tests.support.kind_sizes import VOCAB, WINDOW
 from tests.support.naive_attention import (
     BatchAttend,
     NaiveAttend,
@@ -84,6 +95,15 @@ def test_fp32_logits_of_an_uneven_batch_equal_transformers(kind: str, ours_of: O
         expected = padded_logits(theirs_of(kind), prompts)
     difference = decoder.logits(hidden) - torch.cat(expected)
     assert difference.abs().max() <= TOLERANCE
+
+
+def test_windows_of_smollm3_are_where_layer_types_names_them(tmp_path: Path) -> None:
+    """Whatever use_sliding_window says, as transformers masks."""
+    fields = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW, use_sliding_window=False)
+    decoder = load_decoder(make_checkpoint("smollm3", tmp_path, **fields), "float32")
+    assert decoder.config.attention.windows == (WINDOW, None) and plain_config(tmp_path) == read_config(tmp_path)
+    tokens, model = prompt(PROMPT_LENGTH), build_model("smollm3", **fields)
+    assert (prompt_logits(decoder, tokens) - their_logits(model, tokens)).abs().max() <= TOLERANCE
 
 
 @all_kinds

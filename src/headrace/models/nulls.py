@@ -24,12 +24,10 @@ NEVER_NULL = (
     "mamba_expand", "mamba_d_head", "rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon",
     "post_norm_eps", "logit_scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-    "linear_conv_kernel_dim", "full_attention_interval", "no_rope_layer_interval", "interleave_moe_layer_step",
-    "intermediate_size_mlp", "dense_intermediate_size", "num_kv_shared_layers", "global_head_dim",
-    "query_pre_attn_scalar", "qk_scale_factor", "output_multiplier", "scale_emb", "index_topk", "index_head_dim",
-    "index_n_heads", "index_topk_freq", "index_skip_topk_offset", "index_block_size", "index_topk_blocks",
-    "index_local_blocks", "swiglu_alpha", "swiglu_limit", "route_scale", "global_attn_every_n_layers", "floor_scale",
-    "attn_scale",
+    "linear_conv_kernel_dim", "no_rope_layer_interval", "interleave_moe_layer_step", "intermediate_size_mlp",
+    "dense_intermediate_size", "num_kv_shared_layers", "query_pre_attn_scalar", "qk_scale_factor", "output_multiplier",
+    "scale_emb", "index_topk", "index_head_dim", "index_n_heads", "index_block_size", "index_topk_blocks",
+    "index_local_blocks", "swiglu_alpha", "swiglu_limit", "route_scale", "floor_scale", "attn_scale",
 )  # fmt: skip
 NULLABLE = {
     "num_key_value_heads": (
@@ -40,6 +38,7 @@ NULLABLE = {
     "num_hidden_layers": ("nemotron_h",),
     "first_k_dense_replace": ("deepseek_v3", "dots1", "mistral4"),
     "num_experts": ("qwen3_5_text",),
+    "num_local_experts": ("granitemoehybrid",),
     "num_experts_per_tok": ("granitemoehybrid", "qwen3_5_text"),
     "moe_intermediate_size": ("qwen3_5_text",),
     "shared_expert_intermediate_size": ("qwen3_5_text",),

@@ -37,6 +37,9 @@ GPT2_NAMES = {
 }  # fmt: skip
 """What GPT-2's files call these fields; its class alone takes both names."""
 
+TURNED_PART = ("deepseek_v2", "deepseek_v32", "glm_moe_dsa", "minicpm3")
+"""Classes that call the part of a head that is rotated head_dim, whatever the file does."""
+
 
 def plain_config(folder: Path) -> ModelConfig:
     """As models.config.read_config, by our own defaults. Raises what that raises, but for what only transformers
@@ -75,6 +78,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["mlp_only_layers"] = []
     if model_type == "glm4_moe_lite":  # calls it so, too
         values["qk_rope_head_dim"] = values.get("head_dim", values["qk_rope_head_dim"])
+    if model_type in TURNED_PART:
+        values["head_dim"] = values["qk_rope_head_dim"]
     if model_type == "qwen3_moe":
         _fill_in_qwen3_moe(values)
     if model_type == "smollm3":
@@ -210,14 +215,13 @@ def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str
         return _fill_in_two_ropes(values, given, model_type)
     told = given.get("rope_scaling") or given.get("rope_parameters")
     rope = dict(ROPES.get(model_type, {}) if told is None else told)
-    if any(kind in rope for kind in values.get("layer_types") or ()):  # of one kind alone, which no such model has
-        values["rope_parameters"] = rope
-        return None
     base = "rotary_emb_base" if model_type == "gpt_neox" else "rope_theta"
     rope.setdefault("rope_theta", given.get(base, THETAS.get(model_type, THETA)))
     part = given.get("partial_rotary_factor", PARTS.get(model_type))
     if model_type == "gpt_neox":
         part = given.get("rotary_pct", 0.25)
+    if model_type == "mistral4" and not given.get("rope_scaling"):
+        part = values["qk_rope_head_dim"] / (values["qk_rope_head_dim"] + values["qk_nope_head_dim"])
     if part is None and model_type == "minimax_m2" and values.get("rotary_dim") is not None:
         part = values["rotary_dim"] / values["head_dim"]
     if part is not None or model_type == "gpt_neox":

@@ -187,6 +187,9 @@ def rope_theta(given: Mapping[str, Any]) -> float:
 
 def _refuse_nulls(given: Mapping[str, Any], shared: bool) -> None:
     """shared: whether the share of each head that is rotated is read."""
+    for kind in LAYER_TYPES:
+        if kind in given:
+            raise UnsupportedModel(f"rope_parameters.{kind} is not supported here")
     rope_theta(given)
     if shared and given.get("partial_rotary_factor", 1.0) is None:
         raise UnsupportedModel("rope_parameters.partial_rotary_factor is null; download the file again")

@@ -33,8 +33,9 @@ from headrace.types import UnsupportedModel
 def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: RopeSpec | None = None) -> dict[str, Any]:
     """What models with latent attention have in common. paired: whether neighbours are rotated; scores: what the router
     makes of logits, in the words of the field that says so in published files; turned: the rotation, where it is not
-    simply what rope_parameters say."""
+    simply what rope_parameters say: of a part of each head."""
     known = {"scoring_func": scores, "moe_layer_freq": 1, "num_key_value_heads": config.num_attention_heads}
+    known["head_dim"] = config.qk_rope_head_dim + (0 if turned is None else config.qk_nope_head_dim)
     for name, only in known.items():
         if getattr(config, name, None) not in (None, only):
             raise UnsupportedModel(f"{name} {getattr(config, name)!r} is not supported; {only} is")

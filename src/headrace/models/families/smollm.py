@@ -1,4 +1,5 @@
-"""SmolLM3: a Llama in which every fourth layer or so has no positions."""
+"""SmolLM3: a Llama in which every fourth layer or so has no positions. Windows are where layer_types names
+them, whatever use_sliding_window says: so transformers masks keys."""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ def _facts(config: Any) -> dict[str, Any]:
         raise UnsupportedModel(
             f"no_rope_layers names {len(turned)} layers, num_hidden_layers is {config.num_hidden_layers}"
         )
-    windows = mixed_windows(config) if config.use_sliding_window else (None,) * config.num_hidden_layers
-    return common(config, windows) | dict(
+    return common(config, mixed_windows(config)) | dict(
         no_rope_layers=tuple(layer for layer in range(config.num_hidden_layers) if not turned[layer]),
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
