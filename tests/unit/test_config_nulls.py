@@ -12,8 +12,8 @@ from headrace.models.families import FAMILIES
 from headrace.models.nulls import NEVER_NULL
 from headrace.models.plain_config import DEFAULTS, plain_config
 from headrace.types import UnsupportedModel
+from tests.support.config_files import written
 from tests.support.plain_configs import GEMMA4, GRANITE4, MAMBA, QWEN2_5_VL, ROUTED
-from tests.unit.test_plain_config import written
 
 pytestmark = pytest.mark.unit
 

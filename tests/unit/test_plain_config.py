@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,10 @@ from headrace.models.config import read_config
 from headrace.models.families import FAMILIES
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
+from tests.support.config_files import written
 from tests.support.plain_configs import EXAONE_MOE, GIVEN, GRANITE4, MAMBA, MELLUM, NEMOTRON
 
 pytestmark = pytest.mark.unit
-
-
-def written(folder: Path, given: dict[str, Any]) -> Path:
-    raw = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **given}
-    family = FAMILIES.get(raw["architectures"][0])
-    raw["model_type"] = family.model_type if family else "other"
-    if family and family.text_type and "text_config" not in given:
-        raw["text_config"] = given | {"model_type": family.text_type}
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)

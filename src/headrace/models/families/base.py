@@ -210,8 +210,8 @@ def tempered(config: Any, ignored: Set[str] = frozenset(), head_dim: int | None 
 def ropes_by_kind(config: Any) -> tuple[RopeSpec, RopeSpec]:
     """The rotations of layers without a window and of those with one. Refuses what is said of neither, which
     transformers leaves out."""
-    given = rope_parameters(config).items()
-    other = sorted(name for name, value in given if value is not None and name not in LAYER_TYPES)
+    given = rope_parameters(config)
+    other = sorted(name for name, value in given.items() if value is not None and name not in LAYER_TYPES)
     if other:
         told = " and ".join(LAYER_TYPES)
         raise UnsupportedModel(f"rope_parameters.{other[0]} is not supported here; rope_parameters has {told}")
