@@ -29,6 +29,7 @@ NEVER_NULL = (
     "scale_emb", "index_topk", "index_head_dim", "index_n_heads", "index_block_size", "index_topk_blocks",
     "index_local_blocks", "swiglu_alpha", "swiglu_limit", "route_scale", "floor_scale", "attn_scale",
 )  # fmt: skip
+"""Where the class of a model has them, with a number in place of what config.json leaves out."""
 NULLABLE = {
     "num_key_value_heads": (
         "deepseek_v3", "dots1", "ernie4_5", "falcon_h1", "granite_swa", "kimi_linear", "minicpm3", "mistral4", "qwen2",

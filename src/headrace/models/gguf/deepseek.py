@@ -82,6 +82,7 @@ def mistral4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         )
     fields = common(facts, rope)
     return fields | {
+        "head_dim": fields["qk_rope_head_dim"] + fields["qk_nope_head_dim"],
         "rope_parameters": fields["rope_parameters"] | {"llama_4_scaling_beta": beta},
         "norm_topk_prob": facts.flag("expert_weights_norm", False),
         "rope_interleave": True,
