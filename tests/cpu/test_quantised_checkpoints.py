@@ -19,7 +19,7 @@ from headrace.kernels.quantized import Parts, Quantized
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.plain_config import plain_config
-from headrace.models.quantised import Scheme
+from headrace.models.quantised import Scheme, scheme_of
 from headrace.models.quantised_layouts import coded
 from headrace.models.slots import is_of_heads
 from headrace.types import UnsupportedModel
@@ -65,6 +65,20 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         assert isinstance(down, Quantized) and (down.order is not None) == (name == "gptq act-order")
     config = read_config(folder)
     assert config == plain_config(folder) and config.stored is not None and config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("groups", "want"),
+    [
+        ([dict(type="float", num_bits=8, strategy="channel"), dict(type="float", num_bits=8, group_size=128)], "FP8"),
+        ([dict(num_bits=8, strategy="channel"), dict(num_bits=8, strategy="group", group_size=64)], "int8"),
+    ],
+)
+def test_groups_of_one_kind_are_one_scheme(groups: list[dict[str, Any]], want: str) -> None:
+    """By rows, in blocks or in groups: scales say how."""
+    form = "float-quantized" if want == "FP8" else "int-quantized"
+    said = {"format": form, "config_groups": {str(n): {"weights": each} for n, each in enumerate(groups)}}
+    assert scheme_of({"quantization_config": COMPRESSED | said}) == Scheme(want, "plain", 8)
 
 
 @pytest.mark.parametrize(("layout", "middle"), [("gptq", 0x77777777), ("awq", 0x88888888 - (1 << 32))])

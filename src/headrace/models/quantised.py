@@ -189,12 +189,10 @@ def _compressed(given: dict[str, Any]) -> Scheme:
     ]
     if not found:
         raise UnsupportedModel("quantization_config: config_groups must say of what kind weights are")
-    kinds = dict.fromkeys(_of_group(each, each.get("format") or given.get("format")) for each in found)
-    if all(
-        kind.layout == "plain" and kind.name in ("W8A8", "int8") for kind in kinds
-    ):  # all groups round rows, or none
-        return next((kind for kind in kinds if not kind.rounds_rows), next(iter(kinds)))
-    return _together(list(kinds), "config_groups")
+    kinds = list(dict.fromkeys(_of_group(each, each.get("format") or given.get("format")) for each in found))
+    if len(kinds) > 1 and all(kind.name in ("W8A8", "int8") for kind in kinds):  # all groups round rows, or none
+        kinds = [Scheme("int8", "plain", 8)]
+    return _together(kinds, "config_groups")
 
 
 def _together(kinds: list[Scheme], field: str) -> Scheme:
@@ -225,7 +223,7 @@ def _of_group(group: dict[str, Any], form: Any) -> Scheme:
         if kind == "int":
             rounds = _rounds_rows(group)
             return Scheme("W8A8" if rounds else "int8", "plain", bits, rounds_rows=rounds, group=size)
-        return Scheme("MXFP8" if form == "mxfp8-quantized" else "FP8", "plain", bits, group=size)
+        return Scheme("MXFP8" if form == "mxfp8-quantized" else "FP8", "plain", bits)
     raise UnsupportedModel(
         f"quantization_config: format {shown(repr(form))} of {shown(kind)} weights is not supported; "
         f"supported: {PACKED} of int, {NVFP4}, {MXFP4}, {', '.join(PLAIN)}"

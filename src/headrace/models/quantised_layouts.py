@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -173,7 +172,7 @@ def _plain(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
     raw = codes.view(torch.int8)
     if bool(((raw & 127) == 127).any()):
         raise ValueError("a weight is NaN")
-    return Coded(_grouped(replace(scheme, group=0), FORMATS["FP8"], codes, scales), raw, scales.contiguous())
+    return Coded(_grouped(scheme, FORMATS["FP8"], codes, scales), raw, scales.contiguous())
 
 
 def _mxfp4(scheme: Scheme, tensors: Tensors, rows: Tensor | None) -> Coded:
