@@ -21,10 +21,11 @@ from headrace.models import quantised_layouts
 from headrace.models.families import family_of
 from headrace.models.families.base import Family
 from headrace.models.files import is_gguf, placed, weight_files
-from headrace.models.gguf.architectures import Architecture, architecture_of, checkpoint_tensors
+from headrace.models.gguf.architectures import Architecture, architecture_of
 from headrace.models.gguf.blocks import coded
 from headrace.models.gguf.families import turned
 from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
+from headrace.models.gguf.tensor_names import checkpoint_tensors
 from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
 
