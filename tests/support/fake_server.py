@@ -84,7 +84,7 @@ class Running:
         assert not self.thread.is_alive(), "the server does not end"
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0, every_s: float = 0.01) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0, every_s: float = 0.01) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
