@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace import device
+from headrace.arrival import Arrival
 from headrace.kv.chunk_copies import copy_chunks
 from headrace.offload.ranked import words
 from headrace.offload.tiers.base import BlobKind
@@ -41,6 +42,11 @@ class RankOnStreams:
             for name, x in zip("KV", buffer.pool.tensors, strict=True):
                 order.watch(x, f"{name} of workspace {number}")
         self.sent: list[Tensor] = []
+        self.coming: dict[tuple[int, ...], list[list[Arrival]]] = {}
+
+    def expect(self, slots: Sequence[int]) -> None:
+        """While none of it can have come: what is over is nobody's to wait for."""
+        self.coming[tuple(slots)] = [self.pool.agent.pending(slots, layer) for layer in range(LAYERS)]
 
     def step(self, slots: Sequence[int]) -> list[Tensor]:
         """As KVExchange: what comes and goes is posted a layer ahead."""
@@ -56,7 +62,7 @@ class RankOnStreams:
         buffer, at = self.buffers[layer], np.arange(4, dtype=np.int32)
         buffer.drain()
         copy = partial(copy_chunks, self.pool.storage.pool(layer), np.array(slots, dtype=np.int32), buffer.pool, at)
-        piece = CachedPiece(self.pool.agent.pending(slots, layer), copy, self.side)
+        piece = CachedPiece(self.coming[tuple(slots)][layer], copy, self.side)
         piece.then(partial(self.send, buffer))
         return piece
 
@@ -84,6 +90,7 @@ def run(order: StreamOrder, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[Blo
         rank.fence.sent()
         for number, slots in enumerate(each):
             pool.bring(slots, kinds, number)
+            rank.expect(slots)
         pool.write(range(8), seed=2)
         rank.fence.computed()
         for slots in each:
