@@ -96,14 +96,42 @@ def test_others_are_refused_in_the_same_words(shape: dict[str, Any], door: Shape
     assert told == str(here.value)
 
 
+def break_child(monkeypatch: pytest.MonkeyPatch, folder: Path, how: str) -> None:
+    """Of processes that begin from here on."""
+    (folder / "sitecustomize.py").write_text(f"from headrace.engine.structured import compile, numbers, plain\n{how}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("compile.check = lambda *_: 1 / 0", "the library for grammars failed on this shape"),
+        ("import os; compile.check = lambda *_: os._exit(1)", "regex: compiling it took more than 1024 MiB of memory"),
+    ],
+)
+def test_what_fails_there_is_refused(
+    how: str, told: str, door: ShapeDoor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    break_child(monkeypatch, tmp_path, how)
+    assert refusal(door, tokenizer, regex="a").startswith(told)
+
+
+def test_one_that_ends_before_it_has_begun_is_begun_again(
+    door: ShapeDoor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As one that somebody ends."""
+    mark = tmp_path / "begun"
+    ends = f"if not os.path.exists({str(mark)!r}): open({str(mark)!r}, 'w').close(); os.kill(os.getpid(), 9)"
+    break_child(monkeypatch, tmp_path, f"import os\n{ends}")
+    looked_at(door, tokenizer, regex="a")
+    assert mark.exists()
+
+
 def test_what_ends_the_process_is_refused(
     door: ShapeDoor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By its own process: this one, and the next shape, go on."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "from headrace.engine.structured import numbers, plain\nplain.exact = lambda value: True\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    break_child(monkeypatch, tmp_path, "plain.exact = lambda value: True")
     assert refusal(door, tokenizer, json=ENDS).startswith("json: compiling it ended the process that computes it")
     looked_at(door, tokenizer, json={"type": "integer"})
 
@@ -112,10 +140,7 @@ def test_what_ends_the_process_is_refused(
 def test_what_takes_for_ever_is_refused(
     door: ShapeDoor, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "from headrace.engine.structured import numbers\nnumbers.MAX_COMMON = 1 << 40\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    break_child(monkeypatch, tmp_path, "numbers.MAX_COMMON = 1 << 40")
     shape = {"allOf": [{"type": "integer", "multipleOf": 9999}, {"multipleOf": 9998}]}
     assert "of processor time; use a smaller" in refusal(door, tokenizer, json=shape)
     looked_at(door, tokenizer, json={"type": "integer"})

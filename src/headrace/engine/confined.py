@@ -1,4 +1,4 @@
-"""Processes that compute what a request may make cost anything, with limits of time and memory.
+"""Sandboxes: processes that compute what a request may make cost anything, with limits of time and memory.
 
 What never ends, takes all memory or ends its process takes one of these with it: its request is refused with the
 limit's name, and the next one finds a fresh process. The engine, other requests and the end of the server do not wait
@@ -90,8 +90,10 @@ class ConfinedProcess:
                 confined_child.send(self._link, frame)
                 if at + 2 == len(frames):  # the last of those before the request
                     begun = confined_child.receive(self._link, self.limits.reply)
+                    if begun is None:
+                        raise self._why()
                     if begun != BEGUN:
-                        raise Died(f"could not begin ({(begun or b'').decode(errors='replace')})", ours=True)
+                        raise Died(f"could not begin ({begun.decode(errors='replace')})", ours=True)
             self._link.settimeout(max(0.1, deadline - time.monotonic()))
             reply = confined_child.receive(self._link, self.limits.reply)
         except TimeoutError:

@@ -55,6 +55,10 @@ def main(descriptor: int) -> None:
                 check(Structured(**json.loads(request)), vocabulary, told["added"])
             except InvalidRequest as error:
                 fault = str(error)
+            except MemoryError:
+                raise  # ends the process, which tells the limit
+            except Exception:  # whatever the library raises: of this shape alone
+                fault = "the library for grammars failed on this shape; use a simpler one"
             allow(0)
             send(link, json.dumps(fault).encode())
 
