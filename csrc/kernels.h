@@ -30,11 +30,33 @@ struct Unary {
   int64_t x_stride = 0;
 };
 
-enum class Gate { silu, gelu_tanh, swiglu_oai };
+// Hyper-connections, csrc/ops/hyper.cpp: with p = mixes x / rms(x), out = the sum over streams of (sigmoid(p scale[0] + base) +
+// least) x, and post = magnitude sigmoid(p scale[1] + base) + least, by which spread_streams adds what is made of out.
+constexpr int64_t MOST_STREAMS = 8;
+struct CollectStreams {
+  const void *x;                      // [T, S, H]
+  const float *mixes, *base, *scale;  // [2 S, S H], [2 S], [2]; of pre, then of post; without post [S, S H], [S], [1]
+  void *out;                          // [T, H]
+  float *post;                        // [T, S], or null
+  int64_t rows, streams, width;
+  float eps, least, magnitude;
+  int threads;
+};
+
+// out = x + post part, stream by stream. out may be x.
+struct SpreadStreams {
+  const void *x, *part;  // [T, S, H], [T, H]
+  const float *post;     // [T, S]
+  void *out;             // as x
+  int64_t rows, streams, width;
+  int threads;
+};
+
+enum class Gate { silu, gelu_tanh, swiglu_oai, swiglu_clamped };
 
 // What is done to the products y [T, outputs] on their way to memory, each operation with its own rounding. residual
 // [T, outputs] or null: residual + scale * y; it may be where they go. gated: `gate` of the first half times the second,
-// [T, outputs / 2], whose weights are packed in turn, 64 gates and the 64 that they let through; swiglu_oai takes both halves. Neither goes with `wide`.
+// [T, outputs / 2], whose weights are packed in turn, 64 gates and the 64 that they let through; swiglus take both halves. Neither goes with `wide`.
 // tops, with `wide` alone, or null: the greatest of each row's products in each block of 64 outputs, NaN if one of them is,
 // [ceil(outputs / TOPS)][tops_width(T)]. What is behind the rows is left as it is.
 struct Epilogue {
@@ -316,6 +338,8 @@ extern const bool multiplies_bf16;
   PER_TYPE(finish, Finish)                                                    \
   PER_TYPE(rms_norm, Norm)                                                    \
   PER_TYPE(layer_norm, Norm)                                                  \
+  PER_TYPE(collect_streams, CollectStreams)                                   \
+  PER_TYPE(spread_streams, SpreadStreams)                                     \
   PER_TYPE(add, Sum)                                                          \
   PER_TYPE(embed, Embed)                                                      \
   PER_TYPE(rotary, Rotary)                                                    \
@@ -341,7 +365,8 @@ extern const bool multiplies_bf16;
 
 // Each in two types, of Unary, and in Python by the same name. To add one: its name here, activations.cpp.
 #define HEADRACE_ACTIVATIONS(ACTIVATION) \
-  ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(swiglu_oai_mul) ACTIVATION(sigmoid_mul) \
+  ACTIVATION(silu_mul) ACTIVATION(gelu_tanh_mul) ACTIVATION(swiglu_oai_mul) ACTIVATION(swiglu_clamped_mul) \
+  ACTIVATION(sigmoid_mul) \
   ACTIVATION(gelu) ACTIVATION(gelu_tanh) ACTIVATION(relu) ACTIVATION(relu2) ACTIVATION(xielu)
 
 struct Kernels {

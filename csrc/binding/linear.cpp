@@ -110,7 +110,8 @@ void bind_linear(nb::module_ &m) {
   nb::enum_<Gate>(m, "Gate")
       .value("silu", Gate::silu)
       .value("gelu_tanh", Gate::gelu_tanh)
-      .value("swiglu_oai", Gate::swiglu_oai);
+      .value("swiglu_oai", Gate::swiglu_oai)
+      .value("swiglu_clamped", Gate::swiglu_clamped);
   nb::enum_<Form> forms(m, "Form");
 #define HEADRACE_DEFINE(name) forms.value(#name, Form::name);
   HEADRACE_FORMS(HEADRACE_DEFINE)

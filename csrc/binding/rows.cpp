@@ -113,6 +113,32 @@ void rotary(int type, Address x, Address cos_sin, Address out, int64_t rows, int
       {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, turn_stride, threads});
 }
 
+// post: 0 where nothing is added any more.
+void collect_streams(int type, Address x, const Addresses &mixing, Address out, Address post, int64_t rows, int64_t streams,
+                     int64_t width, float eps, float least, float magnitude, int threads) {
+  if (streams < 1 || streams > MOST_STREAMS) throw std::invalid_argument("1 to 8 streams are taken");
+  kernels().collect_streams[type]({
+      .x = at<void>(x),
+      .mixes = at<float>(mixing.at(0)),
+      .base = at<float>(mixing.at(1)),
+      .scale = at<float>(mixing.at(2)),
+      .out = at<void>(out),
+      .post = at<float>(post),
+      .rows = rows,
+      .streams = streams,
+      .width = width,
+      .eps = eps,
+      .least = least,
+      .magnitude = magnitude,
+      .threads = threads,
+  });
+}
+
+void spread_streams(int type, Address x, Address part, Address post, Address out, int64_t rows, int64_t streams, int64_t width,
+                    int threads) {
+  kernels().spread_streams[type]({at<void>(x), at<void>(part), at<float>(post), at<void>(out), rows, streams, width, threads});
+}
+
 void soft_cap(Address x, int64_t n, float scale, float cap, int threads) {
   kernels().soft_cap(at<float>(x), n, scale, cap, threads);
 }
@@ -142,6 +168,10 @@ void bind_rows(nb::module_ &m) {
         "mixed_stride"_a, "count"_a, "slots"_a, "channels"_a, "kernel"_a, "threads"_a);
   m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
         "threads"_a);
+  m.def("collect_streams", collect_streams, unlocked, "type"_a, "x"_a, "mixing"_a, "out"_a, "post"_a, named, "rows"_a,
+        "streams"_a, "width"_a, "eps"_a, "least"_a, "magnitude"_a, "threads"_a);
+  m.def("spread_streams", spread_streams, unlocked, "type"_a, "x"_a, "part"_a, "post"_a, "out"_a, named, "rows"_a, "streams"_a,
+        "width"_a, "threads"_a);
   m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,
         "width"_a, "turn_stride"_a, "threads"_a);
   m.def("soft_cap", soft_cap, unlocked);

@@ -299,6 +299,14 @@ HEADRACE_INLINE vf swiglu_oai_of(vf gate, vf up) {
   return sigmoid_times(gate, gate * splat(ALPHA)) * (up + 1.0f);
 }
 
+// silu(gate) up, gates held to 10 at most, ups to -10 .. 10; NaN stays.
+HEADRACE_INLINE vf swiglu_clamped_of(vf gate, vf up) {
+  constexpr float LIMIT = 10.0f;
+  gate = gate > LIMIT ? splat(LIMIT) : gate;
+  up = up > LIMIT ? splat(LIMIT) : up < -LIMIT ? splat(-LIMIT) : up;
+  return sigmoid_times(gate, gate) * up;
+}
+
 // cap tanh(x / cap), with tanh y = (1 - e^-2y) / (1 + e^-2y); NaN stays.
 HEADRACE_INLINE vf soft_capped(vf x, float cap) {
   const vf size = x < 0.0f ? -x : x, e = exp(size * splat(-2.0f / cap));

@@ -191,7 +191,8 @@ HEADRACE_INLINE vf let_through(Gate f, vf gate, vf other) {
   switch (f) {
     case Gate::silu: return sigmoid_times(gate, gate) * other;
     case Gate::gelu_tanh: return gelu_tanh_of(gate) * other;
-    default: return swiglu_oai_of(gate, other);
+    case Gate::swiglu_oai: return swiglu_oai_of(gate, other);
+    default: return swiglu_clamped_of(gate, other);
   }
 }
 

@@ -28,6 +28,7 @@ struct Operations {
 
   static Gate gate_of(Activation f) {
     if (f == Activation::swiglu_oai_mul) return Gate::swiglu_oai;
+    if (f == Activation::swiglu_clamped_mul) return Gate::swiglu_clamped;
     return f == Activation::gelu_tanh_mul ? Gate::gelu_tanh : Gate::silu;
   }
 

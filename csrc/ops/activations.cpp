@@ -148,6 +148,10 @@ template <typename T> void swiglu_oai_mul(const Unary &a) {
   halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return swiglu_oai_of(gate, up); });
 }
 
+template <typename T> void swiglu_clamped_mul(const Unary &a) {
+  halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return swiglu_clamped_of(gate, up); });
+}
+
 template <typename T> void sigmoid_mul(const Unary &a) {
   halves<T>(a, [](vf gate, vf up) HEADRACE_ALWAYS_INLINE { return sigmoid_times(up, gate); });
 }
@@ -189,6 +193,7 @@ HEADRACE_BOTH_TYPES(embed, Embed)
 HEADRACE_BOTH_TYPES(silu_mul, Unary)
 HEADRACE_BOTH_TYPES(gelu_tanh_mul, Unary)
 HEADRACE_BOTH_TYPES(swiglu_oai_mul, Unary)
+HEADRACE_BOTH_TYPES(swiglu_clamped_mul, Unary)
 HEADRACE_BOTH_TYPES(sigmoid_mul, Unary)
 HEADRACE_BOTH_TYPES(rotary, Rotary)
 

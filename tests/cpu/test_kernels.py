@@ -223,7 +223,7 @@ def test_append_refuses(slot: int, offset: int, heads: int, message: str) -> Non
         (lambda x: cpu.rms_norm(x, torch.ones(7), 1e-6), "weight must be"),
         (lambda x: cpu.rms_norm(x.half(), torch.ones(8).half(), 1e-6), "bfloat16 or float32"),
         (lambda x: cpu.layer_norm(x, torch.ones(8), torch.ones(8).bfloat16(), 1e-6), "bias must be"),
-        (lambda x: cpu.silu_mul(x[:, :7]), "even width"),
+        (lambda x: cpu.gated(x[:, :7], "silu"), "even width"),
         (lambda x: cpu.gelu(x.to("meta")), "CPU tensors"),
         (lambda x: cpu.rotary(x, torch.ones(2, 8)), "rows, heads"),
         (lambda x: cpu.rotary(x[:, None], torch.ones(2, 10)), "cannot rotate 10 of 8"),

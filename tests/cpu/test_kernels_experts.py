@@ -137,7 +137,7 @@ def test_experts_of_gpt_oss(isa: str, forced: dispatch.Implementation | None) ->
     assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai", "swiglu_clamped"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("inner", [INNER, 192])

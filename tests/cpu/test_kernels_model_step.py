@@ -14,8 +14,9 @@ from headrace.kernels.formats import FORMATS
 from headrace.kernels.model_step import ModelStep
 from headrace.kernels.quantized import Quantized
 from headrace.models.decoder import Decoder, TokenBatch
+from headrace.models.layer_parts import LatentSpec
 from headrace.models.sizes import EMBED, HEAD
-from headrace.models.spec import LatentSpec, ModelConfig, RopeSpec
+from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.models.weights import StoredMatrix
 from tests.support.coded_weights import coded
 from tests.support.small_decoders import BIASED, PLAIN, SLOTS, Attention, AttentionOver, model, weights_of

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.hy_v4.modeling_hy_v4 import HYV4Experts
 
 from headrace.kernels import cpu, dispatch, ops
 
@@ -44,6 +45,11 @@ def of_gpt_oss(x: Tensor) -> Tensor:
     """Gates and ups of x [T, 2 I], as transformers puts them together where they lie in turn."""
     experts: Any = SimpleNamespace(alpha=1.702, limit=7.0)
     return GptOssExperts._apply_gate(experts, x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2))
+
+
+def of_hy4(x: Tensor) -> Tensor:
+    """The same of HY4."""
+    return HYV4Experts._apply_gate(SimpleNamespace(swiglu_limit=10.0), x)  # type: ignore[arg-type]
 
 
 ALPHAS = torch.tensor([0.75, 1.25])
@@ -82,6 +88,7 @@ def operations(width: int, dtype: torch.dtype) -> dict[str, tuple[Op, Op]]:
             lambda x: F.gelu(x[..., : width // 2], approximate="tanh") * x[..., width // 2 :],
         ),
         "swiglu_oai_mul": (ops.swiglu_oai_mul, of_gpt_oss),
+        "swiglu_clamped_mul": (ops.swiglu_clamped_mul, of_hy4),
         "gelu": (ops.gelu, F.gelu),
         "relu": (ops.relu, F.relu),
         "relu2": (ops.relu2, lambda x: F.relu(x).square()),

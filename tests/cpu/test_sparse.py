@@ -22,7 +22,7 @@ from tests.support.thread_group import ranks_as_threads
 from tests.support.traces import run, same
 
 pytestmark = pytest.mark.cpu
-KINDS = ("deepseek_v32", "glm_dsa", "minimax_m3")
+KINDS = ("deepseek_v32", "glm_dsa", "minimax_m3", "hy4")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[(7 * n + seed) % 320 for n in range(length)] for seed, length in enumerate((5, 40, 41, 130, 300))]
 

@@ -26,7 +26,7 @@ from headrace.kernels.triton.heads import Heads
 from headrace.kernels.triton.launching import DirectKernel
 from headrace.kernels.triton.walk_options import heads_of, latent_chosen, latent_parts
 from headrace.memory import zeros
-from headrace.models.spec import LatentSpec
+from headrace.models.layer_parts import LatentSpec
 from headrace.types import CHUNK
 from tests.support.attention_testbed import PoolTestbed, ends
 from tests.support.fake_device import FakeDevice

@@ -211,7 +211,7 @@ def test_rows_too_wide_for_a_norm() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 1500])
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai", "swiglu_clamped"])
 def test_gated(gate: str, width: int) -> None:
     both = 2 * drawn(3, 2 * width + 1)[:, : 2 * width]
     assert torch.allclose(gpu_rows.gated(both, gate), ops.gated(both, gate), rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is built for Linux only")
 from headrace import LLM, SamplingParams
 from headrace.kernels import latents
 from headrace.kernels.triton import backend
-from headrace.models.spec import LatentSpec
+from headrace.models.layer_parts import LatentSpec
 from tests.support.attention_testbed import TREES, PoolTestbed, ends
 from tests.support.checkpoints import make_checkpoint
 from tests.support.kind_sizes import VOCAB

@@ -39,6 +39,8 @@ from transformers import (
     HunYuanMoEV1ForCausalLM,
     HYV3Config,
     HYV3ForCausalLM,
+    HYV4Config,
+    HYV4ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     MellumConfig,
@@ -180,6 +182,12 @@ _deepseek_v32 = of(DeepseekV32ForCausalLM, DeepseekV32Config, **INDEXED)
 _glm_dsa = of(GlmMoeDsaForCausalLM, GlmMoeDsaConfig, **INDEXED, indexer_types=["full", "shared", "full"])
 
 
+_hy4 = of(
+    HYV4ForCausalLM, HYV4Config, **{name: value for name, value in INDEXED.items() if name != "first_k_dense_replace"},
+    mlp_layer_types=["dense", "sparse", "sparse"], indexer_types=["full", "shared", "full"], hc_mult=3, hc_eps=1e-3,
+)  # fmt: skip
+
+
 _deepseek_v2 = of(DeepseekV2ForCausalLM, DeepseekV2Config, **LATENT)
 
 
@@ -231,6 +239,7 @@ EXPERTS: dict[str, tuple[Build, dict[str, Any]]] = {
     "deepseek_v3": (_deepseek_v3, LATENT_YARN | dict(q_lora_rank=64, n_group=4, topk_group=2)),
     "deepseek_v32": (_deepseek_v32, LATENT_YARN | dict(n_group=4, topk_group=2)),
     "glm_dsa": (_glm_dsa, dict(attention_bias=True)),
+    "hy4": (_hy4, dict(hc_magnitude=1.5, n_shared_experts=1)),
     "mistral4": (_mistral4, TEMPERED | dict(q_lora_rank=64, n_group=4, topk_group=2)),
     "glm_lite": (_glm_lite, dict(n_group=1, topk_group=1, rope_interleave=False)),
     "deepseek_v2_lora": (_deepseek_v2, dict(q_lora_rank=64, attention_bias=True)),

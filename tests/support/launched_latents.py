@@ -7,7 +7,7 @@ import torch
 from headrace.kernels.records import Mask, Pool
 from headrace.kernels.triton import attention, latents
 from headrace.kernels.triton.walk_options import heads_of
-from headrace.models.spec import LatentSpec
+from headrace.models.layer_parts import LatentSpec
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 

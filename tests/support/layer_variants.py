@@ -14,8 +14,9 @@ from headrace.config import AttentionSpec, Quantization, RoutingSpec
 from headrace.kernels import dispatch
 from headrace.kernels.backend import Attend
 from headrace.models.decoder import Decoder
+from headrace.models.layer_parts import LatentSpec
 from headrace.models.rope import Rope
-from headrace.models.spec import LatentSpec, RopeSpec
+from headrace.models.spec import RopeSpec
 from tests.support.small_decoders import BIASED, EXPERTS, PLAIN, model, rotary_of, weights_of
 
 LOCAL: dict[str, Any] = dict(

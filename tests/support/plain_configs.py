@@ -377,6 +377,10 @@ GIVEN: list[dict[str, Any]] = [
     dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=9, index_topk_freq=3, index_skip_topk_offset=3),
     dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=4, index_topk_pattern="FSSF", index_n_heads=8),
     dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=2, indexer_types=["full", "shared"], rope_theta=1e6),
+    dict(architectures=["HYV4ForCausalLM"], num_hidden_layers=7, index_topk=64, hc_mult=2),
+    dict(architectures=["HYV4ForCausalLM"], num_hidden_layers=2, indexer_types=["full", "shared"], rope_theta=1e6),
+    dict(architectures=["HYV4ForCausalLM"], num_hidden_layers=2, mlp_layer_types=["sparse", "dense"], hc_magnitude=1.0),
+    dict(architectures=["HYV4ForCausalLM"], num_key_value_heads=8, swiglu_limit=7.0),
     dict(architectures=[MINIMAX_M3], layer_types=["full_attention", "minimax_m3_sparse"], num_hidden_layers=2),
     dict(architectures=[MINIMAX_M3], partial_rotary_factor=0.5, hidden_act="swigluoai", rope_theta=5e5),
     dict(

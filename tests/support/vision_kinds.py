@@ -12,6 +12,8 @@ from transformers import (
     Cohere2VisionForConditionalGeneration,
     Exaone4_5_Config,
     Exaone4_5_ForConditionalGeneration,
+    HYV4VLConfig,
+    HYV4VLForConditionalGeneration,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     MiniMaxM3SparseForConditionalGeneration,
@@ -21,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.support.expert_kinds import LATENT
+from tests.support.expert_kinds import INDEXED, LATENT
 from tests.support.kind_sizes import GQA, LLAMA_SIZES, NO_TOKEN, QWEN_TOKENS, QWEN_VISION, WINDOW, Build
 
 SIGLIP = dict(
@@ -117,6 +119,24 @@ def _minimax_m3(**fields: Any) -> PreTrainedModel:
     return MiniMaxM3SparseForConditionalGeneration(config)
 
 
+HY_VISION = dict(
+    hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1, patch_size=14,
+    out_hidden_size=128, max_image_size=28,
+)  # fmt: skip
+
+
+def _hy4_vision(**fields: Any) -> PreTrainedModel:
+    own = {name: value for name, value in INDEXED.items() if name != "first_k_dense_replace"}
+    kinds = dict(mlp_layer_types=["dense", "sparse", "sparse"], indexer_types=["full", "shared", "full"])
+    turned = dict(rope_type="default", rope_theta=1e4, mrope_section=[4, 2, 2])
+    text, tied = _text("hy_v4_vl_text", fields, **own | kinds, rope_parameters=turned)
+    config = HYV4VLConfig(
+        text_config=text, vision_config=HY_VISION, tie_word_embeddings=tied, eos_token_id=NO_TOKEN,
+        image_token_id=NO_TOKEN, video_token_id=NO_TOKEN,
+    )  # fmt: skip
+    return HYV4VLForConditionalGeneration(config)
+
+
 def published_kimi(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names of its tensors [..] in published files, from those in memory: what transformers 5.24 writes in their place
     has text layers called blocks, as those of images are."""
@@ -140,5 +160,6 @@ VISION: dict[str, tuple[Build, dict[str, Any]]] = {
     "aya_vision": (_aya_vision, dict(tie_word_embeddings=True)),
     "muse_glimmer": (_muse_glimmer, dict(post_norm_eps=0.1)),
     "minimax_m3": (_minimax_m3, dict(index_topk_blocks=2)),
+    "hy4_vision": (_hy4_vision, {}),
     "kimi_k25": (_kimi_k25, dict(n_group=1, topk_group=1)),
 }

@@ -30,8 +30,9 @@ class BlockSparseAttention(ChoosingAttention):
     def _choose(self, index: IndexQueries | None) -> bool:
         return index is not None
 
-    def _attended(self, pool: Pool, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
+    def _attended(self, layer: int, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
         assert index is not None, "_choose said so"
+        pool = self.storage.pool(layer)
         heads, chunks, width = self.spec.kv_heads, self.tables.shape[1], self.spec.index_width
         parts = []
         for some in rows.split(max(1, AT_ONCE // (4 * heads * chunks))):

@@ -80,15 +80,19 @@ class ChoosingAttention(PlanAttention):
             out[~is_far] = self(layer, wide, k, v, near)[..., width:]
         else:
             self.kernels.append(self.storage.pool(layer), k, v, self.row_slots, self.row_offsets)
-        out[is_far] = self._attended(self.storage.pool(layer), q, index, far)
+        out[is_far] = self._attended(layer, q, index, far)
         return out
+
+    def _sinks(self, layer: int) -> Tensor | None:
+        """Those of a layer (kernels.records.Mask)."""
+        return None if self.sinks is None else self.sinks[layer]
 
     def _choose(self, index: IndexQueries | None) -> bool:
         """Whether rows of a layer attend to some keys alone. index: what its indexer makes of them, if it has one."""
         return True
 
     @abstractmethod
-    def _attended(self, pool: Pool, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
+    def _attended(self, layer: int, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
         """Attention of rows [F] over the keys that they choose: [F, Hq, D - I]. q [T, Hq, D - I]."""
 
 
@@ -101,7 +105,8 @@ class SparseAttention(ChoosingAttention):
         super().advance(plan)
         self._choice = None
 
-    def _attended(self, pool: Pool, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
+    def _attended(self, layer: int, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
+        pool, sinks = self.storage.pool(layer), self._sinks(layer)
         if index is not None:
             self._choice = Choice(rows, self._chosen(pool, index, rows))
         assert self._choice is not None, "the first layer has an indexer"
@@ -110,7 +115,8 @@ class SparseAttention(ChoosingAttention):
         parts = []
         for some, theirs in zip(*(each.split(max(1, AT_ONCE // bytes_of_row)) for each in (rows, keys)), strict=True):
             made = self.choosing.gather(pool, self.tables[some], theirs, self.index.size, q.dtype)
-            mask = Mask(_own_items(len(some), chunks), _last(len(some), self.index.chosen), scale=self.spec.scale)
+            items, last = _own_items(len(some), chunks), _last(len(some), self.index.chosen)
+            mask = Mask(items, last, scale=self.spec.scale, sinks=sinks)
             parts.append(self.kernels.attend(q[some], made, mask))
         return torch.cat(parts)
 

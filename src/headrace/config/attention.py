@@ -15,7 +15,7 @@ class IndexSpec:
 
     heads, size: of an indexer's queries; its key of a token is the first `size` numbers that are stored of it. chosen:
     keys that a row attends to at most. own: layers with an indexer; in others a row attends to those that it has chosen
-    in the nearest such layer before, and the numbers of an indexer's key are 0.
+    in the nearest such layer before, and the numbers of an indexer's key are 0. norm_eps: of the norm of its keys.
 
     block: above 1, a row chooses blocks of so many keys (MiniMax-M3), for each KV head by itself, of which the indexer
     has a head; its own block and local - 1 before it are always among them. The indexer's key lies in those of all KV
@@ -28,6 +28,7 @@ class IndexSpec:
     own: tuple[bool, ...]
     block: int = 1
     local: int = 0
+    norm_eps: float = 1e-6
 
 
 Window = int | None

@@ -64,7 +64,7 @@ def keeps_activations(config: EngineConfig, model: ModelConfig, element_bytes: i
         return config.tiers.activations == "on"
     spec = model.attention
     stored = spec.kv_bytes_per_token(kv_element_bytes)
-    smaller = model.hidden_size * element_bytes * spec.stored < stored
+    smaller = model.stream_size * element_bytes * spec.stored < stored
     return smaller or config.tiers.activations == "on"
 
 
@@ -154,7 +154,7 @@ class Footprint:
         kv_dtype = kv_dtype or config.cache.dtype
         kv_element = 1 if kv_dtype == "int8" else BYTES[compute]
         kept = keeps_activations(config, self.model, BYTES[compute], kv_element)
-        activations = spec.stored * self.model.hidden_size * BYTES[compute] if kept else 0
+        activations = spec.stored * self.model.stream_size * BYTES[compute] if kept else 0
         return kv_bytes_per_token(spec, compute, kv_dtype) + activations + self._drafts_per_token()
 
     def _drafts_per_token(self) -> int:

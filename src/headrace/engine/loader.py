@@ -274,7 +274,7 @@ def _size(config: EngineConfig, tell: OnPhase) -> Sized:
     backend = dispatch.choose(config.model.backend, dtype, kind, spec.widest, capped)
     kv_dtype = torch.int8 if config.cache.dtype == "int8" else dtype
     bytes_per_token = KVStorage.bytes_per_token(shard(model, 0, config.ranks.tensor), kv_dtype)
-    hidden = model.hidden_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
+    hidden = model.stream_size if keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize) else None
     check_fit(config, model)
     streamed = ranks.stream_sizes(config, model, dtype, kv_dtype)
     if streamed is not None:

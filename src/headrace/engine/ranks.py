@@ -196,7 +196,7 @@ def open_storage(config: EngineConfig, decoder: Decoder, free: int = 0) -> KVSto
     assert config.cache.tokens is not None, "the driver sizes the cache"
     model, dtype = decoder.config, decoder.dtype
     keeps = keeps_activations(config, model, dtype.itemsize, kv_dtype.itemsize)
-    hidden = model.hidden_size if keeps else None
+    hidden = model.stream_size if keeps else None
     slots, device = config.cache.tokens // CHUNK, device_of(config)
     storage = KVStorage(model.attention, slots, kv_dtype, hidden, dtype, device)
     if config.cache.prefault:

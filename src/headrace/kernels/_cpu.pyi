@@ -40,6 +40,7 @@ class Gate:
     silu: Gate
     gelu_tanh: Gate
     swiglu_oai: Gate
+    swiglu_clamped: Gate
 
 class Activation:
     """Its members are named in csrc/kernels.h, HEADRACE_ACTIVATIONS; the module has a function of each name, with the
@@ -586,6 +587,26 @@ class Extension(Protocol):
         """csrc/kernels.h, ShortConv."""
     def layer_norm(
         self, type: int, x: int, weight: int, bias: int, out: int, *, rows: int, width: int, eps: float, threads: int
+    ) -> None: ...
+    def collect_streams(
+        self,
+        type: int,
+        x: int,
+        mixing: Sequence[int],
+        out: int,
+        post: int,
+        *,
+        rows: int,
+        streams: int,
+        width: int,
+        eps: float,
+        least: float,
+        magnitude: float,
+        threads: int,
+    ) -> None:
+        """mixing: mixes, base and scale (csrc/kernels.h, CollectStreams)."""
+    def spread_streams(
+        self, type: int, x: int, part: int, post: int, out: int, *, rows: int, streams: int, width: int, threads: int
     ) -> None: ...
     def silu_mul(self, type: int, x: int, out: int, rows: int, width: int, threads: int) -> None: ...
     def rotary(

@@ -54,8 +54,9 @@ capabilities = Capabilities(
 )  # fmt: skip
 
 OPERATIONS = (
-    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "sigmoid_mul", "gelu", "relu", "relu2",
-    "xielu", "rotary", "gated_delta", "greatest", "softmax_sums", "soft_cap",
+    "rms_norm", "layer_norm", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "swiglu_clamped_mul", "sigmoid_mul",
+    "gelu", "relu", "relu2", "xielu", "rotary", "collect_streams", "spread_streams", "gated_delta", "greatest",
+    "softmax_sums", "soft_cap",
 )  # fmt: skip
 """The row-wise ones."""
 
@@ -155,7 +156,7 @@ def can_pack(weight: Tensor) -> bool:
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, wide: bool = False, gate: str = "silu") -> Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N]: [T, N], fp32 if `wide`. All are of the weight's type.
     With a gated weight [T, N / 2] = gate(first half) * second half, rounded before and after; never wide. gate: silu,
-    gelu_tanh or swiglu_oai, see `swiglu_oai_mul`.
+    gelu_tanh, swiglu_oai or swiglu_clamped, see `gated`.
 
     Raises ValueError for a weight in pairs on an instruction set without them.
     """
@@ -242,33 +243,14 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [..., 2 I] = (gate, up): [..., I]."""
-    return _gated("silu_mul", gate_up)
-
-
-def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """The same with gelu in the tanh form."""
-    return _gated("gelu_tanh_mul", gate_up)
-
-
-def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
-    """gpt-oss's: gate * sigmoid(1.702 gate) * (up + 1) of gates held to 7 at most and ups to -7 .. 7."""
-    return _gated("swiglu_oai_mul", gate_up)
-
-
-def sigmoid_mul(gate_up: Tensor) -> Tensor:
-    """The same with the sigmoid."""
-    return _gated("sigmoid_mul", gate_up)
-
-
-def _gated(name: str, gate_up: Tensor) -> Tensor:
-    """A C++ activation that halves rows, by its name in csrc/kernels.h."""
+def gated(gate_up: Tensor, gate: str) -> Tensor:
+    """f(gate) * up for gate_up [..., 2 I] = (gate, up): [..., I]. gate: silu, gelu_tanh, sigmoid, swiglu_oai or
+    swiglu_clamped (kernels.gates); with `_mul` behind it the C++ activation's name in csrc/kernels.h."""
     gate_up, rows, width = _rows(gate_up)
     if width % 2:
         raise ValueError(f"gate_up must have an even width, got {width}")
     out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
-    run = getattr(_require(), name)
+    run = getattr(_require(), f"{gate}_mul")
     run(_type_of(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
     return out
 

@@ -7,7 +7,7 @@ T: rows, H: width, I: MLP width, D: head size. Every operation gives a row the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeGuard
 
@@ -19,14 +19,12 @@ from torch.nn import functional as F
 from headrace.config import Quantization
 from headrace.kernels import cpu, dispatch, quantized
 from headrace.kernels.formats import Coded
+from headrace.kernels.gates import PLAIN, whole_vectors
 from headrace.kernels.records import QKRotary
 from headrace.kernels.triton import weights as gpu_weights
 
 SLICE = 32
 """Rows that torch's CPU product always gets: it chooses the order in which it adds up by their number."""
-
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""Of `swiglu_oai_mul`; in C++ csrc/isa/simd.h has them."""
 
 Weight = Tensor | cpu.Packed | quantized.Quantized | quantized.Parts | gpu_weights.GpuWeight
 Table = Tensor | cpu.Packed | quantized.Quantized
@@ -124,7 +122,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, wide: bool = F
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None = None, gate: str = "silu") -> Tensor:
     """f(gate) * up for x [T, H] times weight [2 I, H] transposed, plus bias [2 I], = (gate, up) [T, 2 I]: [T, I].
 
-    gate: silu, gelu_tanh, or swiglu_oai (see `swiglu_oai_mul`).
+    gate: silu, gelu_tanh, swiglu_oai or swiglu_clamped (kernels.gates).
     """
     if not isinstance(weight, Tensor) and weight.gated:
         if isinstance(weight, cpu.Packed):
@@ -169,8 +167,14 @@ def activated(out: Tensor, kind: str, alphas: Tensor | None = None) -> Tensor:
 
 
 def gated(gate_up: Tensor, gate: str) -> Tensor:
-    """The halves of gate_up [T, 2 I] = (gate, up) put together as `gated_linear` does: [T, I]."""
-    return {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul, "swiglu_oai": swiglu_oai_mul}[gate](gate_up)
+    """The halves of gate_up [T, 2 I] = (gate, up) put together as `gated_linear` does, or by the sigmoid: [T, I]."""
+    if dispatch.native(gate_up):
+        return cpu.gated(gate_up, gate)
+    if dispatch.on_gpu(gate_up):
+        from headrace.kernels.triton import rows as gpu_rows
+
+        return gpu_rows.gated(gate_up, gate)
+    return PLAIN[gate](*gate_up.float().chunk(2, dim=-1)).to(gate_up.dtype)
 
 
 def outputs_from(weight: Weight, first: int, count: int | None = None) -> Weight | None:
@@ -250,41 +254,23 @@ def add_layer_norm(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
-    if dispatch.native(gate_up):
-        return cpu.silu_mul(gate_up)
-    if dispatch.on_gpu(gate_up):
-        from headrace.kernels.triton import rows as gpu_rows
-
-        return gpu_rows.gated(gate_up, "silu")
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+    return gated(gate_up, "silu")
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, in the tanh form, for gate_up [T, 2 I] = (gate, up): [T, I]."""
-    if dispatch.native(gate_up):
-        return cpu.gelu_tanh_mul(gate_up)
-    if dispatch.on_gpu(gate_up):
-        from headrace.kernels.triton import rows as gpu_rows
-
-        return gpu_rows.gated(gate_up, "gelu_tanh")
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (gelu(gate.float(), "tanh") * up.float()).to(gate_up.dtype)
+    return gated(gate_up, "gelu_tanh")
 
 
 def swiglu_oai_mul(gate_up: Tensor) -> Tensor:
     """gate * sigmoid(1.702 gate) * (up + 1) for gate_up [T, 2 I] = (gate, up), gates held to 7 at most and ups to
-    -7 .. 7: [T, I]. gpt-oss's (transformers' GptOssExperts)."""
-    if dispatch.native(gate_up):
-        return cpu.swiglu_oai_mul(gate_up)
-    if dispatch.on_gpu(gate_up):
-        from headrace.kernels.triton import rows as gpu_rows
+    -7 .. 7: [T, I]."""
+    return gated(gate_up, "swiglu_oai")
 
-        return gpu_rows.gated(gate_up, "swiglu_oai")
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    passed = whole_vectors(torch.sigmoid, SWIGLU_ALPHA * gate)
-    return ((up + 1) * (gate * passed)).to(gate_up.dtype)
+
+def swiglu_clamped_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for gate_up [T, 2 I] = (gate, up), gates held to 10 at most and ups to -10 .. 10: [T, I]."""
+    return gated(gate_up, "swiglu_clamped")
 
 
 def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
@@ -296,14 +282,7 @@ def soft_cap(x: Tensor, scale: float, cap: float | None) -> Tensor:
 
 def sigmoid_mul(gate_up: Tensor) -> Tensor:
     """sigmoid(gate) * up for gate_up [T, 2 I] = (gate, up): [T, I]."""
-    if dispatch.native(gate_up):
-        return cpu.sigmoid_mul(gate_up)
-    if dispatch.on_gpu(gate_up):
-        from headrace.kernels.triton import rows as gpu_rows
-
-        return gpu_rows.gated(gate_up, "sigmoid")
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (gate.float().sigmoid() * up.float()).to(gate_up.dtype)
+    return gated(gate_up, "sigmoid")
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -315,12 +294,6 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
         return gpu_rows.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu")
     return whole_vectors(partial(F.gelu, approximate=approximate), x.float()).to(x.dtype)
-
-
-def whole_vectors(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """f of each element of x [..., N] by vectors that are full: torch computes others another way."""
-    width = x.shape[-1]
-    return f(F.pad(x, (0, -width % 64)))[..., :width]
 
 
 def relu(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import RoutingSpec
-from headrace.kernels import ops
+from headrace.kernels.gates import whole_vectors
 
 LEAST_SUM = 1e-20
 """DeepSeek-V3's: sigmoids may all be 0."""
@@ -30,7 +30,7 @@ def plain_route(
 ) -> tuple[Tensor, Tensor]:
     """Experts int32 [T, k] and their shares fp32 [T, k] of rows with these logits: see kernels.experts.route."""
     sigmoid = routing.scores == "sigmoid"
-    scores = ops.whole_vectors(torch.sigmoid, logits) if sigmoid else logits.softmax(-1)
+    scores = whole_vectors(torch.sigmoid, logits) if sigmoid else logits.softmax(-1)
     worth = scores if correction is None else scores + correction
     if routing.groups > 1:
         worth = _of_the_best_groups(worth, routing)

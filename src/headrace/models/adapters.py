@@ -28,7 +28,7 @@ from headrace.types import UnsupportedModel
 
 MATRIX = re.compile(
     r"layers\.(\d+)\."
-    r"(qkv|mixed|gates|decays|out_gates|out|recurrent_out|queries|query_in|latent|(shared\.)?(up|down))\.weight$"
+    r"(qkv|mixed|gates|decays|out_gates|out|recurrent_out|queries|query_in|latent|attention_gates|(shared\.)?(up|down))\.weight$"
 )
 """Of ours, those that an adapter may change."""
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")

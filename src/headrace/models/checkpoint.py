@@ -95,11 +95,10 @@ def open_checkpoint(model: Path, config: ModelConfig) -> Checkpoint:
     if is_gguf(model):
         return GgufCheckpoint(model, config)
     scheme, experts = config.stored.scheme if config.stored is not None else None, _count_experts(config)
-    by_inputs = _lie_by_inputs(config)
+    by_inputs, family = _lie_by_inputs(config), family_of(config.architecture, config.text_type)
     if scheme is not None:
-        return QuantisedCheckpoint(model, scheme, experts, by_inputs)
-    modules = family_of(config.architecture, config.text_type).by_inputs
-    return SafetensorsCheckpoint(model, experts, by_inputs, modules)
+        return QuantisedCheckpoint(model, scheme, experts, by_inputs, family.named)
+    return SafetensorsCheckpoint(model, experts, by_inputs, family.named, family.by_inputs)
 
 
 def _lie_by_inputs(config: ModelConfig) -> ByInputs:
@@ -117,21 +116,23 @@ def _count_experts(config: ModelConfig) -> int:
 class SafetensorsCheckpoint:
     """The safetensors files of a folder. A tensor [experts, ...], `experts.NAME`, is shown as one of each expert:
     `experts.0.NAME.weight` and so on, `experts.NAME_bias` as `experts.0.NAME.bias`; so are those of Granite, which
-    stand without `experts`. by_inputs: which such weights lie as [experts, inputs, outputs]; turned: modules of layers
-    whose matrices lie as [inputs, outputs]."""
+    stand without `experts`. by_inputs: which such weights lie as [experts, inputs, outputs]; named: what a tensor is
+    called here; turned: modules of layers whose matrices lie as [inputs, outputs]."""
 
     def __init__(
         self,
         folder: Path,
         experts: int = 0,
         by_inputs: ByInputs = lambda module, shape: False,
+        named: Callable[[str], str] = str,
         turned: tuple[str, ...] = (),
     ) -> None:
         self.model, self._by_inputs = folder, by_inputs
         self._turned: set[str] = set()
         self._stack = ExitStack()
         self._where: dict[str, safe_open] = {}
-        self._fused: dict[str, tuple[str, int]] = {}
+        self._stored: dict[str, tuple[str, int | None]] = {}
+        """Those that are called otherwise in a file, or are one expert's part of a tensor there, by our names."""
         where = placed(folder)
         for path in weight_files(folder):
             try:
@@ -143,6 +144,11 @@ class SafetensorsCheckpoint:
                     raise ValueError(f"{path}: {shown(name)} is in another file too; download the folder again")
                 if name not in self._where or where[name] == path.name:
                     self._where[name] = file
+        for name in list(self._where):
+            if (ours := named(name)) != name:
+                if ours in self._where:
+                    raise ValueError(f"{folder}: {shown(name)} is there as {shown(ours)} too; download it again")
+                self._where[ours], self._stored[ours] = self._where.pop(name), (name, None)
         ends = tuple(f".{module}.weight" for module in turned)
         self._turned |= {name for name in self._where if name.endswith(ends)}
         if experts:
@@ -156,13 +162,14 @@ class SafetensorsCheckpoint:
 
     def _take_apart(self, experts: int) -> None:
         for name, found in [(name, found) for name in self._where if (found := FUSED.search(name))]:
-            shape = self._where[name].get_slice(name).get_shape()
+            stored = self._stored.get(name, (name, None))[0]
+            shape = self._where[name].get_slice(stored).get_shape()
             if shape[:1] == [experts]:
                 file, module, before = self._where.pop(name), found[1] or found[3], name[: found.start()]
                 kind = SCALE.get(found[2], found[2] or "weight")
-                apart = {f"{before}.experts.{e}.{module}.{kind}": (name, e) for e in range(experts)}
+                apart = {f"{before}.experts.{e}.{module}.{kind}": (stored, e) for e in range(experts)}
                 self._where.update(dict.fromkeys(apart, file))
-                self._fused.update(apart)
+                self._stored.update(apart)
                 if kind == "weight" and self._by_inputs(module, shape):
                     self._turned.update(apart)
         self._turned |= {scale for name in self._turned if (scale := f"{name}_scale_inv") in self._where}
@@ -175,7 +182,7 @@ class SafetensorsCheckpoint:
         return family
 
     def shape(self, name: str) -> tuple[int, ...]:
-        stored, expert = self._fused.get(name, (name, None))
+        stored, expert = self._stored.get(name, (name, None))
         shape = tuple(self._where[name].get_slice(stored).get_shape())
         own = shape if expert is None else shape[1:]
         if name.endswith(RATES) and own[:2] == own[3:] * 2 == (1, 1):
@@ -185,7 +192,7 @@ class SafetensorsCheckpoint:
         return own[::-1] if name in self._turned else own
 
     def stored_as(self, name: str) -> str:
-        stored, _ = self._fused.get(name, (name, None))
+        stored, _ = self._stored.get(name, (name, None))
         return str(self._where[name].get_slice(stored).get_dtype())
 
     def is_coded(self, name: str) -> bool:
@@ -195,9 +202,9 @@ class SafetensorsCheckpoint:
         raise ValueError(f"{name} is not quantised")
 
     def read(self, name: str) -> Tensor:
-        stored, expert = self._fused.get(name, (name, None))
+        stored, expert = self._stored.get(name, (name, None))
         file = self._where[name]
-        own = file.get_tensor(name) if expert is None else file.get_slice(stored)[expert]
+        own = file.get_tensor(stored) if expert is None else file.get_slice(stored)[expert]
         if name.endswith((CORRECTIONS, RATES)):
             return own.flatten()
         return own.T if name in self._turned else own
@@ -210,8 +217,10 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     """Those of a folder whose config.json says how they are quantised. A module's tensors of codes, scales and the rest
     are one here, called `weight`; modules without them have numbers."""
 
-    def __init__(self, folder: Path, scheme: Scheme, experts: int, by_inputs: ByInputs) -> None:
-        super().__init__(folder, experts, by_inputs)
+    def __init__(
+        self, folder: Path, scheme: Scheme, experts: int, by_inputs: ByInputs, named: Callable[[str], str]
+    ) -> None:
+        super().__init__(folder, experts, by_inputs, named)
         self._own: dict[str, list[str]] = {}
         self._schemes: dict[str, Scheme] = {}
         for each in scheme.every:

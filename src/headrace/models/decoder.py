@@ -30,6 +30,7 @@ from headrace.models.adapters import Adapters, load_adapters
 from headrace.models.alibi import alibi_bias
 from headrace.models.config import ModelConfig, read_config
 from headrace.models.hybrid import check_shared
+from headrace.models.hyper import entered, left
 from headrace.models.latent import of_each_head
 from headrace.models.layer_kinds import layer_kind, tell_why_not_whole
 from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
@@ -275,7 +276,8 @@ class Decoder:
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
         turns = self.rope.at(batch.positions, batch.rope_lengths).to(self.device) if self.rope else None
-        return self.embed(batch.token_ids.to(self.device), batch.positions.to(self.device)), turns
+        x = self.embed(batch.token_ids.to(self.device), batch.positions.to(self.device))
+        return entered(self.config, x), turns
 
     def _inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
         """What each layer adds of tokens [T], which enter as x [T, H]; None where layers add nothing."""
@@ -288,6 +290,7 @@ class Decoder:
         """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""
         if not len(x):
             return x.new_empty(0, self.config.embed_size)
+        x = left(self.config, self.weights, x)
         if self.config.final_norm:
             x = norm(self.config, self.weights, "final_norm", x)
         return ops.linear(x, self.matrices["project_out.weight"]) if "project_out.weight" in self.matrices else x

@@ -17,9 +17,6 @@ from headrace.kernels.indexer import IndexQueries
 from headrace.models.latent import LatentLayer
 from headrace.models.layers import Layer
 
-NORM_EPS = 1e-6
-"""Of the norm of an indexer's keys, whatever the model's others have."""
-
 
 class Choosing(Layer):
     """A layer of a model with indexers."""
@@ -43,7 +40,8 @@ class IndexedLayer(Choosing, LatentLayer):
         narrow = self._narrow(x)
         q, k = self._queries(narrow, cos_sin), self._keys(x, cos_sin)
         index = self._index(x, narrow, cos_sin) if self.chooses else None
-        return latents.values(attend.sparse(self.place, q, k, k, index, rows), self.latent, self._of_heads())
+        attended = attend.sparse(self.place, q, k, k, index, rows)
+        return self._passed(x, latents.values(attended, self.latent, self._of_heads()), rows)
 
     def _index(self, x: Tensor, narrow: Tensor, cos_sin: Tensor | None) -> IndexQueries:
         """x [T, H], narrow [T, query_rank] -> by which rows choose keys."""
@@ -57,7 +55,7 @@ class IndexedLayer(Choosing, LatentLayer):
         if not self.chooses:
             return torch.nn.functional.pad(latent, (self.indexer.size, 0))
         weight, bias = (self.weights[f"index_norm.{kind}"] for kind in ("weight", "bias"))
-        own = ops.layer_norm(self._linear("index_keys", x), weight, bias, NORM_EPS)
+        own = ops.layer_norm(self._linear("index_keys", x), weight, bias, self.indexer.norm_eps)
         return torch.cat((self._turned_first(own[:, None], cos_sin), latent), dim=-1)
 
     def _turned_first(self, heads: Tensor, cos_sin: Tensor | None) -> Tensor:

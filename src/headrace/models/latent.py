@@ -16,9 +16,11 @@ from torch import Tensor
 
 from headrace.kernels import latents, ops
 from headrace.kernels.backend import Attend
+from headrace.models.hybrid import let_through
+from headrace.models.layer_parts import LatentSpec
 from headrace.models.layers import Layer, Matrices, Weights
 from headrace.models.shards import ALONE, Whole
-from headrace.models.spec import LatentSpec, ModelConfig
+from headrace.models.spec import ModelConfig
 
 WHOLE = "heads.weight"
 """The matrix of all heads together, which a GPU has as it is."""
@@ -54,7 +56,13 @@ class LatentLayer(Layer):
         """x [T, H] -> attended heads [T or n, Hq, value]."""
         q, k = self._queries(self._narrow(x), cos_sin), self._keys(x, cos_sin)
         attended = attend(self.place, q, k, k) if rows is None else attend(self.place, q, k, k, rows)
-        return latents.values(attended, self.latent, self._of_heads())
+        return self._passed(x, latents.values(attended, self.latent, self._of_heads()), rows)
+
+    def _passed(self, x: Tensor, heads: Tensor, rows: Tensor | None) -> Tensor:
+        """heads [T or n, Hq, value] of x [T, H], or of `rows`, times the sigmoid of their gates, if there are any."""
+        if not self.config.attention_gate:
+            return heads
+        return let_through(heads, self._linear("attention_gates", x if rows is None else x[rows]).view(heads.shape))
 
     def _narrow(self, x: Tensor) -> Tensor:
         """x [T, H] -> what queries are made of: x, or [T, query_rank]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from headrace.models.block_indexed import BlockIndexedLayer
+from headrace.models.hyper import HyperIndexedLayer
 from headrace.models.indexed import IndexedLayer
 from headrace.models.latent import LatentLayer
 from headrace.models.layers import Layer
@@ -24,6 +25,8 @@ def tell_why_not_whole(share: Share | None, reason: str | None) -> None:
 def layer_kind(config: ModelConfig) -> type[Layer]:
     """That of layers which are alike but for what is recurrent in some (models.mixed_layers has others)."""
     if config.attention.index is not None:
+        if config.hyper is not None:
+            return HyperIndexedLayer
         return BlockIndexedLayer if config.latent is None else IndexedLayer
     if config.side_by_side:
         return SideBySide

@@ -27,3 +27,45 @@ class Multipliers:
     recurrent_out: float
     up: float
     down: float
+
+
+@dataclass(frozen=True, slots=True)
+class HyperSpec:
+    """Hyper-connections (arXiv 2409.19606): `streams` residual streams, whose sums are what attention and MLPs read,
+    and to each of which they add. least: is added to what a stream counts; magnitude: the most that is added to it
+    counts, but for that."""
+
+    streams: int
+    least: float
+    magnitude: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads follow
+    from one latent of `rank` numbers a token, and all heads share `rotated` numbers of a key, which carry its position.
+
+    plain: numbers of a head's query and key that are not rotated; value: of a head's value. query_rank: width that
+    queries pass through on their way, None: none. paired: files have numbers that are rotated together side by side.
+    norm_eps: of the norms of latents, whatever the model's other norms have.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int | None = None
+    paired: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def query(self) -> int:
+        """Numbers of a head's query as it is projected: those that are rotated first."""
+        return self.rotated + self.plain
+
+    def weights(self, heads: int, hidden: int) -> tuple[int, int]:
+        """Elements of a layer's matrices before its attention, and behind it but for the MLP's."""
+        width = self.query_rank or hidden
+        queries = width * heads * self.query + (0 if self.query_rank is None else hidden * width)
+        before = queries + hidden * (self.rotated + self.rank) + heads * self.plain * self.rank
+        return before, heads * self.value * (self.rank + hidden)

@@ -260,8 +260,8 @@ class Layer:
     ) -> Tensor:
         """x [M, H] by expert -> [M, this rank's share of I]: up and the activation."""
         if self.config.gated:
-            return experts.gated_linear(x, ups, begin, self.config.activation, biases)
-        return ops.activated(experts.linear(x, ups, begin, biases=biases), self.config.activation)
+            return experts.gated_linear(x, ups, begin, self.config.expert_activation, biases)
+        return ops.activated(experts.linear(x, ups, begin, biases=biases), self.config.expert_activation)
 
     def bring_experts(self, matrices: Matrices, bring: experts.Bring) -> None:
         """Has experts in `matrices` from now on, memory of a GPU, in which `bring` puts those that rows meet."""
@@ -278,7 +278,7 @@ class Layer:
         parts = (*self._of_experts("up", spec), *self._of_experts("down", spec))
         correction = self.weights.get(CORRECTION)
         return experts.mixture(
-            *parts, self.config.activation, spec.chosen, spec.normalised, bring, spec.routing, correction,
+            *parts, self.config.expert_activation, spec.chosen, spec.normalised, bring, spec.routing, correction,
             gated=self.config.gated,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from headrace.kernels.formats import Coded
 from headrace.kernels.triton import weights as gpu_weights
 from headrace.models.layers import Layer, Matrices, Weights
 from headrace.models.sizes import HEAD, LOOKED_UP
-from headrace.models.slots import expert_of, in_feed_forward, is_exact
+from headrace.models.slots import expert_of, in_feed_forward, is_exact, is_mixing
 from headrace.models.weights import OnProgress, StoredMatrix
 from headrace.stats import ExpertStats
 
@@ -43,7 +43,7 @@ class ExpertsPlace(Protocol):
 
 def multiplied(weights: Weights) -> list[str]:
     """Names of those that rows are multiplied by."""
-    return [name for name, weight in weights.items() if weight.dim() == 2 and name not in LOOKED_UP]
+    return [name for name, w in weights.items() if w.dim() == 2 and name not in LOOKED_UP and not is_mixing(name)]
 
 
 Leave = Callable[[str, ops.Weight], ops.Weight]

@@ -18,8 +18,10 @@ from headrace.models.nulls import NEVER_NULL, NULLABLE
 from headrace.models.plain_defaults import CWM_ENDS, DENSE, GEMMA4_TEXTS, GLM_ENDS
 from headrace.models.plain_layers import (
     GRANITE_KINDS,
+    HY4_TYPES,
     NEMOTRON_KINDS,
     fill_in_falcon_h1,
+    fill_in_hy4,
     fill_in_kimi_linear,
     fill_in_kinds,
     fill_in_llama4,
@@ -37,7 +39,7 @@ GPT2_NAMES = {
 }  # fmt: skip
 """What GPT-2's files call these fields; its class alone takes both names."""
 
-TURNED_PART = ("deepseek_v2", "deepseek_v32", "glm_moe_dsa", "minicpm3")
+TURNED_PART = ("deepseek_v2", "deepseek_v32", "glm_moe_dsa", "minicpm3", *HY4_TYPES)
 """Classes that call the part of a head that is rotated head_dim, whatever the file does."""
 
 
@@ -90,6 +92,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["eos_token_id"] = GLM_ENDS
     if model_type == "minimax_m3_vl_text":
         fill_in_minimax_m3(values)
+    if model_type in HY4_TYPES:
+        fill_in_hy4(values)
     if model_type == "falcon_h1":
         fill_in_falcon_h1(values)
     if model_type == "kimi_linear":

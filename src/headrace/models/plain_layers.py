@@ -82,6 +82,19 @@ def fill_in_falcon_h1(values: dict[str, Any]) -> None:
     values["ssm_multipliers"] = values["ssm_multipliers"] or [1.0] * 5
 
 
+HY4_TYPES = ("hy_v4", "hy_v4_vl_text")
+
+
+def fill_in_hy4(values: dict[str, Any]) -> None:
+    """Every fourth layer chooses, from the second on, and the first."""
+    values["num_key_value_heads"] = values["num_attention_heads"]
+    layers = range(values["num_hidden_layers"])
+    if values["layer_types"] is None:
+        values["layer_types"] = ["indexed_attention" for _ in layers]
+    if values["indexer_types"] is None:
+        values["indexer_types"] = ["shared" if layer and (layer - 1) % 4 else "full" for layer in layers]
+
+
 def fill_in_llama4(values: dict[str, Any]) -> None:
     layers, every, step = (
         range(values["num_hidden_layers"]),

@@ -15,6 +15,14 @@ INDEXED: dict[str, Any] = LATENT | dict(
     norm_topk_prob=True, num_experts_per_tok=8, moe_intermediate_size=2048, mlp_layer_types=None,
     first_k_dense_replace=3, index_topk=2048, index_head_dim=128,
 )  # fmt: skip
+HY4: dict[str, Any] = LATENT | dict(
+    vocab_size=120832, hidden_size=2816, intermediate_size=6912, moe_intermediate_size=768, num_hidden_layers=34,
+    num_attention_heads=32, max_position_embeddings=262144, rms_norm_eps=1e-5, bos_token_id=120000, eos_token_id=120025,
+    n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, routed_scaling_factor=2.827, norm_topk_prob=True,
+    n_group=1, topk_group=1, q_lora_rank=1536, qk_nope_head_dim=192, v_head_dim=256, mlp_layer_types=None,
+    layer_types=None, index_topk=2048, index_head_dim=128, index_n_heads=16, indexer_types=None, hc_mult=4, hc_eps=1e-6,
+    hc_magnitude=2.0, swiglu_limit=10.0,
+)  # fmt: skip
 QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
     num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
@@ -141,6 +149,12 @@ ROUTED: dict[str, dict[str, Any]] = {
         num_key_value_heads=64, max_position_embeddings=202752, rms_norm_eps=1e-5, q_lora_rank=2048,
         qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1, index_n_heads=32, indexer_types=None,
         index_topk_pattern=None, index_topk_freq=1, index_skip_topk_offset=2, indexer_rope_interleave=True,
+    ),
+    "hy_v4": HY4,
+    "hy_v4_vl_text": HY4
+    | dict(
+        hidden_size=6144, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=78,
+        num_attention_heads=64, q_lora_rank=2048, index_n_heads=32,
     ),
     "glm4_moe_lite": LATENT
     | dict(

@@ -215,6 +215,9 @@ class ConfigFields(msgspec.Struct):
     index_topk_pattern: Annotated[str, Meta(max_length=4096)] | list[ShortText] | UnsetType | None = UNSET
     indexer_types: Annotated[list[ShortText], Meta(max_length=4096)] | UnsetType | None = UNSET
     indexer_rope_interleave: Flag = UNSET
+    hc_mult: Count = UNSET
+    hc_eps: Scale = UNSET
+    hc_magnitude: Factor = UNSET
     clip_qkv: Factor = UNSET
     swiglu_alpha: Factor = UNSET
     swiglu_limit: Factor = UNSET

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models import recurrent_shares
+from headrace.models.layer_parts import LatentSpec
 from headrace.models.recurrent_shares import LEAST, RecurrentShare
 from headrace.models.slots import expected
-from headrace.models.spec import CLASSIFIER, LatentSpec, ModelConfig
+from headrace.models.spec import CLASSIFIER, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,7 +229,7 @@ class Share:
         layer = int(number) if first == "layers" else 0
         if module == "qkv":
             return self._qkv_rows(layer)
-        if module in ("queries", "heads"):
+        if module in ("queries", "heads", "attention_gates"):
             return [self._rows_of_heads(module, self.config.latent)]
         if kind == "sinks":
             return [self.heads]
@@ -243,7 +244,7 @@ class Share:
     def _rows_of_heads(self, module: str, latent: LatentSpec | None) -> range:
         """Rows of this rank's heads in the matrices that latent attention has for each head."""
         assert latent is not None, "other models have no such matrices"
-        rows = latent.query if module == "queries" else latent.plain + latent.value
+        rows = {"queries": latent.query, "heads": latent.plain + latent.value, "attention_gates": latent.value}[module]
         return range(self.heads.start * rows, self.heads.stop * rows)
 
     def _qkv_rows(self, layer: int) -> list[range]:

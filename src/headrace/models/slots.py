@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 
 from headrace.config.routing import CORRECTION
-from headrace.models.layer_parts import LayerInputs
-from headrace.models.spec import CLASSIFIER, NORMED_BEHIND, LatentSpec, ModelConfig
+from headrace.models.layer_parts import LatentSpec, LayerInputs
+from headrace.models.spec import CLASSIFIER, NORMED_BEHIND, ModelConfig
 
 OF_HEADS = re.compile(r"layers\.\d+\.(heads|(keys|values)\.\d+)\.weight$")
 
@@ -60,17 +60,28 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots |= _norm(config, f"layers.{index}.attention_norm") if config.block != "after" else {}
         slots |= _mixer(config, index)
         slots |= _mlp(config, index)
+        if config.hyper is not None:
+            for half in ("attention", "mlp"):
+                slots |= _streams(f"layers.{index}.{half}_streams", config.stream_size, (config.hyper.streams,) * 2)
         if config.activation == "xielu":
             slots |= {f"layers.{index}.activation.alpha_{each}": Slot((1,), wide=True) for each in "pn"}
         if config.layer_inputs is not None:
             slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
         if config.layer_scale:
             slots[f"layers.{index}.whole.layer_scalar"] = Slot((1,))
+    if config.hyper is not None:
+        slots |= _streams("streams", config.stream_size, (config.hyper.streams,))
     if config.final_norm:
         slots |= _norm(config, "final_norm")
     if config.labels:
         slots |= _linear("score", (len(config.labels),), embed, False)
     return slots | _linear("head", (config.vocab_size,), embed, config.head_bias) if config.head else slots
+
+
+def _streams(name: str, size: int, parts: tuple[int, ...]) -> dict[str, Slot]:
+    """What streams of so many numbers together are read by, and added to. parts: streams, once for each."""
+    vectors = {f"{name}.base": Slot(parts, wide=True), f"{name}.scale": Slot((1,) * len(parts), wide=True)}
+    return {f"{name}.fn": Slot(parts, size, wide=True), **vectors}
 
 
 def _layer_inputs(config: ModelConfig, spec: LayerInputs) -> dict[str, Slot]:
@@ -108,6 +119,10 @@ def _latent_layer(config: ModelConfig, spec: LatentSpec, prefix: str) -> dict[st
     slots |= _linear(prefix + "latent", (spec.rotated + spec.rank,), hidden, config.qkv_bias)
     slots[prefix + "latent_norm.weight"] = Slot((spec.rank,))
     slots |= _linear(prefix + "heads", (heads * (spec.plain + spec.value),), spec.rank, False)
+    if config.attention_gate:
+        slots |= _linear(prefix + "attention_gates", (heads * spec.value,), hidden, False)
+    if config.attention.sinks:
+        slots[prefix + "attention.sinks"] = Slot((heads,))
     return slots | _linear(prefix + "out", (hidden,), heads * spec.value, config.out_bias)
 
 
@@ -220,6 +235,11 @@ def is_of_heads(name: str) -> bool:
     """Whether a matrix of ours is what latent attention multiplies each head by, all heads together or one by one. It
     is used transposed too, so it is multiplied out where a file has it as codes."""
     return OF_HEADS.match(name) is not None
+
+
+def is_mixing(name: str) -> bool:
+    """Whether a weight of ours is what hyper-connections read streams by: in fp32, and multiplied by nothing else."""
+    return name.endswith("streams.fn")
 
 
 def in_feed_forward(name: str) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from headrace.config import AttentionSpec, RecurrentSpec, RoutingSpec
 from headrace.config.routing import SOFTMAX
-from headrace.models.layer_parts import LayerInputs, Multipliers
+from headrace.models.layer_parts import HyperSpec, LatentSpec, LayerInputs, Multipliers
 from headrace.models.quantised import Scheme
 
 CheckpointDType = Literal["float32", "bfloat16", "float16"]
@@ -36,9 +36,9 @@ Block = Literal["pre", "post", "parallel", "sandwich", "after"]
 sandwich: x + norm(f(norm(x))), each norm with weights of its own. after: x + norm(f(x)), attention then MLP."""
 NORMED_BEHIND: tuple[Block, ...] = ("sandwich", "after")
 """Those that norm what is added to the residual stream."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai"]
-"""relu2: the square of relu. xielu: of two numbers of each layer, see kernels.ops.xielu. swiglu_oai, of gated MLPs
-alone, takes both halves: see kernels.ops.swiglu_oai_mul."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu", "swiglu_oai", "swiglu_clamped"]
+"""relu2: the square of relu. xielu: of two numbers of each layer, see kernels.ops.xielu. swiglu_oai and
+swiglu_clamped, of gated MLPs alone, take both halves: see kernels.gates."""
 Positions = Literal["rope", "learned", "alibi"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 LENGTH_DEPENDENT: tuple[RopeKind, ...] = ("dynamic", "longrope")
@@ -103,7 +103,8 @@ class ExpertsSpec:
     experts; the others have a dense MLP.
     shared: width of an MLP that every row meets beside them; 0: none. shared_gate: what that makes is multiplied by the
     sigmoid of its gate. beside: every row meets the layer's dense MLP too; what either makes is normed and added, the
-    router's input is normed and scaled, and shares are multiplied by a scale of each expert.
+    router's input is normed and scaled, and shares are multiplied by a scale of each expert. activation: theirs, where
+    it is not the model's; shared and dense MLPs have that one.
     """
 
     count: int
@@ -115,37 +116,7 @@ class ExpertsSpec:
     shared_gate: bool = True
     beside: bool = False
     routing: RoutingSpec = SOFTMAX
-
-
-@dataclass(frozen=True, slots=True)
-class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads follow
-    from one latent of `rank` numbers a token, and all heads share `rotated` numbers of a key, which carry its position.
-
-    plain: numbers of a head's query and key that are not rotated; value: of a head's value. query_rank: width that
-    queries pass through on their way, None: none. paired: files have numbers that are rotated together side by side.
-    norm_eps: of the norms of latents, whatever the model's other norms have.
-    """
-
-    rank: int
-    rotated: int
-    plain: int
-    value: int
-    query_rank: int | None = None
-    paired: bool = True
-    norm_eps: float = 1e-6
-
-    @property
-    def query(self) -> int:
-        """Numbers of a head's query as it is projected: those that are rotated first."""
-        return self.rotated + self.plain
-
-    def weights(self, heads: int, hidden: int) -> tuple[int, int]:
-        """Elements of a layer's matrices before its attention, and behind it but for the MLP's."""
-        width = self.query_rank or hidden
-        queries = width * heads * self.query + (0 if self.query_rank is None else hidden * width)
-        before = queries + hidden * (self.rotated + self.rank) + heads * self.plain * self.rank
-        return before, heads * self.value * (self.rank + hidden)
+    activation: Activation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +224,7 @@ class ModelConfig:
     layer_scale: bool = False
     layer_inputs: LayerInputs | None = None
     latent: LatentSpec | None = None
+    hyper: HyperSpec | None = None
     text_type: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -262,6 +234,17 @@ class ModelConfig:
     def eps_behind(self) -> float:
         """Of norms behind attention and MLP."""
         return self.norm_eps if self.out_norm_eps is None else self.out_norm_eps
+
+    @property
+    def stream_size(self) -> int:
+        """Numbers of a row that pass from layer to layer."""
+        return self.hidden_size * (1 if self.hyper is None else self.hyper.streams)
+
+    @property
+    def expert_activation(self) -> Activation:
+        """Of experts, of which every row meets some."""
+        own = None if self.experts is None else self.experts.activation
+        return self.activation if own is None else own
 
     @property
     def last_offset(self) -> float:

@@ -61,10 +61,13 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """f(gate) * up, fp32. KIND: as `activated` has them, or swiglu_oai (ops.swiglu_oai_mul)."""
+    """f(gate) * up, fp32. KIND: as `activated` has them, or swiglu_oai or swiglu_clamped (see ops)."""
     if KIND == "swiglu_oai":
         gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
         return (up + 1.0) * (gate / (1.0 + tl.exp(-1.702 * gate)))
+    if KIND == "swiglu_clamped":
+        gate, up = tl.minimum(gate, 10.0), tl.minimum(tl.maximum(up, -10.0), 10.0)
+        return activated(gate, "silu") * up
     return activated(gate, KIND) * up
 
 

@@ -24,6 +24,7 @@ from headrace.models.families.gpt_oss import GPT_OSS
 from headrace.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from headrace.models.families.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HY3
+from headrace.models.families.hy4 import HY4, HY4_WITH_VISION
 from headrace.models.families.hyperclovax import HYPERCLOVAX
 from headrace.models.families.kimi_linear import KIMI_LINEAR
 from headrace.models.families.lfm2 import LFM2, LFM2_MOE, LFM2_WITH_VISION, LFM3
@@ -148,6 +149,8 @@ FAMILIES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": EXAONE_MOE,  # as the first files call it
     "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
     "HYV3ForCausalLM": HY3,
+    "HYV4ForCausalLM": HY4,
+    "HYV4VLForConditionalGeneration": HY4_WITH_VISION,
     "GraniteSWAForCausalLM": GRANITE_SWA,
     "AfmoeForCausalLM": AFMOE,
     "ApertusForCausalLM": APERTUS,

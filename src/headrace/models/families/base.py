@@ -33,6 +33,7 @@ class Family:
     matrices lie as [inputs, outputs].
     published_as: another name that modules of the model's code had before transformers took them in.
     also_called: another model_type that published files have; of models with other parts, of text_config.
+    renamed: parts of tensors' names in files, one after another, with what stands for them in `names`.
     completed: of models with other parts, fills in what a file leaves to their own class.
     layer_fields: what per_layer_config may set. unused: tensors that checkpoints have and the model does not read, as
     they are called behind the prefix.
@@ -58,6 +59,13 @@ class Family:
     unused: Callable[[ModelConfig], frozenset[str]] | None = None
     published_as: str | None = None
     also_called: str | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def named(self, name: str) -> str:
+        """The name that a file's tensor has in `names`, but for what all of them begin with."""
+        for theirs, ours in self.renamed:
+            name = name.replace(theirs, ours)
+        return name
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ stretched (yarn's mscale_all_dim).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -26,20 +26,27 @@ from headrace.models.families.base import (
 )
 from headrace.models.families.experts import APART, TOGETHER, corrected, given, kinds_of_mlp, mixture
 from headrace.models.families.llama import PREFIXES, names
-from headrace.models.spec import LatentSpec, ModelConfig, RopeSpec
+from headrace.models.layer_parts import LatentSpec
+from headrace.models.spec import ModelConfig, RopeSpec
 from headrace.types import UnsupportedModel
 
 
-def latent_facts(config: Any, paired: bool, scores: str = "sigmoid", turned: RopeSpec | None = None) -> dict[str, Any]:
+def latent_facts(
+    config: Any,
+    paired: bool,
+    scores: str = "sigmoid",
+    turned: RopeSpec | None = None,
+    ignored: Set[str] = frozenset(),
+) -> dict[str, Any]:
     """What models with latent attention have in common. paired: whether neighbours are rotated; scores: what the router
     makes of logits, in the words of the field that says so in published files; turned: the rotation, where it is not
-    simply what rope_parameters say: of a part of each head."""
+    simply what rope_parameters say: of a part of each head; ignored: of rope_parameters, beside what all models do."""
     known = {"scoring_func": scores, "moe_layer_freq": 1, "num_key_value_heads": config.num_attention_heads}
     known["head_dim"] = config.qk_rope_head_dim + (0 if turned is None else config.qk_nope_head_dim)
     for name, only in known.items():
         if getattr(config, name, None) not in (None, only):
             raise UnsupportedModel(f"{name} {getattr(config, name)!r} is not supported; {only} is")
-    turned = rope(config, head_dim=config.qk_rope_head_dim) if turned is None else turned
+    turned = rope(config, ignored=ignored, head_dim=config.qk_rope_head_dim) if turned is None else turned
     facts = unturned_facts(config, paired, _stretched(dict(turned.parameters)))
     return facts | dict(max_model_len=rope_reach(config, turned), rope=turned)
 
@@ -92,12 +99,14 @@ def _glm_lite(config: Any) -> dict[str, Any]:
     return routed_by_sigmoids(config, kinds_of_mlp(config), bool(config.rope_interleave))
 
 
-def routed_by_sigmoids(config: Any, layers: tuple[bool, ...], paired: bool) -> dict[str, Any]:
-    """Of DeepSeek-V3 and those that are routed alike. layers: which have experts; paired: see latent_facts."""
+def routed_by_sigmoids(
+    config: Any, layers: tuple[bool, ...], paired: bool, ignored: Set[str] = frozenset()
+) -> dict[str, Any]:
+    """Of DeepSeek-V3 and those that are routed alike. layers: which have experts; the others: see latent_facts."""
     for name in ("n_group", "topk_group", "routed_scaling_factor"):
         given(config, name)
     mixed = _mixture(config, layers, bool(config.norm_topk_prob), corrected(config))
-    return latent_facts(config, paired) | mixed
+    return latent_facts(config, paired, ignored=ignored) | mixed
 
 
 def _mistral4(config: Any) -> dict[str, Any]:

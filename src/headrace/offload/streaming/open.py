@@ -67,9 +67,9 @@ def hidden_kept(
     if asked.activations == "off":
         return 0
     kv = bytes_per_chunk(model.attention, kv_dtype, rows, 0) // model.attention.layers
-    smaller = CHUNK * model.hidden_size * rows.itemsize < kv
+    smaller = CHUNK * model.stream_size * rows.itemsize < kv
     kept = (smaller and ranks == 1) or asked.x_resident or asked.activations == "on"
-    return model.hidden_size if kept else 0
+    return model.stream_size if kept else 0
 
 
 class StreamSizes(NamedTuple):
@@ -230,7 +230,7 @@ def _check_device(device: Device, asked: KVStreaming, decoder: Decoder, sized: S
     layers = decoder.config.attention.layers
     staging = BUFFERS * sized.staged * chunk // layers
     weights = bytes_of_buffers(layers_of(decoder), experts=True) if asked.weights else 0
-    resident = sized.store * CHUNK * decoder.config.hidden_size * decoder.dtype.itemsize * layers
+    resident = sized.store * CHUNK * decoder.config.stream_size * decoder.dtype.itemsize * layers
     free = device.free_memory() * 9 // 10 - (resident if asked.x_resident else 0)
     if staging + weights > free:
         told = ", leave out offload_x_resident" if asked.x_resident else ""

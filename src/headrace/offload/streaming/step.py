@@ -108,7 +108,7 @@ class StreamStep:
     def _work(self, batch: StreamBatch) -> OperationWork:
         """What an operation of this batch moves and computes beside its chunks."""
         rows, shape = batch.plan.rows, self.shape
-        hidden = rows * self.decoder.config.hidden_size * self.transfers.store.rows.itemsize
+        hidden = rows * self.decoder.config.stream_size * self.transfers.store.rows.itemsize
         weights = self.transfers.weight_bytes // shape.slices if shape.weights else 0
         return OperationWork(rows, weights, hidden if shape.moves_hidden else 0)
 
