@@ -24,6 +24,7 @@ class Strategy:
     offered: --prefill-strategy names it and the planner may choose it; otherwise it is a baseline for measurements.
     needs_cached: not used for a prompt without cached tokens (FALLBACK instead).
     recurrent: computes models with recurrent layers too: rows in their order, from rank to rank.
+    sparse: computes prompts of models whose rows choose their keys too.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Strategy:
     offered: bool = True
     needs_cached: bool = False
     recurrent: bool = False
+    sparse: bool = True
 
 
 _ENTRIES = (
@@ -53,8 +55,8 @@ _ENTRIES = (
     Strategy("ring-kv", "ring pass-KV: two of 2N shards each, equal areas",
              "planner.shards:in_zigzag", "planner.ring_cost:ring_kv", "parallel.ring_kv:RingKV", fused=True),
     Strategy("ring-q", "ring pass-Q: as ring-kv, but keys stay",
-             "planner.shards:in_zigzag", "planner.ring_cost:ring_q", "parallel.ring_q:RingQ",
-             fused=True, needs_cached=True),
+             "planner.shards:in_zigzag", "planner.ring_cost:ring_q", "parallel.fetched_keys:ring_q",
+             fused=True, needs_cached=True, sparse=False),
 )  # fmt: skip
 
 STRATEGIES = {strategy.name: strategy for strategy in _ENTRIES}
@@ -64,6 +66,7 @@ FALLBACK = "ring-kv"
 
 OFFERED = tuple(name for name, strategy in STRATEGIES.items() if strategy.offered)
 KEEPS_ALL = tuple(name for name, strategy in STRATEGIES.items() if strategy.keeps_all)
+SPARSE = tuple(name for name, strategy in STRATEGIES.items() if strategy.sparse and strategy.offered)
 RECURRENT = tuple(name for name, strategy in STRATEGIES.items() if strategy.recurrent)
 
 if TYPE_CHECKING:  # a type checker reads no computed Literal

@@ -16,7 +16,7 @@ from headrace.offload.restore.solver import Split
 from headrace.strategies import STRATEGIES
 from headrace.types import BLOCK_CHUNKS, CHUNK
 from tests.support import traces
-from tests.support.checkpoints import INDEXED, KINDS, NEAR, FolderOf
+from tests.support.checkpoints import KINDS, NEAR, FolderOf
 from tests.support.offloading import counters, flush, forced, projecting, watched
 from tests.support.ranked_offloading import PARAMS, OwnersDriver, close, over_ranks, restored
 from tests.support.traces import Trace, run, same
@@ -115,13 +115,17 @@ def test_a_stored_chunk_has_no_owner(x: str, tmp_path: Path, truth: list[Trace])
 
 @pytest.mark.parametrize(
     "kinds",
-    [["llama"], pytest.param([kind for kind in KINDS if kind not in (*INDEXED, *NEAR)], marks=pytest.mark.matrix)],
-    ids=["llama", "all"],
+    [
+        ["llama"],
+        ["glm_dsa"],
+        pytest.param([kind for kind in KINDS if kind not in ("minimax_m3", *NEAR)], marks=pytest.mark.matrix),
+    ],
+    ids=["llama", "glm_dsa", "all"],
 )
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_families(kinds: list[str], kv: str, folder_of: FolderOf, told_by_one: ToldByOne) -> None:
-    """GQA and MHA, windows, ALiBi, learned positions; K and V in int8. Of kinds with facts of their own half with
-    either, and with two of the three strategies."""
+    """GQA and MHA, windows, ALiBi, learned positions, rows that choose their keys; K and V in int8. Of kinds with facts
+    of their own half with either, and with two of the three strategies."""
     for turn, each in enumerate(kinds[kv == "int8" :: 2] if len(kinds) > 1 else kinds):
         settings: dict[str, Any] = dict(kv_cache_dtype=kv, max_model_len=None)
         prompts, truth = told_by_one(each, kv)

@@ -9,12 +9,14 @@ query heads of each; D: numbers stored of a key, I / N of them the indexer's.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.attention.execute import items_of
-from headrace.attention.sparse import AT_ONCE, ChoosingAttention
+from headrace.attention.sparse import AT_ONCE, ChoosingAttention, tables_of
 from headrace.kernels.indexer import IndexQueries, choose
 from headrace.kernels.records import Mask, Pool
 from headrace.types import CHUNK
@@ -26,6 +28,11 @@ class BlockSparseAttention(ChoosingAttention):
     @property
     def chunks_of_block(self) -> int:
         return self.index.block // CHUNK
+
+    @cached_property
+    def tables(self) -> Tensor:
+        """Slots of each row's chunks, int32 [T, chunks]: the same in all steps of a run."""
+        return tables_of(self.items[None].numpy(), self.plan.rows)
 
     def _choose(self, index: IndexQueries | None) -> bool:
         return index is not None

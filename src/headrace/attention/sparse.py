@@ -11,6 +11,7 @@ of a token, I of them the indexer's.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from headrace.attention.execute import PlanAttention, items_of
 from headrace.attention.plan import Int32, Plan
-from headrace.config import IndexSpec
+from headrace.config import AttentionSpec, IndexSpec
 from headrace.kernels.backend import SparseBackend, choosing
 from headrace.kernels.indexer import IndexQueries, choose, chunks_of
 from headrace.kernels.records import Mask, Pool
@@ -43,6 +44,57 @@ class Choice:
         return self.keys[torch.searchsorted(self.rows, rows)]
 
 
+class SparseRows:
+    """Rows of a step that attend to keys of one pool, which they choose. What a layer's rows choose is kept for those
+    behind it without an indexer. items int32 [n, 4], positions int64 [T]: as in kernels.records.Mask."""
+
+    def __init__(self, kernels: SparseBackend, spec: AttentionSpec, items: Tensor, positions: Tensor) -> None:
+        assert spec.index is not None, "the model has indexers"
+        self.kernels, self.spec, self.index = kernels, spec, spec.index
+        self.items, self.positions = items, positions
+        self._choice: Choice | None = None
+
+    @cached_property
+    def tables(self) -> Tensor:
+        """Slots of each row's chunks, int32 [T, chunks]: the same in all steps of a run."""
+        return tables_of(self.items.numpy(), len(self.positions))
+
+    def advance(self, positions: Tensor) -> None:
+        """The same rows a step later in a run."""
+        self.positions, self._choice = positions, None
+
+    def attend(
+        self, pool: Pool, q: Tensor, index: IndexQueries | None, rows: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attention of rows [F] over the keys that they choose by `index`, or have chosen: [F, Hq, D - I]. q [T, Hq,
+        D - I]; sinks: see kernels.records.Mask."""
+        if index is not None:
+            self._choice = Choice(rows, self.chosen(pool, index, rows))
+        assert self._choice is not None, "the first layer has an indexer"
+        keys, size = self._choice.of(rows), self.index.size
+        parts = []
+        for some, theirs in zip(*(each.split(self.at_once(self.index, q)) for each in (rows, keys)), strict=True):
+            made = self.kernels.gather(pool, self.tables[some], theirs, size, q.dtype)
+            parts.append(self.kernels.attend(q[some], made, own_mask(self.spec, theirs, None, sinks)))
+        return torch.cat(parts)
+
+    @staticmethod
+    def at_once(index: IndexSpec, q: Tensor) -> int:
+        """Rows of q [T, Hq, D - I] whose keys are copied together."""
+        return max(1, AT_ONCE // (chunks_of(index.chosen) * CHUNK * q.shape[2] * q.itemsize))
+
+    def chosen(self, pool: Pool, index: IndexQueries, rows: Tensor) -> Tensor:
+        """What rows [F] choose: int32 [F, C]."""
+        return torch.cat([choose(scores, self.index.chosen) for scores in self.scores(pool, index, rows)])
+
+    def scores(self, pool: Pool, index: IndexQueries, rows: Tensor) -> Iterator[Tensor]:
+        """Of rows [F], some after some: fp32 [n, keys], by position."""
+        keys = self.tables.shape[1] * CHUNK
+        for some in rows.split(max(1, AT_ONCE // (4 * keys))):
+            items = items_of(self.items, some)
+            yield self.kernels.index_scores(index.of(some), pool, items, self.positions[some], keys)
+
+
 class ChoosingAttention(PlanAttention):
     """PlanAttention of a model with indexers: rows that see no more keys than they may choose go their usual way."""
 
@@ -54,11 +106,6 @@ class ChoosingAttention(PlanAttention):
     @cached_property
     def choosing(self) -> SparseBackend:
         return choosing(self.kernels)
-
-    @cached_property
-    def tables(self) -> Tensor:
-        """Slots of each row's chunks, int32 [T, chunks]: the same in all steps of a run."""
-        return _tables(self.items[None].numpy(), self.plan.rows)
 
     def sparse(
         self,
@@ -74,14 +121,13 @@ class ChoosingAttention(PlanAttention):
         wide = torch.nn.functional.pad(q, (width, 0))
         if not self._choose(index) or not is_far.any():
             return self(layer, wide, k, v, rows)[..., width:]
-        far, near = wanted[is_far], wanted[~is_far]
-        out = q.new_empty(len(wanted), *q.shape[1:])
-        if len(near):
-            out[~is_far] = self(layer, wide, k, v, near)[..., width:]
-        else:
+        if is_far.all():
             self.kernels.append(self.storage.pool(layer), k, v, self.row_slots, self.row_offsets)
-        out[is_far] = self._attended(layer, q, index, far)
-        return out
+
+        def near(some: Tensor) -> Tensor:
+            return self(layer, wide, k, v, some)[..., width:]
+
+        return apart(q, wanted, is_far, near, lambda some: self._attended(layer, q, index, some))
 
     def _sinks(self, layer: int) -> Tensor | None:
         """Those of a layer (kernels.records.Mask)."""
@@ -97,41 +143,33 @@ class ChoosingAttention(PlanAttention):
 
 
 class SparseAttention(ChoosingAttention):
-    """What a layer's rows choose is kept for those behind it without an indexer."""
+    """Of rows that choose keys one by one."""
 
-    _choice: Choice | None = None
+    @cached_property
+    def _rows(self) -> SparseRows:
+        return SparseRows(self.choosing, self.spec, self.items[None], self.positions)
 
     def advance(self, plan: Plan) -> None:
         super().advance(plan)
-        self._choice = None
+        self._rows.advance(self.positions)
 
     def _attended(self, layer: int, q: Tensor, index: IndexQueries | None, rows: Tensor) -> Tensor:
-        pool, sinks = self.storage.pool(layer), self._sinks(layer)
-        if index is not None:
-            self._choice = Choice(rows, self._chosen(pool, index, rows))
-        assert self._choice is not None, "the first layer has an indexer"
-        keys, chunks = self._choice.of(rows), chunks_of(self.index.chosen)
-        bytes_of_row = chunks * CHUNK * q.shape[2] * self.storage.dtype.itemsize
-        parts = []
-        for some, theirs in zip(*(each.split(max(1, AT_ONCE // bytes_of_row)) for each in (rows, keys)), strict=True):
-            made = self.choosing.gather(pool, self.tables[some], theirs, self.index.size, q.dtype)
-            items, last = _own_items(len(some), chunks), _last(len(some), self.index.chosen)
-            mask = Mask(items, last, scale=self.spec.scale, sinks=sinks)
-            parts.append(self.kernels.attend(q[some], made, mask))
-        return torch.cat(parts)
-
-    def _chosen(self, pool: Pool, index: IndexQueries, rows: Tensor) -> Tensor:
-        """What rows [F] choose: int32 [F, C]."""
-        keys = self.tables.shape[1] * CHUNK
-        chosen = []
-        for some in rows.split(max(1, AT_ONCE // (4 * keys))):
-            items = items_of(self.items[None], some)
-            scores = self.choosing.index_scores(index.of(some), pool, items, self.positions[some], keys)
-            chosen.append(choose(scores, self.index.chosen))
-        return torch.cat(chosen)
+        return self._rows.attend(self.storage.pool(layer), q, index, rows, self._sinks(layer))
 
 
-def _tables(items: Int32, rows: int) -> Tensor:
+def apart(
+    q: Tensor, wanted: Tensor, is_far: Tensor, near: Callable[[Tensor], Tensor], far: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Attention of rows `wanted` [n], which `far` makes of those that choose keys, and `near`, first, of the others:
+    [n, Hq, D - I]. q [T, Hq, D - I]."""
+    out = q.new_empty(len(wanted), *q.shape[1:])
+    for these, attend in ((~is_far, near), (is_far, far)):
+        if these.any():
+            out[these] = attend(wanted[these])
+    return out
+
+
+def tables_of(items: Int32, rows: int) -> Tensor:
     """Slots of each row's chunks, int32 [T, chunks], -1 for none, from the items of a plan."""
     chunks = int(items[:, 1].max(initial=-CHUNK)) // CHUNK + 1
     tables = np.full((chunks, rows), -1, dtype=np.int32)
@@ -140,13 +178,13 @@ def _tables(items: Int32, rows: int) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(tables.T))
 
 
-def _own_items(rows: int, chunks: int) -> Tensor:
-    """Items of rows each of which has so many chunks of its own, one row's behind another's."""
+def own_mask(spec: AttentionSpec, keys: Tensor, counts: Tensor | None, sinks: Tensor | None) -> Mask:
+    """What rows see whose `keys` [n, C] lie in chunks of their own, one row's behind another's. counts int64 [n]: how
+    many of them each has; None: all."""
+    rows, most = keys.shape
+    chunks = chunks_of(most)
+    last = torch.full((rows,), most - 1) if counts is None else counts - 1
     slots = torch.arange(rows * chunks, dtype=torch.int32)
-    row = slots // chunks
-    return torch.stack((slots, slots % chunks * CHUNK, row, row + 1), dim=1)
-
-
-def _last(rows: int, keys: int) -> Tensor:
-    """Positions of rows that see so many keys."""
-    return torch.full((rows,), keys - 1)
+    row, begin = slots // chunks, slots % chunks * CHUNK
+    items = torch.stack((slots, begin, row, row + 1), dim=1)
+    return Mask(items[begin <= last[row]].contiguous(), last, scale=spec.scale, sinks=sinks)

@@ -31,7 +31,7 @@ from headrace.models.spec import ModelConfig
 from headrace.parallel.interfaces import interface_name
 from headrace.planner.machine import ModelShape
 from headrace.planner.tuned_table import TableStamp, load_table
-from headrace.strategies import RECURRENT
+from headrace.strategies import RECURRENT, SPARSE
 from headrace.types import CHUNK
 from headrace.version import __version__
 
@@ -113,15 +113,21 @@ def refuse_for_indexed(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ValueError for what a model whose rows choose the keys that they attend to does not do."""
     if model.attention.index is None:
         return
+    strategy, by_blocks = config.ranks.strategy, model.attention.index.block > 1
+    if config.ranks.context > 1 and strategy not in ("auto", *SPARSE):
+        raise ValueError(
+            f"prefill_strategy {strategy}: {model.architecture} has sparse attention, and each row of a prompt would "
+            f"have thousands of keys sent to it; use auto, {', '.join(SPARSE)}"
+        )
     found = {
         "attention_backend triton": config.model.on_gpu,
-        "context_parallel_size": config.ranks.context > 1,
+        "context_parallel_size": config.ranks.context > 1 and by_blocks,
         "offload_schedule": config.streaming is not None,
-        "tensor_parallel_size": config.ranks.tensor > 1 and model.attention.index.block > 1,
+        "tensor_parallel_size": config.ranks.tensor > 1 and by_blocks,
     }
     asked = next((name for name, on in found.items() if on), None)
     if asked is not None:
-        told = "whose rows choose among all keys of one rank, on a CPU"
+        told = "whose rows choose among all keys of a pool, on a CPU"
         raise ValueError(f"{asked}: {model.architecture} has sparse attention, {told}; leave it out")
 
 

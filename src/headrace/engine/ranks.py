@@ -58,7 +58,7 @@ from headrace.planner.machine import Machine, ModelShape
 from headrace.planner.profile import Profile
 from headrace.planner.tuned_table import TableStamp, TunedTable, load_table
 from headrace.progress import WEIGHTS, LoadPhase, OnPhase, measured, untold
-from headrace.strategies import OFFERED, RECURRENT
+from headrace.strategies import OFFERED, RECURRENT, SPARSE
 from headrace.types import CHUNK
 
 log = logging.getLogger(__name__)
@@ -302,12 +302,14 @@ class Ranks:
         return self.group.released()
 
 
-def allowed(config: EngineConfig, recurrent: bool = False) -> tuple[str, ...]:
-    """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be. recurrent: for a
-    model with recurrent layers, which falls back to single."""
+def allowed(config: EngineConfig, model: ModelConfig) -> tuple[str, ...]:
+    """Strategies that the planner may choose; a forced one falls back to pass-KV where it cannot be, and of a model
+    with recurrent layers to single."""
     if config.ranks.strategy != "auto":
         return (config.ranks.strategy,)
-    return tuple(name for name in OFFERED if name in RECURRENT) if recurrent else OFFERED
+    if model.recurrent is not None:
+        return tuple(name for name in OFFERED if name in RECURRENT)
+    return OFFERED if model.attention.index is None else SPARSE
 
 
 def open_ranks(
@@ -340,7 +342,7 @@ def open_ranks(
         log.debug("%s", told)
         planned_on = _planned_on(machine, tuned)
         _advise_at_start(config, planned_on, shape)
-        strategies = allowed(config, decoder.config.recurrent is not None)
+        strategies = allowed(config, decoder.config)
         profile = Profile(planned_on, shape, config.ranks.context, tuned, strategies)
         return Ranks(group, rank, profile, told, strategies), decoder
     except BaseException:

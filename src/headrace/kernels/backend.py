@@ -111,7 +111,7 @@ class Attend(Protocol):
         [T, Hq, D - I] and the result are without the I numbers of its key, which come first in k and v [T, Hkv, D].
         Raises ValueError where it is not known."""
         raise ValueError(
-            "rows of sparse attention choose among all keys of one rank, and here they are in several places"
+            "rows of sparse attention choose among all keys of a pool, and here they are in several places"
         )
 
     def projected(self, layer: int, heads: Tensor, rotary: QKRotary, rows: Tensor | None = None) -> Tensor:

@@ -7,14 +7,17 @@ the rank owns goes into its pool. The strategies differ in who sends which piece
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.attention.execute import items_of
 from headrace.attention.plan import Int32
-from headrace.kernels.backend import Attend
+from headrace.attention.sparse import SparseRows, apart
+from headrace.kernels.backend import Attend, choosing
+from headrace.kernels.indexer import IndexQueries
 from headrace.kv.chunk_copies import copy_chunks, copy_chunks_alone
 from headrace.parallel import group_layout
 from headrace.parallel.coming import CachedPiece
@@ -77,6 +80,15 @@ class KVExchange(Attend):
     # -- one layer
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
+        buffer = self._exchange(layer, k, v)
+        chosen = self.rows if rows is None else self.wanted
+        q = q if rows is None else q[rows]
+        out = self._attend(layer, q, buffer, chosen)
+        self.after_attention(layer, q, buffer, chosen)
+        return out
+
+    def _exchange(self, layer: int, k: Tensor, v: Tensor) -> LayerBuffer:
+        """The rank's own keys and values are written and sent, and what comes is under way."""
         buffer = self.context.workspace.at(layer)
         if layer + 1 < self.context.layers:
             self._post(layer + 1)
@@ -85,10 +97,44 @@ class KVExchange(Attend):
             self.context.kernels.backend.append(buffer.pool, k, v, self.rows.slots, self.rows.offsets)
         self.send_own(layer, buffer)
         self.before_attending(layer, buffer)
-        chosen = self.rows if rows is None else self.wanted
-        out = self._attend(layer, q if rows is None else q[rows], buffer, chosen)
-        self.after_attention(layer, q if rows is None else q[rows], buffer, chosen)
+        return buffer
+
+    def sparse(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: IndexQueries | None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        spec, kernels, positions = self.context.kernels.spec, self.context.kernels, self.rows.positions
+        assert spec.index is not None, "the model has indexers"
+        wide = torch.nn.functional.pad(q, (spec.index_width, 0))
+        wanted = torch.arange(len(q)) if rows is None else rows
+        is_far = positions[wanted] >= spec.index.chosen
+        if not is_far.any():
+            return self(layer, wide, k, v, rows)[..., spec.index_width :]
+        buffer = self._exchange(layer, k, v)
+        for each in self.arrivals.pop(layer):  # rows choose among all keys
+            each.wait()
+        del self.own[layer]
+
+        def near(some: Tensor) -> Tensor:
+            items = items_of(self.rows.items[None], some)
+            return kernels.attend(layer, wide[some], buffer.pool, items, positions[some])[..., spec.index_width :]
+
+        def far(some: Tensor) -> Tensor:
+            return self._choosing.attend(buffer.pool, q, index, some, kernels.sinks_of(layer))
+
+        out = apart(q, wanted, is_far, near, far)
+        self._keep(layer, buffer)
         return out
+
+    @cached_property
+    def _choosing(self) -> SparseRows:
+        kernels = self.context.kernels
+        return SparseRows(choosing(kernels.backend), kernels.spec, self.rows.items[None], self.rows.positions)
 
     def _attend(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> Tensor:
         """The rows' attention; without rows nothing is waited for but what this rank keeps, and what comes into its own

@@ -57,14 +57,15 @@ class Kernels:
         return self.backend.partial(q, pool, self._mask(layer, items, positions, kept), state)
 
     def finish(self, layer: int, state: RunningState, dtype: torch.dtype) -> Tensor:
-        return self.backend.finish(state, dtype, self._sinks(layer))
+        return self.backend.finish(state, dtype, self.sinks_of(layer))
 
-    def _sinks(self, layer: int) -> Tensor | None:
+    def sinks_of(self, layer: int) -> Tensor | None:
+        """Those of a layer (kernels.records.Mask)."""
         return None if self.sinks is None else self.sinks[layer]
 
     def _mask(self, layer: int, items: Tensor, positions: Tensor, kept: Kept | None) -> Mask:
         spec, window = self.spec, self.spec.windows[layer]
-        more: dict[str, Any] = dict(bias=self.bias, cap=spec.score_cap, sinks=self._sinks(layer), scale=spec.scale)
+        more: dict[str, Any] = dict(bias=self.bias, cap=spec.score_cap, sinks=self.sinks_of(layer), scale=spec.scale)
         return Mask(items, positions, window=window, kept=kept, **more)
 
 

@@ -20,21 +20,20 @@ from torch import Tensor
 
 from headrace.attention import plan as planning
 from headrace.attention.plan import Int32
-from headrace.kernels.backend import Attend
+from headrace.kernels.indexer import IndexQueries
 from headrace.kernels.records import Pool
 from headrace.kernels.state import Partial, RunningState, StateRows, flattened, part_of, unflattened
 from headrace.parallel import group_layout
 from headrace.parallel.group_context import GroupContext
+from headrace.parallel.key_places import KINDS, KeyPlacing
 from headrace.parallel.merging import Kept
-from headrace.parallel.messages import StepGroup
 from headrace.parallel.split_blocks import SplitBlocks, SplitOf, split_blocks
 from headrace.parallel.transport import Tag, Transfer
 from headrace.planner.schedule import ring_hops, ring_next, ring_origin
 from headrace.types import CHUNK
 
-KINDS = 3
-QUERIES, STATES, KEYS = range(KINDS)
-"""What a message holds; its tag's piece also names a rank."""
+QUERIES, STATES = range(2)
+"""What a message holds, beside key_places.KEYS; its tag's piece also names a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +108,29 @@ def _by_block(items: Int32, positions: planning.Int64, block_chunks: int) -> Vis
     )
 
 
-class RingQ(Attend):
+class RingQ(KeyPlacing):
     """Attention of one group on one rank."""
 
     def __init__(self, context: GroupContext) -> None:
-        self.context = context
-        self.size, self.rank = context.transport.size, context.rank
+        super().__init__(context)
         group, per_rank = context.group, context.slots_per_rank
         windows = context.kernels.spec.windows
         split = split_blocks(group, per_rank, context.kernels.block_chunks)
         self.visits = {window: _QueryVisits(context, window, split, wanted=False) for window in set(windows)}
         self.last = _QueryVisits(context, windows[-1], split, wanted=True)
-        self.places = {
-            (home, owner): places
-            for home in range(self.size)
-            for owner, places in _places(group, home, per_rank, context.workspace.device).items()
-            if self.rank in (home, owner)
-        }
+
+    def sparse(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: IndexQueries | None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Of rows none of which leaves a key out (parallel.fetched_keys)."""
+        width = self.context.kernels.spec.index_width
+        return self(layer, torch.nn.functional.pad(q, (width, 0)), k, v, rows)[..., width:]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor:
         context = self.context
@@ -133,13 +138,13 @@ class RingQ(Attend):
         last = context.cuts and layer + 1 == context.layers
         visits = self.last if last else self.visits[context.kernels.spec.windows[layer]]
         q = q if rows is None else q[rows]
-        coming = self._expect_keys(layer, k)
+        coming = self.expect_keys(layer, k)
         guests = visits.expect(layer, q)
         mine = q.contiguous()
-        outgoing = self._send_keys(layer, k, v) + visits.send_queries(layer, mine)
+        outgoing = self.send_keys(layer, k, v) + visits.send_queries(layer, mine)
         homecoming = visits.expect_states(layer, q)
         context.wait_for_own(layer)  # before a chunk that comes is written in
-        self._store(stored, k, v, coming)
+        self.store(stored, k, v, coming)
         own = visits.attend(layer, mine, self.rank, stored)
         for home, (theirs, works) in guests.items():
             for work in works:
@@ -152,58 +157,6 @@ class RingQ(Attend):
         for work in (*outgoing, *(work for _, works in guests.values() for work in works)):
             work.drain()
         return out
-
-    def _expect_keys(self, layer: int, k: Tensor) -> dict[int, tuple[Tensor, Transfer]]:
-        """Posts the receives of keys and values that other ranks compute for chunks of this one: [2, n, Hkv, D]."""
-        found = {}
-        for (home, owner), places in self.places.items():
-            if owner == self.rank != home:
-                both = k.new_empty(2, len(places.rows), *k.shape[1:])
-                tag = self.context.tag(layer, KEYS * self.size + home)
-                found[home] = (both, self.context.transport.irecv(both, home, tag))
-        return found
-
-    def _send_keys(self, layer: int, k: Tensor, v: Tensor) -> list[Transfer]:
-        works = []
-        for (home, owner), places in self.places.items():
-            if home == self.rank != owner:
-                both = torch.stack((k[places.rows], v[places.rows]))
-                tag = self.context.tag(layer, KEYS * self.size + home)
-                works.append(self.context.transport.isend(both, owner, tag))
-        return works
-
-    def _store(self, stored: Pool, k: Tensor, v: Tensor, coming: dict[int, tuple[Tensor, Transfer]]) -> None:
-        own = self.places.get((self.rank, self.rank))
-        if own is not None:
-            whole = len(own.rows) == len(k)
-            mine = (k, v) if whole else (k[own.rows], v[own.rows])
-            self.context.kernels.backend.append(stored, *mine, own.slots, own.offsets)
-        for home, (both, work) in coming.items():
-            work.wait()
-            places = self.places[home, self.rank]
-            self.context.kernels.backend.append(stored, both[0], both[1], places.slots, places.offsets)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyPlaces:
-    """Rows of a home whose keys one rank keeps, and where: its local slots, and offsets in them."""
-
-    rows: Tensor
-    slots: Tensor
-    offsets: Tensor
-
-
-def _places(group: StepGroup, home: int, per_rank: int, device: torch.device) -> dict[int, KeyPlaces]:
-    """By owner; on the device, where they are used in each layer."""
-    runs = group_layout.runs(group, home)
-    plan = planning.build([planning.Span(group_layout.slots_of(group, run), run.start, run.rows) for run in runs])
-    owners = plan.row_slots // per_rank
-    found = {}
-    for owner in np.unique(owners).tolist():
-        rows = np.flatnonzero(owners == owner)
-        slots, offsets = plan.row_slots[rows] % per_rank, plan.row_offsets[rows]
-        found[owner] = KeyPlaces(*(torch.from_numpy(x).to(device) for x in (rows, slots, offsets)))
-    return found
 
 
 class _QueryVisits:
