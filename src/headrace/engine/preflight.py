@@ -121,7 +121,6 @@ def refuse_for_indexed(config: EngineConfig, model: ModelConfig) -> None:
         )
     found = {
         "attention_backend triton": config.model.on_gpu,
-        "context_parallel_size": config.ranks.context > 1 and by_blocks,
         "offload_schedule": config.streaming is not None,
         "tensor_parallel_size": config.ranks.tensor > 1 and by_blocks,
     }

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.attention.block_sparse import BlockRows
 from headrace.attention.execute import items_of
 from headrace.attention.plan import Int32
 from headrace.attention.sparse import SparseRows, apart
@@ -113,7 +114,8 @@ class KVExchange(Attend):
         wide = torch.nn.functional.pad(q, (spec.index_width, 0))
         wanted = torch.arange(len(q)) if rows is None else rows
         is_far = positions[wanted] >= spec.index.chosen
-        if not is_far.any():
+        attends_to_all = index is None and spec.index.block > 1
+        if attends_to_all or not is_far.any():
             return self(layer, wide, k, v, rows)[..., spec.index_width :]
         buffer = self._exchange(layer, k, v)
         for each in self.arrivals.pop(layer):  # rows choose among all keys
@@ -132,9 +134,11 @@ class KVExchange(Attend):
         return out
 
     @cached_property
-    def _choosing(self) -> SparseRows:
+    def _choosing(self) -> SparseRows | BlockRows:
         kernels = self.context.kernels
-        return SparseRows(choosing(kernels.backend), kernels.spec, self.rows.items[None], self.rows.positions)
+        assert kernels.spec.index is not None, "the model has indexers"
+        kind = SparseRows if kernels.spec.index.block == 1 else BlockRows
+        return kind(choosing(kernels.backend), kernels.spec, self.rows.items[None], self.rows.positions)
 
     def _attend(self, layer: int, q: Tensor, buffer: LayerBuffer, rows: Rows) -> Tensor:
         """The rows' attention; without rows nothing is waited for but what this rank keeps, and what comes into its own
