@@ -47,6 +47,12 @@ def load(folder: Path, model: Path) -> Any:
         (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights 'pissa_niter_4': the adapter belongs to weights"),
         (dict(lora_alpha="16"), "lora_alpha must be a number, got '16'"),
         (dict(lora_alpha=float("nan")), "lora_alpha must be a number"),
+        (dict(lora_alpha=10**400), "lora_alpha must be a number, got 1000"),
+        (dict(alpha_pattern={"q_proj": -(10**400)}), "alpha_pattern.q_proj must be a number"),
+        (dict(alpha_pattern={"q_proj\\": 4}), "alpha_pattern 'q_proj\\\\' is not supported; name modules"),
+        (dict(alpha_pattern={"\\g": 4}), "is not supported; name modules"),
+        (dict(use_rslora="false"), "use_rslora must be true or false, got 'false'"),
+        (dict(use_rslora=1), "use_rslora must be true or false, got 1"),
         (dict(alpha_pattern=[1]), "alpha_pattern must map modules to numbers"),
         (dict(alpha_pattern={"(a+)+$": 2}), "alpha_pattern '(a+)+$' is not supported; name modules"),
         (dict(alora_invocation_tokens=["Now"]), "alora_invocation_tokens must be a list of token ids"),
@@ -72,6 +78,25 @@ def test_fields_without_a_say(fields: dict[str, Any], folder: Path, folder_of: F
     assert load(folder, folder_of("llama_gqa")).pairs
 
 
+def test_an_invocation_beyond_the_vocabulary_is_refused(folder: Path, folder_of: FolderOf) -> None:
+    edit_json(folder / "adapter_config.json", alora_invocation_tokens=[5, 320])
+    with pytest.raises(ValueError, match=r"adapter 'a': .* names 320, and the model has 320 tokens"):
+        load(folder, folder_of("llama_gqa"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("q_proj", True), ("^q_proj", False), ("^model.layers.0.self_attn.q_proj", True), ("q_proj$", True),
+        ("layers.0.self_attn.q_proj", True), ("^layers.0.self_attn.q_proj", False), ("k_proj|q_proj", True),
+    ],
+)  # fmt: skip
+def test_patterns_match_as_peft_matches_them(pattern: str, matches: bool, folder: Path) -> None:
+    """peft.utils.other.get_pattern_key: re.match(rf"(.*\\.)?({key})$", name)."""
+    edit_json(folder / "adapter_config.json", lora_alpha=2, alpha_pattern={pattern: 6})
+    assert read_adapter("a", folder).scale("model.layers.0.self_attn.q_proj", 1) == (6 if matches else 2)
+
+
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
     return {name.replace(old, new): tensor for name, tensor in tensors.items()}
 
@@ -81,10 +106,11 @@ def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
     [
         (lambda t: t | {Q + "A.weight": t[Q + "A.weight"][:, :-1]}, "the adapter is of another one"),
         (lambda t: t | {Q + "B.weight": t[Q + "B.weight"][:-1]}, "the adapter is of another one"),
-        (lambda t: t | {Q + "A.weight": t[Q + "A.weight"].int()}, "the adapter is of another one"),
+        (lambda t: t | {Q + "A.weight": t[Q + "A.weight"].int()}, "q_proj is stored as float32 and int32; numbers of"),
+        (lambda t: t | {Q + "B.weight": t[Q + "B.weight"].bool()}, "q_proj is stored as bool and float32; numbers of"),
         (lambda t: t | {Q + "B.weight": t[Q + "B.weight"] * torch.inf}, "holds NaN or infinity in"),
         (lambda t: {n: v for n, v in t.items() if n != Q + "B.weight"}, "lacks lora_A or lora_B of model.layers.0"),
-        (lambda t: renamed(t, "layers.1.", "layers.9."), "changes model.layers.9."),
+        (lambda t: renamed(t, "layers.1.", "layers.9."), "is of another model: it changes layer 9, and this one has 2"),
         (lambda t: renamed(t, "self_attn.q_proj", "self_attn.rotary"), "changes model.layers.0.self_attn.rotary"),
         (lambda t: renamed(t, "model.layers.0.mlp.up_proj", "lm_head"), "changes lm_head: projections of attention"),
         (lambda t: renamed(t, ".lora_A.weight", ".lora_embedding_A"), "is no matrix of LoRA"),

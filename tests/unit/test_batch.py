@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import io
 import json
 import os
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +139,44 @@ def test_what_is_answered_is_left_out(place: Place, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert "4 of 6 are in " in said and "answered 2 prompts in " in said
     assert place.run().engines == [], "nothing is left, so that no engine is needed"
+
+
+def test_a_bad_line_of_another_file_has_a_row_of_its_own(place: Place) -> None:
+    place.run(line("a"), '{"custom_id": "b"}\n', '{"custom_id": "b"}\n')
+    assert len(place.target.read_text().splitlines()) == 3
+    place.run('{"custom_id": "c"}\n', line("a"))
+    rows = [json.loads(row) for row in place.target.read_text().splitlines()]
+    assert [row["custom_id"] for row in rows].count("c") == 1 and len(rows) == 4
+    place.run(line("a"), '{"custom_id": "c"}\n', '{"custom_id": "b"}\n')
+    assert len(place.target.read_text().splitlines()) == 4, "the same lines in other places have their rows"
+
+
+def test_a_full_disk_says_what_is_there(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.run(line("a"), "{}\n")
+    opened = batch._opened
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __iter__(self) -> Any:
+            return iter(self.file)
+
+        def write(self, row: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    @contextmanager
+    def full(target: str) -> Iterator[Any]:
+        with opened(target) as file:
+            yield Full(file)
+
+    monkeypatch.setattr(batch, "_opened", full)
+    told = r"cannot write .*out.jsonl: No space left on device; 2 of 3 are in .*; the same command answers the others"
+    with pytest.raises(OSError, match=told):
+        place.run(line("a"), "{}\n", line("b"))
 
 
 def test_torn_row_is_cut_off_and_answered_again(place: Place) -> None:

@@ -72,6 +72,14 @@ def test_prompts_whose_keys_depend_on_their_length_report_all_themselves() -> No
     assert told(plan_score([5] * 12, [[6], [7]], None, alike=12)) == [(13, 12, 0), (13, 12, 12)]
 
 
+def test_options_that_invoke_an_adapter_report_all_themselves() -> None:
+    """What begins in an option, or across the seam, begins later than in the text, or there alone."""
+    plan = plan_score([5, 6, 9, 5], [[6, 7], [7, 6], [5, 6], [6], [8]], None, invocation=(5, 6))
+    assert told(plan) == [(4, 0, 0), (6, 4, 4), (6, 5, 4), (6, 4, 4), (5, 4, 4)]
+    assert plan.requests[0].params.logprob_token_ids == (7, 8)
+    assert told(plan_score([9], [[5, 6]], None, invocation=(5, 6))) == [(3, 1, 0)], "the text alone invokes nothing"
+
+
 @pytest.mark.parametrize("space", ["", " "])
 def test_spaces_at_the_seam_are_the_options(space: str) -> None:
     words = Words()

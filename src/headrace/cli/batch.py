@@ -39,8 +39,8 @@ def run(
     quiet: bool,
     engine_maker: Callable[[EngineConfig], MakeEngine] | None = None,
 ) -> None:
-    """Raises ValueError for files that cannot be used, EngineDead for an engine that is lost for good. What is in the
-    output by then remains, and the next run leaves it out."""
+    """Raises ValueError for files that cannot be used, EngineDead for an engine that is lost for good, OSError for
+    an output that takes no more. What is in the output by then remains, and the next run leaves it out."""
     given = _read(source, target)
     given.check_model(_name(source, "standard input"), config.served)
     config = unbounded(config)
@@ -250,8 +250,14 @@ class Batch:
         self.refusal = self.refusal or why
 
     def _write(self, row: bytes) -> None:
-        self.out.write(row)
-        self.out.flush()
+        """Raises OSError, which says what is there, for an output that takes no more."""
+        try:
+            self.out.write(row)
+            self.out.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OSError(f"cannot write {self.name}: {error.strerror}; {self.kept}") from None
         self.rows += 1
 
     def _say(self, line: str) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol, overload
 
+from headrace.engine.adapters import last_place
 from headrace.engine.prompts import token_ids
 from headrace.outputs import Score
 from headrace.types import MAX_LISTED, InvalidRequest, SamplingParams, TokenLogprobs
@@ -96,12 +97,14 @@ class ScorePlan:
     """`requests` are to be answered in this order, or all together; `scores` makes the scores of their answers.
 
     alike: prompts up to so many tokens have the same keys whatever their length (Capacity.alike_tokens); the text's
-    request can report for these alone. 0: all.
+    request can report for these alone. 0: all. invocation: tokens from whose last place on a prompt has an adapter: the
+    text's request cannot report for an option that has that place.
     """
 
     text: list[int]
     options: list[Option]
     alike: int = 0
+    invocation: tuple[int, ...] = ()
     requests: list[ScoreRequest] = field(init=False, default_factory=list)
     _asked: list[int] = field(init=False, default_factory=list)
     """Of each request its option; -1: the text."""
@@ -134,7 +137,14 @@ class ScorePlan:
     def _after_text(self, option: Option) -> bool:
         """Whether the text's request reports the option's first token."""
         alike = not self.alike or option.start + len(option.token_ids) <= self.alike
-        return alike and option.start == len(self.text)
+        return alike and option.start == len(self.text) and not self._invokes(option)
+
+    def _invokes(self, option: Option) -> bool:
+        """Whether an invocation ends in the option."""
+        if not self.invocation:
+            return False
+        before = self.text[max(0, len(self.text) - len(self.invocation) + 1) :]
+        return last_place(self.invocation, [*before, *option.token_ids]) is not None
 
     def check(self, check: Callable[[list[int], SamplingParams], SamplingParams]) -> None:
         """Checks all requests by Capacity.check: the text, each option, and the longest of them together. Raises
@@ -187,7 +197,13 @@ def _renamed(param: str, before: str = "") -> Iterator[None]:
         raise InvalidRequest(f"{before}{error}", param, error.code) from None
 
 
-def plan_score(text: Text, options: Sequence[Text], tokenizer: Encoder | None, alike: int = 0) -> ScorePlan:
+def plan_score(
+    text: Text,
+    options: Sequence[Text],
+    tokenizer: Encoder | None,
+    alike: int = 0,
+    invocation: tuple[int, ...] = (),
+) -> ScorePlan:
     """Tokenizes and checks. A text and an option that are both strings are tokenized together; token ids stay as they
     are, and a string beside them is tokenized by itself. Raises InvalidRequest naming `text` or `options`."""
     if isinstance(options, str) or not isinstance(options, Sized) or not 1 <= len(options) <= MOST_OPTIONS:
@@ -199,12 +215,13 @@ def plan_score(text: Text, options: Sequence[Text], tokenizer: Encoder | None, a
         raise InvalidRequest("the model folder has no tokenizer: give token ids", "text")
     if tokenizer is None or not isinstance(text, str):
         ids = _own(text, tokenizer, "text")
-        return _checked(ids, [Option(len(ids), _own(option, tokenizer, "options")) for option in options], alike)
+        told = [Option(len(ids), _own(option, tokenizer, "options")) for option in options]
+        return ScorePlan(*_checked(ids, told), alike, invocation)
     seam = _Seam(text, tokenizer, sum(isinstance(option, str) for option in options))
-    return _checked(seam.ids, [seam.option(option) for option in options], alike)
+    return ScorePlan(*_checked(seam.ids, [seam.option(option) for option in options]), alike, invocation)
 
 
-def _checked(text: list[int], options: list[Option], alike: int) -> ScorePlan:
+def _checked(text: list[int], options: list[Option]) -> tuple[list[int], list[Option]]:
     if not text:
         raise InvalidRequest("the text has no tokens: nothing would come before the options", "text")
     for index, option in enumerate(options):
@@ -212,7 +229,7 @@ def _checked(text: list[int], options: list[Option], alike: int) -> ScorePlan:
             raise InvalidRequest(f"options[{index}] adds no token to the text", "options")
         if not option.start:
             raise InvalidRequest(f"options[{index}] is joined with the whole text: give token ids", "options")
-    return ScorePlan(text, options, alike)
+    return text, options
 
 
 def _own(text: Text, tokenizer: Encoder | None, param: str) -> list[int]:

@@ -37,6 +37,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 """Fields of adapter_config.json that change more than what is computed here, and the values that do not."""
 OTHER_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """What init_lora_weights begins with where training began by changing the model's own weights."""
+AS_PEFT = r"(.*\.)?({})$"
+"""How PEFT matches a pattern with a module's name; in Python's regular expressions, so with the meaning of ^ there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class AdapterFacts:
 
     def scale(self, module: str, rank: int) -> float:
         """By which a module's change, of that rank, is multiplied."""
-        own = (alpha for pattern, alpha in self.alphas if re.fullmatch(rf"(.*\.)?({pattern})", module))
+        own = (alpha for pattern, alpha in self.alphas if re.match(AS_PEFT.format(pattern), module))
         return next(own, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 
 
@@ -76,7 +78,7 @@ def read_adapter(name: str, folder: Path) -> AdapterFacts:
         check_whole(folder / WEIGHTS)
         return AdapterFacts(
             name, folder, _number(config.get("lora_alpha", 8), "lora_alpha"), _patterns(config.get("alpha_pattern")),
-            bool(config.get("use_rslora")), _invocation(config), _digest(folder),
+            _flag(config.get("use_rslora"), "use_rslora"), _invocation(config), _digest(folder),
         )  # fmt: skip
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{called}: {error}") from None
@@ -105,9 +107,19 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _number(value: Any, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        found = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
         raise ValueError(f"{field} must be a number, got {shown(repr(value))}")
-    return float(value)
+    return found
+
+
+def _flag(value: Any, field: str) -> bool:
+    if value not in (True, False, None) or (isinstance(value, int | float) and not isinstance(value, bool)):
+        raise ValueError(f"{field} must be true or false, got {shown(repr(value))}")
+    return bool(value)
 
 
 def _patterns(given: Any) -> tuple[tuple[str, float], ...]:
@@ -116,9 +128,17 @@ def _patterns(given: Any) -> tuple[tuple[str, float], ...]:
     found = tuple((pattern, _number(alpha, f"alpha_pattern.{pattern}")) for pattern, alpha in (given or {}).items())
     for pattern, _ in found:
         # A name, or names between bars: what PEFT writes. Others might take for ever to match.
-        if not re.fullmatch(r"\^?[\w.|\\]+\$?", pattern):
+        if not re.fullmatch(r"\^?[\w.|\\]+\$?", pattern) or not _compiles(pattern):
             raise UnsupportedModel(f"alpha_pattern {shown(repr(pattern))} is not supported; name modules")
-    return tuple((pattern.strip("^$"), alpha) for pattern, alpha in found)
+    return found
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(AS_PEFT.format(pattern))
+    except re.error:
+        return False
+    return True
 
 
 def _invocation(config: Mapping[str, Any]) -> tuple[int, ...]:

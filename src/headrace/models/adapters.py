@@ -79,6 +79,7 @@ def load_adapters(
     made: dict[str, list[tuple[Tensor, Tensor] | None]] = {}
     for number, each in enumerate(facts):
         try:
+            _check_invocation(each, config)
             for name, pair in _read(each, config, slots, dtype, share).items():
                 made.setdefault(name, [None] * len(facts))[number] = pair
         except UnsupportedModel as error:
@@ -86,6 +87,13 @@ def load_adapters(
         except ValueError as error:
             raise ValueError(f"adapter {shown(repr(each.name))}: {error}") from None
     return Adapters(facts, {name.removesuffix(".weight"): _packed(pairs, device) for name, pairs in made.items()})
+
+
+def _check_invocation(facts: AdapterFacts, config: ModelConfig) -> None:
+    beyond = [token for token in facts.invocation if token >= config.vocab_size]
+    if beyond:
+        told = f"{beyond[0]}, and the model has {config.vocab_size} tokens"
+        raise ValueError(f"alora_invocation_tokens names {told}; the adapter is of another model")
 
 
 def _packed(pairs: Sequence[tuple[Tensor, Tensor] | None], device: torch.device | None) -> list[Pair | None]:
@@ -114,6 +122,10 @@ def _read(
     meant = {module for group in sources.values() for module in group}
     family = family_of(config.architecture, config.text_type)
     other = sorted(module for module in set(modules) - meant if not module.startswith(family.unread))
+    deeper = [int(n) for module in other for n in re.findall(r"\blayers\.(\d+)\.", module) if int(n) >= config.blocks]
+    if deeper:
+        told = f"it changes layer {max(deeper)}, and this one has {config.blocks}"
+        raise ValueError(f"{facts.weights}: the adapter is of another model: {told}, counted from 0")
     if other:
         told = f"{', '.join(map(shown, other[:3]))}{f' and {len(other) - 3} more' if len(other) > 3 else ''}"
         raise UnsupportedModel(
@@ -196,8 +208,12 @@ def _by_column(config: ModelConfig, name: str, down: Tensor) -> Tensor:
 
 def _check(facts: AdapterFacts, module: str, down: Tensor, up: Tensor, shape: tuple[int, int | None]) -> None:
     outputs, inputs = shape
+    kinds = {part.dtype for part in (down, up)}
+    if not all(kind.is_floating_point for kind in kinds):
+        names = " and ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise ValueError(f"{facts.weights}: {shown(module)} is stored as {names}; numbers of floating point are read")
     wanted = ([len(down), inputs], [outputs, len(down)])
-    if not len(down) or not down.is_floating_point() or [list(down.shape), list(up.shape)] != list(wanted):
+    if not len(down) or [list(down.shape), list(up.shape)] != list(wanted):
         raise ValueError(
             f"{facts.weights}: {shown(module)} has {list(down.shape)} and {list(up.shape)}, of a matrix "
             f"[{outputs}, {inputs}] of this model; the adapter is of another one"

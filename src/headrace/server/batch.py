@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -65,10 +65,8 @@ class BadLine(Exception):
     message: str
     custom_id: str | None = None
     looks_like: str = ""
-
-    @property
-    def id(self) -> str:
-        return f"batch_req_line_{self.line}"
+    id: str = ""
+    """The same for the same line, wherever in the file it stands; set as it is read."""
 
 
 @dataclass(slots=True)
@@ -129,13 +127,16 @@ class _Body(msgspec.Struct):
 
 def read_requests(lines: Iterable[bytes]) -> BatchInput:
     """The requests in the order in which they should be asked: those with a common beginning are neighbours."""
-    found, keys, seen = BatchInput(), [], dict[str, int]()
+    found, keys, seen, alike = BatchInput(), [], dict[str, int](), Counter[bytes]()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             request, key = _request(number, line, seen)
         except BadLine as bad:
+            told = blake2b(line.strip(), digest_size=16)
+            alike[told.digest()] += 1
+            bad.id = f"batch_req_{told.hexdigest()}_{alike[told.digest()]}"
             found.bad.append(bad)
             continue
         found.requests.append(request)

@@ -85,7 +85,9 @@ class Scoring:
         names: dict[str | None, str] = {None: "options", "text": renamed}
         with naming(names):
             text, options = body.given()
-            plan = await state.in_tokenizer(plan_score, text, options, engine.tokenizer, engine.capacity.alike_tokens)
+            adapter = engine.capacity.adapter_of(state.names.adapter(body.model))
+            invocation, alike = () if adapter is None else adapter.invocation, engine.capacity.alike_tokens
+            plan = await state.in_tokenizer(plan_score, text, options, engine.tokenizer, alike, invocation)
             await state.in_tokenizer(plan.check, engine.check)
         prompts = [Prompt(each.token_ids, each.params, shared=each.shared, silent=True) for each in plan.requests]
         public = body.public_prefix_tokens or 0
