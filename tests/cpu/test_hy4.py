@@ -47,6 +47,23 @@ def test_tensors_are_found_by_any_of_their_names(names: dict[str, str], folder_o
     same(run(engine(tmp_path), [PROMPT], GREEDY), run(engine(folder_of("hy4")), [PROMPT], GREEDY))
 
 
+def test_experts_may_lie_each_in_its_own_tensors(folder_of: FolderOf, tmp_path: Path) -> None:
+    def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            before, _, fused = name.partition(".experts.")
+            parts = {"down_proj": ["down"], "gate_up_proj": ["gate", "up"]}.get(fused, [])
+            for expert, rows in enumerate(tensor if parts else ()):
+                own = zip(parts, rows.chunk(len(parts)), strict=True)
+                found |= {f"{before}.experts.{expert}.{part}_proj.weight": each.clone() for part, each in own}
+            found |= {} if parts else {name: tensor}
+        return found
+
+    make_checkpoint("hy4", tmp_path)
+    rename(tmp_path, apart)
+    same(run(engine(tmp_path), [PROMPT], GREEDY), run(engine(folder_of("hy4")), [PROMPT], GREEDY))
+
+
 def test_a_tensor_that_is_there_by_two_names_is_refused(tmp_path: Path) -> None:
     make_checkpoint("hy4", tmp_path)
     path = tmp_path / "model.safetensors"

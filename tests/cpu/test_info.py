@@ -28,7 +28,7 @@ from tests.support.draft_checkpoints import random_draft
 from tests.support.gguf_files import q4_k_m, theirs, write_gguf
 from tests.support.hybrid_checkpoints import build_model, make_checkpoint
 
-OTHERS = re.compile(r"vision|visual|audio|multi_modal|mm_projector|patch_merge|act_fn\.(beta|eps)")
+OTHERS = re.compile(r"vision|visual|^vit\.|audio|multi_modal|mm_projector|patch_merge|act_fn\.(beta|eps)")
 """Parts that are not computed."""
 
 

@@ -66,7 +66,7 @@ WITH_VISION = {
     "mistral3_ministral3": "language_model.model.", "qwen2_5_vl": "model.", "qwen3_vl": "model.language_model.",
     "exaone4_5": "model.language_model.", "cohere2_vision": "model.language_model.",
     "aya_vision": "language_model.model.", "kimi_k25": "language_model.model.", "muse_glimmer": "model.language_model.",
-    "minimax_m3": "language_model.model.",
+    "minimax_m3": "language_model.model.", "hy4_vision": "model.",
 }  # fmt: skip
 """What names of the text part begin with in published checkpoints."""
 
@@ -108,6 +108,8 @@ ALWAYS_TOGETHER = (
     "granite_moe_swa",
     "mistral4",
     "llama4",
+    "hy4",
+    "hy4_vision",
 )
 """Kinds whose experts lie in one tensor in every file."""
 

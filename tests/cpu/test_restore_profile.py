@@ -26,7 +26,7 @@ from tests.support.checkpoints import EVERY_KIND_SLOWLY, FolderOf
 def test_first_rates(kind: str, folder_of: FolderOf, tmp_path: Path) -> None:
     """They are there, they are positive, they rise with the work, and a split comes of them."""
     decoder = load_decoder(folder_of(kind), "bfloat16")
-    storage = KVStorage(decoder.config.attention, 3, torch.bfloat16, decoder.config.hidden_size, decoder.dtype)
+    storage = KVStorage(decoder.config.attention, 3, torch.bfloat16, decoder.config.stream_size, decoder.dtype)
     tiers = [HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)]
     found = measure(decoder, storage, backend_of("cpu"), tiers)
     tokens = np.array([64.0, 2048.0, 65536.0])

@@ -328,6 +328,17 @@ def test_in_the_tiers(tmp_path: Path) -> None:
         assert told.param == "to" and "kv_offload_path" in str(told)
 
 
+def test_tiers_that_do_not_take_all_say_so(tmp_path: Path) -> None:
+    """A disk with room for some chunks."""
+    own = {"kv_offload_path": str(tmp_path / "disk"), "kv_offload_write": "idle", "kv_offload_disk_size": 3e-4}
+    with engine(tmp_path / "sessions", **own) as llm:
+        session = words(llm, 700, seed=1)
+        computed(llm, session)
+        for answer in (ask(llm, SaveSession("a", "", session, to="tier")), ask(llm, LoadSession("a", ""))):
+            there = answer["restored_tokens"] // CHUNK
+            assert there < 10 and answer["why"].startswith(f"the tiers have {there} of 10 chunks")
+
+
 def run_offloading(llm: LLM, prompt: list[int]) -> Any:
     flush(llm)
     return watched(llm, [prompt])

@@ -104,6 +104,10 @@ class FakeCapacity:
     embedding_size: int = 4
     pooling: Pooling = Pooling()
     adapters: tuple[ServedAdapter, ...] = ()
+    writes: bool = True
+
+    def adapter_of(self, name: str) -> ServedAdapter | None:
+        return next((each for each in self.adapters if each.name == name), None)
 
     def adapter_start(self, name: str, tokens: list[int]) -> int:
         return started(self.adapters, name, tokens)

@@ -134,3 +134,26 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_KV_TENANT_QUOTA", "half")
     with pytest.raises(ValueError, match="HEADRACE_KV_TENANT_QUOTA must be a number"):
         config_from_env()
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (dict(sessions_size=1), "sessions_size needs a directory: set sessions_dir"),
+        (dict(sessions_tenant_share=0.1), "sessions_tenant_share needs a directory"),
+        (dict(sessions_per_tenant=3), "sessions_per_tenant needs a directory"),
+        (dict(sessions_dir="x", enable_prefix_caching=False), "sessions_dir needs enable_prefix_caching"),
+        (dict(num_speculative_tokens=5), "num_speculative_tokens needs drafts: set speculative"),
+        (
+            dict(offload_schedule="row", kv_offloading_size=0.1, offload_batches=3),
+            "offload_batches needs groups of sequences: set offload_schedule column",
+        ),
+        (
+            dict(offload_schedule="row", kv_offloading_size=0.1, kv_offload_write="idle"),
+            "kv_offload_write needs a tier",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        EngineConfig(**values)

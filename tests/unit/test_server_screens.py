@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,6 +98,11 @@ def test_a_first_request_for_each_kind_of_model() -> None:
     plain = FakeTokenizer()
     plain.has_chat_template = False
     assert "/v1/completions -H" in curl(config, "x", plain) and '"prompt": "..."' in curl(config, "x", plain)
+    for labels, route in ((("no", "yes"), "classify"), ((), "embeddings")):
+        capacity = replace(CAPACITY, writes=False, pooling=replace(CAPACITY.pooling, labels=labels))
+        told = curl(config, "x", FakeTokenizer(), capacity)
+        assert f"/v1/{route} -H" in told and '"input": "..."' in told
+    assert "/v1/chat/completions" in curl(config, "x", FakeTokenizer(), CAPACITY)
 
 
 def test_the_second_start_is_one_line() -> None:

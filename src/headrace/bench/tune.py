@@ -41,7 +41,7 @@ Say = Callable[[str], None]
 def run(tuning: Tuning) -> TunedTable:
     """Measures what is missing in the table and saves it. Raises ValueError for a table of something else."""
     config = tuning.config()
-    known = load_table(tuning.path) if tuning.path.exists() else None
+    known = _known(tuning.path)
     with ExitStack() as opened:
         with loading(tuning.model) as progress:
             testbed = opened.enter_context(open_testbed(config, progress=progress))
@@ -59,6 +59,17 @@ def run(tuning: Tuning) -> TunedTable:
                 table.save(tuning.path)
     _tell(table, tuning.path)
     return table
+
+
+def _known(path: Path) -> TunedTable | None:
+    """A table that is gone on with; None: there is none. Raises ValueError for another file."""
+    if not path.exists():
+        return None
+    try:
+        return load_table(path)
+    except ValueError as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"--out {path} is no table to go on with ({cause}): name another, or remove it") from None
 
 
 def table_stamp(testbed: PrefillTestbed, link: RankLink) -> TableStamp:

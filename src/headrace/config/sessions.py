@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headrace.config.fields import POSITIVE, SHARE, SettingsRecord, at_least, setting
+from headrace.config.fields import POSITIVE, SHARE, SettingsRecord, at_least, need, setting
 from headrace.types import InvalidRequest
 
 GIB = 1 << 30
+SIZE_GIB, SHARE_OF_ONE, OF_ONE = 64.0, 0.5, 256
 
 
 def _a_directory(name: str, value: Any) -> None:
@@ -25,10 +26,17 @@ class SessionSettings(SettingsRecord):
     dir: str | None = setting(
         None, "Directory in which sessions are saved by name (docs/cache.md). Without it none are.", check=_a_directory
     )
-    size: float = setting(64.0, "GiB that the saved sessions of all tenants take at most.", check=POSITIVE, unit="GiB")
-    tenant_share: float = setting(0.5, "Part of sessions_size that the sessions of one tenant take at most.",
+    size: float = setting(
+        SIZE_GIB, "GiB that the saved sessions of all tenants take at most.", check=POSITIVE, unit="GiB"
+    )
+    tenant_share: float = setting(SHARE_OF_ONE, "Part of sessions_size that the sessions of one tenant take at most.",
                                   check=SHARE)  # fmt: skip
-    per_tenant: int = setting(256, "Sessions that one tenant may have saved at a time.", check=at_least(1))
+    per_tenant: int = setting(OF_ONE, "Sessions that one tenant may have saved at a time.", check=at_least(1))
+
+    def check_together(self) -> None:
+        given = (self.size != SIZE_GIB, "sessions_size"), (self.tenant_share != SHARE_OF_ONE, "sessions_tenant_share")
+        for asked, name in (*given, (self.per_tenant != OF_ONE, "sessions_per_tenant")):
+            need(asked, self.dir is not None, name, "a directory: set sessions_dir")
 
     @property
     def path(self) -> Path | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headrace.config.fields import SettingsRecord, at_least, setting
+from headrace.config.fields import SettingsRecord, at_least, need, setting
 
+MOST_TOKENS = 12
 METHODS = ("off", "ngram", "suffix")
 """Values that are no model; a model of such a name is given as ./NAME."""
 
@@ -34,11 +35,14 @@ class SpeculationSettings(SettingsRecord):
         check=_named,
     )
     tokens: int = setting(
-        12,
+        MOST_TOKENS,
         "Most tokens drafted for a sequence in one step. How many pay is measured.",
         name="num_speculative_tokens",
         check=at_least(1),
     )
+
+    def check_together(self) -> None:
+        need(self.tokens != MOST_TOKENS, self.on, "num_speculative_tokens", "drafts: set speculative")
 
     @property
     def on(self) -> bool:

@@ -53,6 +53,8 @@ class StreamSettings(SettingsRecord):
             (self.staging_mb != STAGING_MB, "offload_staging_mb"),
         ):
             need(given, on, name, "a schedule: set offload_schedule")
+        grouped = self.schedule != "row"
+        need(self.batches != BATCHES, grouped, "offload_batches", "groups of sequences: set offload_schedule column")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class Records:
         self.tiers = tuple(tier for kind in TIERS if (tier := self.of(kind)).given)
         self.streams = self.of(StreamSettings).schedule != "off"
         self._check_places()
+        self._check_kept()
         self._check_pairs()
 
     def of(self, record: type[R]) -> R:
@@ -78,13 +79,18 @@ class Records:
         far = outside or self.of(StreamSettings).weights
         need(self.of(OffloadSettings).activations != "auto", outside, "kv_offload_activations", a_tier)
         written = outside or self.of(DiskTierSettings).path == OWN_DISK
-        need(self.of(OffloadSettings).write != "auto", written, "kv_offload_write", a_tier)
+        need(self.of(OffloadSettings).write != "auto", written and not self.streams, "kv_offload_write", a_tier)
         need(link.gbps is not None, far, "kv_link_gbps", a_tier)
         need(link.latency_ms > 0, far, "kv_link_latency_ms", a_tier)
         place = self.of(HostTierSettings).given or self.of(DiskTierSettings).given
         need(self.of(ExpertSettings).memory is not None, self.expert_folder is not None, "expert_memory_size",
              "experts in a file: set expert_offload_path")  # fmt: skip
         need(self.streams, place, "offload_schedule", "a place for KV: set kv_offloading_size or kv_offload_path")
+
+    def _check_kept(self) -> None:
+        """What needs prefixes to be kept."""
+        kept = self.of(CacheSettings).prefix_caching
+        need(self.of(SessionSettings).dir is not None, kept, "sessions_dir", "enable_prefix_caching")
 
     def _check_pairs(self) -> None:
         """See config.combinations."""

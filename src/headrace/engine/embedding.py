@@ -35,7 +35,9 @@ def check_dimensions(dimensions: int | None, size: int, pooling: Pooling) -> Non
     """Raises InvalidRequest unless the embedding, of `size` numbers, may be cut to so many; for a classifier always."""
     if pooling.labels:
         raise InvalidRequest("this model has a classifier's head and makes no embeddings: classify, or rerank", "model")
-    if dimensions is None or dimensions == size:
+    if dimensions is None:
+        return
+    if type(dimensions) is int and dimensions == size:
         return
     if type(dimensions) is not int or not 1 <= dimensions < size:
         raise InvalidRequest(f"dimensions must be between 1 and {size}, got {dimensions!r}", "dimensions")

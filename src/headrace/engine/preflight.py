@@ -28,6 +28,7 @@ from headrace.models.shards import Share, shard
 from headrace.models.sizes import BYTES, compute_type, expert_bytes, refuse_rounding, refuse_slots
 from headrace.models.slots import expected, expert_of
 from headrace.models.spec import ModelConfig
+from headrace.offload.sessions.session_folder import make_folder
 from headrace.parallel.interfaces import interface_name
 from headrace.planner.machine import ModelShape
 from headrace.planner.tuned_table import TableStamp, load_table
@@ -66,6 +67,7 @@ def check(config: EngineConfig) -> None:
     _check_ranks(config, model)
     Footprint.of(config, model).check()
     _check_disk(config)
+    make_folder(config.sessions.path)
     _check_expert_file(config, model)
     _passed.add(name)
 

@@ -96,7 +96,7 @@ class Sessions:
     # -- calls
 
     def save(self, core: Stepping, call: SaveSession) -> Steps[dict[str, Any]]:
-        """Answer: see _told. Chunks that are not cached are not saved."""
+        """Answer: see _told; `why` where the tiers did not take all. Chunks that are not cached are not saved."""
         began = time.monotonic()
         check_name(call.name)
         self._check_tokens(call.tokens)
@@ -116,7 +116,7 @@ class Sessions:
             size = yield from self._waited(core, self._write, call, parts, state)
         finally:
             self._let_go(table)
-        return _told(call.tokens, chunks, chunks, size, began)
+        return _told(call.tokens, chunks, chunks, size, began, "" if offload is None else _lacking(call.tokens, chunks))
 
     def read(self, core: Stepping, call: ReadSession) -> Steps[dict[str, Any]]:
         """Answer: the tokens of a session, where its chunks are, and the adapter that they are of."""
@@ -133,7 +133,8 @@ class Sessions:
             try:
                 if reader.metadata.place == "tier":
                     chunks = yield from self._found(core, self._tiers(call), table)
-                    return _told(reader.tokens, chunks, chunks, reader.size, began)
+                    why = _lacking(reader.tokens, chunks)
+                    return _told(reader.tokens, chunks, chunks, reader.size, began, why)
                 check_file(self._codec)
                 core.cache.reuse(table)
                 if core.cache.states is not None and table.length < reader.sizes.chunks * CHUNK:
@@ -372,6 +373,12 @@ class Sessions:
         reader.state(memoryview(blob.numpy().data).cast("B"))
         with naming("the state"):
             self._states.decode(blob, digest, slot)
+
+
+def _lacking(tokens: list[int], there: int) -> str:
+    """Why a session in the tiers is not whole; empty if it is. there: chunks from the first on that they have."""
+    whole = (len(tokens) - 1) // CHUNK
+    return f"the tiers have {there} of {whole} chunks: one may be full, or has let them go" if there < whole else ""
 
 
 def _told(tokens: list[int], saved: int, there: int, size: int, began: float, why: str = "") -> dict[str, Any]:

@@ -50,7 +50,10 @@ def _check_sizes(job: Job, tenant: Tenant, context: int) -> None:
     rules = tenant.rules
     check_public(job.public_prefix_tokens, tenant)
     if rules.max_prompt_tokens is not None and job.prompt_tokens > rules.max_prompt_tokens:
-        told = f"the prompt has {job.prompt_tokens:,} tokens, and this key allows {rules.max_prompt_tokens:,}"
+        several = len(job.prompts) > 1
+        asked = f"{job.prompt_tokens:,} tokens{' in all' if several else ''}"
+        what = f"its {len(job.prompts):,} prompts have" if several else "the prompt has"
+        told = f"{what} {asked}, and this key allows {rules.max_prompt_tokens:,}"
         raise InvalidRequest(told, None, "context_length_exceeded")
     if rules.max_output_tokens is not None:
         _bound_output(job, rules.max_output_tokens, context)
@@ -70,6 +73,9 @@ def _bound_output(job: Job, most: int, context: int) -> None:
             raise InvalidRequest(f"n: {told}", "n")
         if left_open and each < prompt.params.min_tokens:
             raise InvalidRequest(f"min_tokens: this key allows {each:,}", "min_tokens")
+        if not left_open and prompt.silent:
+            told = f"this key allows {most:,} tokens of answers, and {len(answers)} texts take one each; give fewer"
+            raise InvalidRequest(told, "max_tokens")
         if not left_open:
             of = f" for each of {len(answers)} answers" if len(answers) > 1 else ""
             raise InvalidRequest(f"max_tokens: this key allows {each:,}{of}", "max_tokens")

@@ -152,12 +152,12 @@ def _streamed_line(asked: KVStreaming) -> str:
     return f"in {where}, {gib:g} GiB, streamed at each step, schedule {asked.schedule}{weights}"
 
 
-def ready_lines(config: EngineConfig, model: str, tokenizer: Any, seconds: float) -> list[Line]:
+def ready_lines(config: EngineConfig, model: str, tokenizer: Any, seconds: float, capacity: Any = None) -> list[Line]:
     """The URL and a request to copy. seconds: since the process started."""
     url = local_address(config) + "/v1"
     everywhere = " (on all interfaces)" if config.server.host in WILDCARDS else ""
     ready = Line(f"Ready in {seconds:.1f} s: {url}{everywhere}", {"ready_s": round(seconds, 3), "url": url})
-    return [ready, Line("  " + curl(config, model, tokenizer))]
+    return [ready, Line("  " + curl(config, model, tokenizer, capacity))]
 
 
 def ready_again_line(seconds: float, restart: int, most: int) -> Line:
@@ -165,14 +165,16 @@ def ready_again_line(seconds: float, restart: int, most: int) -> Line:
     return Line(text, {"ready_s": round(seconds, 3), "restart": restart})
 
 
-def curl(config: EngineConfig, model: str, tokenizer: Any) -> str:
-    """A first request. The key stands in it as the variable of the environment, never itself."""
-    url, body = local_address(config) + "/v1/completions", {"model": model, "prompt": "...", "max_tokens": 32}
-    if tokenizer is None:
-        body["prompt"] = [1, 2, 3]
-    elif tokenizer.has_chat_template:
-        url = local_address(config) + "/v1/chat/completions"
-        body = {"model": model, "messages": [{"role": "user", "content": "..."}]}
+def curl(config: EngineConfig, model: str, tokenizer: Any, capacity: Any = None) -> str:
+    """A first request, such as the model answers (capacity: the engine's). The key stands in it as the variable of the
+    environment, never itself."""
+    text: Any = [1, 2, 3] if tokenizer is None else "..."
+    route, body = "completions", {"model": model, "prompt": text, "max_tokens": 32}
+    if capacity is not None and not capacity.writes:
+        route, body = "classify" if capacity.pooling.labels else "embeddings", {"model": model, "input": text}
+    elif tokenizer is not None and tokenizer.has_chat_template:
+        route, body = "chat/completions", {"model": model, "messages": [{"role": "user", "content": "..."}]}
+    url = f"{local_address(config)}/v1/{route}"
     guarded = config.server.api_key is not None or config.server.api_keys_file is not None
     key = ' -H "Authorization: Bearer $HEADRACE_API_KEY"' if guarded else ""
     return f"curl {url} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"

@@ -189,7 +189,7 @@ class ServerState:
     def _start_lines(self, engine: ServedEngine) -> list[Line]:
         ready = []
         if self.listens:
-            ready = ready_lines(self.config, self.model, engine.tokenizer, host.process_age_s())
+            ready = ready_lines(self.config, self.model, engine.tokenizer, host.process_age_s(), engine.capacity)
         lines = start_lines(engine.capacity, self.config, self.model, self.loading.weights, self.public.lines)
         return lines + ready
 

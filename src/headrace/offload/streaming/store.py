@@ -38,7 +38,7 @@ class FileMemory:
         except OSError as error:
             raise ValueError(
                 f"kv_offload_path {folder}: no file of {self.size / 2**30:.2f} GiB there ({error.strerror}); "
-                f"lower kv_offloading_size or name another directory"
+                f"lower kv_offload_disk_size or name another directory"
             ) from None
         self._used = 0
 
