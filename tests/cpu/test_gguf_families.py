@@ -211,11 +211,6 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
     ),
     "heads that differ": ("granite", lambda w: w.add_head_count_kv([2, 4]), "differs from layer to layer"),
     "a part of a head": ("smollm3", lambda w: w.add_rope_dimension_count(32), "rope.dimension_count other than"),
-    "indexers in fewer layers": (
-        "glm_dsa",
-        lambda w: w.add_array("glm-dsa.attention.indexer.types", [True, False]),
-        "indexer_types names 2 layers",
-    ),
     "indexers of a softmax": (
         "deepseek_v32",
         lambda w: w.add_uint32("deepseek32.expert_gating_func", 1),
@@ -317,11 +312,6 @@ REFUSED: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {
         "minimax_m2",
         lambda w: w.add_uint32("minimax-m2.expert_gating_func", 1),
         "expert_gating_func 1 is not",
-    ),
-    "windows of other layers": (
-        "gemma2",
-        lambda w: w.add_sliding_window_pattern([True]),
-        "num_hidden_layers",
     ),
 }
 

@@ -25,7 +25,7 @@ from headrace.models.gguf.architectures import Architecture, architecture_of
 from headrace.models.gguf.blocks import coded
 from headrace.models.gguf.families import turned
 from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
-from headrace.models.gguf.tensor_names import checkpoint_tensors
+from headrace.models.gguf.tensor_names import checkpoint_tensors, further_blocks
 from headrace.models.quantised import ENDS, Scheme
 from headrace.models.spec import ModelConfig
 
@@ -281,9 +281,10 @@ class GgufCheckpoint:
         self._where: dict[str, tuple[GgufFile, TensorInfo]] = {}
         files = [open_gguf(path) for path in weight_files(model)]
         self._architecture: Architecture = architecture_of(files[0])
+        further = further_blocks(files, config.blocks)
         for file in files:
             for info in file.tensors.values():
-                tensors = checkpoint_tensors(self._architecture, file, info, _count_experts(config), config.blocks)
+                tensors = checkpoint_tensors(self._architecture, file, info, _count_experts(config), further)
                 for name, each in tensors.items():
                     if name in self._where:
                         raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")
@@ -313,7 +314,7 @@ class GgufCheckpoint:
             fit = len(keys) == len(values) == 3 and (keys[0], keys[1]) == (values[0], values[2])
             return (keys[0] * (keys[2] + values[1]), keys[1]) if fit else keys
         shape = self._where[name][1].shape
-        if name.endswith(ONE_ROW):
+        if name.endswith(ONE_ROW) and math.prod(shape) == shape[-1]:
             return 1, shape[-1]
         if name.endswith((*OF_MAMBA, RATES)):
             return (math.prod(shape),)

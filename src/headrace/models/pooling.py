@@ -10,11 +10,14 @@ from typing import Any
 from headrace.files import read_given
 from headrace.logs import shown
 from headrace.models.files import MAX_JSON, is_gguf, read_json
+from headrace.models.gguf.facts import FileFacts
+from headrace.models.gguf.header import open_gguf, parts_of
 from headrace.pooling import Pooling, PoolingKind
 
 MODULES = "modules.json"
 POOLING = "1_Pooling"
 KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+OF_GGUF: dict[int, PoolingKind] = {0: "last", 1: "mean", 2: "cls", 3: "last"}
 OTHERS = ("max", "mean_sqrt_len", "weightedmean")
 
 
@@ -29,7 +32,7 @@ def read_pooling(folder: Path) -> Pooling:
 
 def _read(folder: Path) -> Pooling:
     if is_gguf(folder):
-        return Pooling()
+        return Pooling(_kind_of_gguf(folder))
     sizes = _sizes(read_json(folder / "config.json"))
     if not (folder / MODULES).is_file():
         kind = _kind(folder / POOLING) if (folder / POOLING / "config.json").is_file() else "last"
@@ -43,6 +46,15 @@ def _read(folder: Path) -> Pooling:
     if len(paths) != 1:
         raise ValueError(f"{MODULES} has {len(paths)} modules for pooling; one is implemented")
     return Pooling(_kind(folder / _inside(paths[0])), "Normalize" in kinds, sizes)
+
+
+def _kind_of_gguf(model: Path) -> PoolingKind:
+    """By the key that llama.cpp pools by; 0, states of all tokens, asks for no one vector."""
+    facts = FileFacts(open_gguf(parts_of(model)[0]))
+    asked = facts.count("pooling_type", 0)
+    if asked not in OF_GGUF:
+        raise ValueError(f"{facts.prefix}pooling_type {asked} is not implemented; 1, 2 and 3 (mean, cls, last) are")
+    return OF_GGUF[asked]
 
 
 def _modules(folder: Path) -> list[dict[str, Any]]:

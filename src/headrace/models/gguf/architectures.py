@@ -296,10 +296,11 @@ def architecture_of(file: GgufFile) -> Architecture:
         raise UnsupportedModel(
             f"{file.path}: architecture {shown(str(name))} is not read from GGUF; these are: {', '.join(ARCHITECTURES)}"
         )
+    facts = FileFacts(file)
     for key, other in OTHERS.get(name, {}).items():
-        if file.metadata.get(f"{name}.{key}"):
+        if facts.number(key, 0):
             return other
-    if name == "deepseek2" and not file.metadata.get("deepseek2.expert_count"):
+    if name == "deepseek2" and not facts.count("expert_count", 0):
         return YOUTU
     return DEEPSEEK_V3 if name == "deepseek2" and deepseek.has_sigmoids(file) else ARCHITECTURES[name]
 
@@ -308,6 +309,8 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     """What config.json would say. parts: the model's others, if it has any; the first has the metadata, and maybe no
     tensor. Raises UnsupportedModel for what is not read, naming it."""
     facts, found = FileFacts(file, *parts), architecture_of(file)
+    if not facts.flag("attention.causal", True):
+        raise UnsupportedModel(f"{file.path}: {facts.prefix}attention.causal false is not supported")
     heads, hidden = facts.count("attention.head_count"), facts.count("embedding_length")
     head_dim = facts.count("attention.key_length", hidden // max(1, heads))
     sizes = ("attention.value_length", *(() if found.partial else ("rope.dimension_count",)))
@@ -322,7 +325,7 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
         "model_type": found.model_type,
         "vocab_size": tensors[EMBED].shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": facts.count("block_count") - facts.count("nextn_predict_layers", 0),
+        "num_hidden_layers": facts.layers,
         "num_attention_heads": heads,
         "head_dim": head_dim,
         "max_position_embeddings": facts.count("context_length"),
@@ -363,6 +366,8 @@ def _experts(facts: FileFacts, found: Architecture) -> dict[str, Any]:
     families.refuse_experts(facts, READ)
     count, chosen = facts.count("expert_count"), facts.count("expert_used_count")
     if found is MIXTRAL:
+        if not facts.flag("expert_weights_norm", True):
+            raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}expert_weights_norm false is not supported")
         window = facts.count("attention.sliding_window", 0) or None
         return dict(num_local_experts=count, num_experts_per_tok=chosen, sliding_window=window)
     fields = dict(num_experts=count, num_experts_per_tok=chosen, attention_bias=False)

@@ -75,10 +75,10 @@ def mistral4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Queries are multiplied by a factor of their position, counted in lengths that yarn stretches."""
     refuse_gating(facts, SOFTMAX)
     beta, length = facts.number("attention.temperature_scale", TEMPERED), rope.get("original_max_position_embeddings")
-    if facts.value("attention.temperature_length") not in (None, length):
-        name = f"{facts.prefix}attention.temperature_length"
+    name = "attention.temperature_length"
+    if facts.value(name) is not None and facts.count(name) != length:
         raise UnsupportedModel(
-            f"{facts.file.path}: {name} other than yarn's original length, {length}, is not supported"
+            f"{facts.file.path}: {facts.prefix}{name} other than yarn's original length, {length}, is not supported"
         )
     fields = common(facts, rope)
     return fields | {

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from headrace.logs import shown
-from headrace.models.gguf.families import READ_KEYS
 from headrace.models.gguf.header import GgufFile, TensorInfo
 from headrace.types import UnsupportedModel
 
@@ -21,6 +20,13 @@ ENDS = (
 """Those of them that end an answer, whatever else the file says: most name one of several, as in llama.cpp."""
 HARMONY, WITHIN = "<|return|>", "<|end|>"
 """Where there is the one, as in gpt-oss, the other ends a message within an answer."""
+
+YARN_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"}
+"""Under rope.scaling."""
+READ_KEYS = dict.fromkeys(("mistral3", "mistral4", "deepseek2", "deepseek32", "glm-dsa"), YARN_KEYS) | {
+    "olmo2": {"yarn_attn_factor"}
+}
+"""By architecture."""
 
 F32_ALONE = (
     ".ssm_conv1d.weight", *(f".ssm_conv1d_{part}.weight" for part in "qkv"), ".shortconv.conv.weight", ".ssm_a",
@@ -60,6 +66,29 @@ class FileFacts:
         if not isinstance(value, bool | None):
             raise ValueError(f"{self.file.path}: {self.prefix}{name} is neither true nor false; download it again")
         return default if value is None else value
+
+    def text(self, name: str, default: str) -> str:
+        value = self.value(name)
+        if not isinstance(value, str | None):
+            raise ValueError(f"{self.file.path}: {self.prefix}{name} is no text; download it again")
+        return default if value is None else value
+
+    @property
+    def layers(self) -> int:
+        """Blocks but for those that guess further tokens."""
+        return self.count("block_count") - self.count("nextn_predict_layers", 0)
+
+    def each_layer(self, name: str) -> list[int] | None:
+        """A number or a flag for each layer; those of blocks behind the last layer may stand there too, and are left
+        out. None where the file does not have the key."""
+        value = self.value(name)
+        if value is None:
+            return None
+        sizes = sorted({self.layers, self.count("block_count")})
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "bui" or len(value) not in sizes:
+            told = f"{self.file.path}: {self.prefix}{name} does not have a number or a flag for each layer"
+            raise ValueError(f"{told} (block_count says {' or '.join(map(str, sizes))}); download it again")
+        return [int(each) for each in value[: self.layers]]
 
     def vector(self, name: str, length: int) -> np.ndarray[Any, Any]:
         """Divisors of the rotation, in fp64."""

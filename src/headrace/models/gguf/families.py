@@ -6,15 +6,13 @@ Facts: llama.cpp's conversion/*.py, which writes the files, and src/models/*.cpp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from headrace.logs import shown
 from headrace.models.families.base import LAYER_TYPES, Family, Names, paired_rows
-from headrace.models.gguf.header import GgufFile, TensorInfo
+from headrace.models.gguf.facts import FileFacts
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
@@ -78,25 +76,7 @@ FALCON_NAMES = {
 """The file's modules, or whole tensors that have no `weight`, and the checkpoint's."""
 
 
-class Facts(Protocol):
-    """The metadata of an architecture, by the end of the key."""
-
-    file: GgufFile
-    tensors: Mapping[str, TensorInfo]
-    prefix: str
-    scaling: set[str]
-
-    def value(self, name: str) -> Any: ...
-
-    def flag(self, name: str, default: bool) -> bool: ...
-
-    def vector(self, name: str, length: int) -> np.ndarray[Any, Any]: ...
-
-    def count(self, name: str, default: int | None = None) -> int: ...
-
-    def number(self, name: str, default: float | None = None) -> float: ...
-
-
+Facts = FileFacts
 Fields = Callable[[Facts, dict[str, Any]], dict[str, Any]]
 """Fields of config.json beside those that all architectures have, or in their place; given the rotation, too."""
 Form = Callable[[Family, Set[str]], Family]
@@ -141,14 +121,6 @@ def gemma3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-YARN_KEYS = {"yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"}
-"""Under rope.scaling."""
-READ_KEYS = dict.fromkeys(("mistral3", "mistral4", "deepseek2", "deepseek32", "glm-dsa"), YARN_KEYS) | {
-    "olmo2": {"yarn_attn_factor"}
-}
-"""By architecture."""
-
-
 def mistral3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Without windows, which its class has where nothing is said."""
     return {"sliding_window": None, "rope_parameters": rope | yarn(facts, rope)}
@@ -191,11 +163,8 @@ def olmo3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def exaone4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    """Layers behind the last one guess further tokens."""
     window = facts.count("attention.sliding_window", 0) or None
-    layers = max(0, facts.count("block_count") - facts.count("nextn_predict_layers", 0))
-    kinds = layer_types(facts, every=1 if window is None else 4)
-    return {"layer_types": kinds[:layers], "sliding_window": window}
+    return {"layer_types": layer_types(facts, every=1 if window is None else 4), "sliding_window": window}
 
 
 def command_r(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
@@ -237,12 +206,12 @@ def gpt_oss(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def layer_types(facts: Facts, every: int) -> list[str]:
     """Windows in all layers but each `every`th, if the file says nothing else: a number like that, or one by one."""
-    name, layers = "attention.sliding_window_pattern", min(facts.count("block_count"), MOST_LAYERS)
-    given = facts.value(name)
-    if isinstance(given, np.ndarray):
+    name = "attention.sliding_window_pattern"
+    given = None if isinstance(facts.value(name), int) else facts.each_layer(name)
+    if given is not None:
         return [LAYER_TYPES[bool(windowed)] for windowed in given]
     every = max(1, facts.count(name, every))
-    return [LAYER_TYPES[(layer + 1) % every != 0] for layer in range(layers)]
+    return [LAYER_TYPES[(layer + 1) % every != 0] for layer in range(min(facts.layers, MOST_LAYERS))]
 
 
 def _score_divisor(facts: Facts, largest: int) -> float:
@@ -268,7 +237,7 @@ def smollm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    if facts.value("rope.scaling.finetuned") is False:
+    if not facts.flag("rope.scaling.finetuned", True):
         raise UnsupportedModel(f"{facts.file.path}: granite without positions is not supported")
     return multipliers(facts) | _biases(facts, rope)
 
@@ -309,7 +278,7 @@ def glm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def falcon(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """7B has one KV head and one norm a layer, 40B more and two, 11B more and one. RW, with ALiBi, has no GGUF form."""
-    if facts.value("tensor_data_layout") != "jploski":
+    if facts.text("tensor_data_layout", "") != "jploski":
         raise UnsupportedModel(f"{facts.file.path}: falcon is read in the layout of tensors called jploski alone")
     kv_heads = facts.count("attention.head_count_kv", facts.count("attention.head_count"))
     norms = 1 + ("blk.0.attn_norm_2.weight" in facts.tensors)

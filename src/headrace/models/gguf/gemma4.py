@@ -46,7 +46,7 @@ def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     kinds = layer_types(facts, every=6)
     if not kinds:
         raise ValueError(f"{facts.file.path}: there is no layer; download it again")
-    shared, width = facts.count("attention.shared_kv_layers", 0), facts.count("embedding_length_per_layer_input", 0)
+    shared, width = _sharing(facts, kinds), facts.count("embedding_length_per_layer_input", 0)
     own = [layer for layer, kind in enumerate(kinds[: len(kinds) - shared]) if kind == FULL]
     without = [layer for layer in own if f"blk.{layer}.attn_v.weight" not in facts.tensors]
     if without and without != own:
@@ -80,6 +80,15 @@ def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {FULL: rope, LOCAL: local},
     } | _experts(facts)
+
+
+def _sharing(facts: Facts, kinds: list[str]) -> int:
+    """How many of the last layers have others' keys and values."""
+    shared = facts.count("attention.shared_kv_layers", 0)
+    if not 0 <= shared <= len(kinds):
+        name = f"{facts.prefix}attention.shared_kv_layers"
+        raise ValueError(f"{facts.file.path}: {name} is {shared} of {len(kinds)} layers; download it again")
+    return shared
 
 
 def _experts(facts: Facts) -> dict[str, Any]:

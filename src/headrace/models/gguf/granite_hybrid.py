@@ -63,7 +63,7 @@ def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
             "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),
             "num_key_value_heads": heads,
             "layer_types": ["attention" if each else "mamba" for each in attends],
-            "position_embedding_type": "nope" if facts.value("rope.scaling.finetuned") is False else "rope",
+            "position_embedding_type": "nope" if not facts.flag("rope.scaling.finetuned", True) else "rope",
             "num_local_experts": experts,
             "num_experts_per_tok": facts.count("expert_used_count", 0) or 1,
             "shared_intermediate_size": facts.count(

@@ -50,14 +50,13 @@ READ = {
 
 def qwen3_5(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     values = facts.count("ssm.time_step_rank")
-    layers = min(facts.count("block_count") - facts.count("nextn_predict_layers", 0), MOST_LAYERS)
     return {
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
         "linear_key_head_dim": facts.count("ssm.state_size"),
         "linear_value_head_dim": facts.count("ssm.inner_size") // max(1, values),
         "linear_num_key_heads": facts.count("ssm.group_count"),
         "linear_num_value_heads": values,
-        "layer_types": _recurrent_layers(facts, layers),
+        "layer_types": _recurrent_layers(facts),
         "attention_bias": any(name.endswith(".attn_q.bias") for name in facts.tensors),
     }
 
@@ -88,12 +87,12 @@ def _experts(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _recurrent_layers(facts: Facts, layers: int) -> list[str]:
-    kinds, given = ("full_attention", "linear_attention"), facts.value("attention.recurrent_layers")
-    if isinstance(given, np.ndarray):
-        return [kinds[bool(recurrent)] for recurrent in given[:layers]]
+def _recurrent_layers(facts: Facts) -> list[str]:
+    kinds, given = ("full_attention", "linear_attention"), facts.each_layer("attention.recurrent_layers")
+    if given is not None:
+        return [kinds[bool(recurrent)] for recurrent in given]
     every = max(1, facts.count("full_attention_interval", 4))
-    return [kinds[(layer + 1) % every != 0] for layer in range(layers)]
+    return [kinds[(layer + 1) % every != 0] for layer in range(min(facts.layers, MOST_LAYERS))]
 
 
 def qwen3_next_form(family: Family, present: Set[str]) -> Family:

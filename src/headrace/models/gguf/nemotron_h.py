@@ -47,7 +47,7 @@ READ = {
 
 def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """Raises UnsupportedModel for a routing that is not read, and for sizes that differ from layer to layer."""
-    blocks = min(facts.count("block_count") - facts.count("nextn_predict_layers", 0), MOST_LAYERS)
+    blocks = min(facts.layers, MOST_LAYERS)
     heads, attends = of_each_layer(facts, KV_HEADS)
     width, has_mlp = of_each_layer(facts, "feed_forward_length")
     kinds = np.where(attends, "full_attention", np.where(has_mlp, "mlp", "linear_attention"))[:blocks].tolist()

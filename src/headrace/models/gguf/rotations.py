@@ -24,31 +24,51 @@ IMPLIED = {
 }
 """Others, and the value that says nothing new."""
 
+UNSTRETCHED = ("none", "linear", "longrope")
+"""Types that, by a factor of 1, leave divisors as they are."""
+
 NEVER = 1e20
 """A divisor by which nothing turns."""
 
 
 def rope_of(facts: Facts, head_dim: int) -> dict[str, Any]:
-    """rope_parameters but for rope_theta and the share of a head that is rotated."""
+    """rope_parameters but for rope_theta and the share of a head that is rotated. Raises UnsupportedModel for keys that
+    are not read, and for a stretch beside divisors, which llama.cpp would divide by too."""
+    longrope = any(name in facts.tensors for name in LONGROPE_FACTORS.values())
+    _refuse_others(facts, {"attn_factor"} if longrope else set())
+    kind, factor = _stretch(facts)
+    divisors = ROPE_FACTORS in facts.tensors or longrope
+    if divisors and (kind not in UNSTRETCHED or (kind != "none" and factor != 1)):
+        told = f"rope.scaling.type {shown(kind)} by {factor:g} beside divisors of the rotation"
+        raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}{told} is not supported")
     if ROPE_FACTORS in facts.tensors:
         return (_proportional if facts.prefix == "gemma4." else _llama3)(facts, head_dim)
-    if any(name in facts.tensors for name in LONGROPE_FACTORS.values()):
+    if longrope:
         return _longrope(facts)
-    prefix = facts.prefix + "rope.scaling."
-    for key in facts.file.metadata:
-        name = key.removeprefix(prefix)
-        if not key.startswith(prefix) or name in SCALING | facts.scaling:
-            continue
-        if facts.number(f"rope.scaling.{name}") != IMPLIED.get(name):
-            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
-    kind = facts.value("rope.scaling.type") or "none"
     if kind == "none":
         return {"rope_type": "default"}
-    rope = {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
+    rope: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
         rope["original_max_position_embeddings"] = length
     return rope
+
+
+def _refuse_others(facts: Facts, read: set[str]) -> None:
+    prefix = facts.prefix + "rope.scaling."
+    for key in facts.file.metadata:
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name in SCALING | facts.scaling | read:
+            continue
+        if facts.number(f"rope.scaling.{name}") != IMPLIED.get(name):
+            raise UnsupportedModel(f"{facts.file.path}: {shown(key)} is not supported")
+
+
+def _stretch(facts: Facts) -> tuple[str, float]:
+    """How the rotation is stretched, and by what. As in llama.cpp a factor without a type is linear, 0 is 1, and older
+    files call the factor rope.scale_linear."""
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0)) or 1.0
+    return facts.text("rope.scaling.type", "none" if factor == 1 else "linear"), factor
 
 
 def _longrope(facts: Facts) -> dict[str, Any]:

@@ -180,9 +180,9 @@ def exaone_moe(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 def llama4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     _check(facts, READ | OF_SHARED, SIGMOID, normalised=False)
     for name, usual in (("attention.sliding_window_pattern", LLAMA4_EVERY), ("expert_shared_count", 1)):
-        if (found := facts.value(name)) not in (None, usual):
+        if (found := facts.count(name, usual)) != usual:
             raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}{name} {found} is not supported")
-    if facts.value("attention.sliding_window") == 0:
+    if facts.count("attention.sliding_window", 1) == 0:
         raise UnsupportedModel(f"{facts.file.path}: Llama 4 without blocks of keys is not supported")
     count = facts.count("expert_count")
     return {

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from headrace.models.gguf.deepseek import SIGMOID, common, refuse_gating
 from headrace.models.gguf.families import LAYER, Facts
 
@@ -35,9 +33,9 @@ def deepseek_v32(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def glm_dsa(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
-    told = facts.value("attention.indexer.types")
-    if isinstance(told, np.ndarray):
-        shared: dict[str, Any] = {"indexer_types": ["full" if each else "shared" for each in told.tolist()]}
+    told = facts.each_layer("attention.indexer.types")
+    if told is not None:
+        shared: dict[str, Any] = {"indexer_types": ["full" if each else "shared" for each in told]}
     else:
         shared = EVERY_FOURTH if facts.count("context_length") >= SHARING else {}
     return deepseek_v32(facts, rope) | shared

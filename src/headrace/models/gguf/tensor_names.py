@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from headrace.logs import shown
 from headrace.models.gguf.architectures import MODULE, Architecture
+from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.header import GgufFile, TensorInfo
 
+GUESSING = ".nextn."
+"""In names of tensors that put what is guessed into a further block, and take it out."""
 NUMBERS = ("scale", "input_scale")
 """Kinds of tensors that hold one number for each matrix."""
 
 
+def further_blocks(files: Sequence[GgufFile], layers: int) -> set[int]:
+    """Blocks behind the last of so many layers, which guess further tokens: those that nextn_predict_layers counts, if
+    one of them has tensors for that, and others that have them. Raises ValueError for a tensor of any other."""
+    names = {name: file for file in files for name in file.tensors}
+    guessing = {_block(name) for name in names if GUESSING in name}
+    facts = FileFacts(files[0])
+    counted = set(range(layers, layers + facts.count("nextn_predict_layers", 0)))
+    further = guessing | (counted if counted & guessing else set())
+    for name, file in names.items():
+        if (block := _block(name)) >= layers and block not in further:
+            told = f"{facts.prefix}block_count is {facts.count('block_count')}, with {layers} layers"
+            raise ValueError(f"{file.path}: {shown(name)} is of no layer: {told}; download it again")
+    return {block for block in further if block >= layers}
+
+
+def _block(name: str) -> int:
+    """Of a tensor; -1 for one of the whole model."""
+    found = MODULE.match(name)
+    return -1 if found is None else int(found[1])
+
+
 def checkpoint_tensors(
-    architecture: Architecture, file: GgufFile, info: TensorInfo, experts: int, layers: int
+    architecture: Architecture, file: GgufFile, info: TensorInfo, experts: int, further: Set[int]
 ) -> dict[str, TensorInfo]:
     """A tensor of the file by what the checkpoint calls it, one of all experts as one of each; by its own name where
-    the checkpoint has none like it, behind `mtp.` in a block behind the last layer. Raises ValueError for one of
-    another number of experts than the model has."""
+    the checkpoint has none like it, behind `mtp.` in a block of `further`. Raises ValueError for one of another number
+    of experts than the model has."""
     module, _, kind = info.name.rpartition(".")
-    block = MODULE.match(info.name)
-    if block is not None and int(block[1]) >= layers:
+    if _block(info.name) in further:
         return {f"mtp.{info.name}": info}
     if (whole := architecture.modules(info.name)) is not None:
         return {whole[0]: info}
