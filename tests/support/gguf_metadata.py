@@ -27,7 +27,9 @@ def write_metadata(
     writer = GGUFWriter(str(path), architecture)
     for key, value in {**LLAMA, **said}.items():
         whole = key[1:] if key.startswith(".") else f"{architecture}.{key}"
-        writer.add_key_value(whole, value, GGUFValueType.get_type(value))
+        kind = GGUFValueType.get_type(value)
+        large = kind == GGUFValueType.INT32 and value >> 31 > 0
+        writer.add_key_value(whole, value, GGUFValueType.UINT32 if large else kind)
     for name, tensor in {"token_embd.weight": np.zeros((8, 64), np.float32), **(tensors or {})}.items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()

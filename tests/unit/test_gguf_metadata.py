@@ -11,6 +11,7 @@ import pytest
 from headrace.models.gguf.architectures import config_fields
 from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.header import open_gguf
+from headrace.models.plain_config import plain_config
 from headrace.models.pooling import read_pooling
 from headrace.types import UnsupportedModel
 from tests.support.gguf_metadata import write_metadata
@@ -125,6 +126,39 @@ def test_of_each_layer(value: list[int], tmp_path: Path) -> None:
     path = write_metadata(tmp_path / "m.gguf", {"block_count": 3, "nextn_predict_layers": 1, "kinds": value})
     facts = FileFacts(open_gguf(path))
     assert facts.each_layer("kinds") == [1, 0] and facts.each_layer("others") is None
+
+
+TOKENS = ".tokenizer.ggml.tokens"
+
+
+@pytest.mark.parametrize("number", [-1, (1 << 32) - 1])
+def test_no_token_that_ends(number: int, tmp_path: Path) -> None:
+    """Published files say so that there is none."""
+    found = fields(tmp_path, {".tokenizer.ggml.eos_token_id": number, ".tokenizer.ggml.eot_token_id": 3})
+    assert found["eos_token_id"] == [3] and found["bos_token_id"] is None
+
+
+@pytest.mark.parametrize("number", [8, "1", [1], True, 1.0])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "eom"])
+def test_tokens_that_are_none(name: str, number: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"m\.gguf: tokenizer\.ggml\.{name}_token_id is .* below 8 is needed"):
+        fields(tmp_path, {f".tokenizer.ggml.{name}_token_id": number})
+
+
+def test_more_tokens_than_rows(tmp_path: Path) -> None:
+    assert fields(tmp_path, {TOKENS: list("abcd")})["vocab_size"] == 8
+    with pytest.raises(ValueError, match=r"m\.gguf: tokenizer\.ggml\.tokens has 9 tokens, token_embd\.weight 8 rows"):
+        fields(tmp_path, {TOKENS: list("abcdefghi")})
+
+
+def test_ranges_are_told_as_of_a_gguf_file(tmp_path: Path) -> None:
+    """It has no config.json to correct."""
+    path = write_metadata(tmp_path / "m.gguf", {"attention.head_count": 1 << 20, "attention.key_length": 64})
+    with pytest.raises(
+        ValueError, match=r"m\.gguf: its metadata .* num_attention_heads: .*; download it again$"
+    ) as told:
+        plain_config(path)
+    assert "$." not in str(told.value)
 
 
 @pytest.mark.parametrize(("asked", "kind"), [(None, "last"), (0, "last"), (1, "mean"), (2, "cls"), (3, "last")])

@@ -7,7 +7,7 @@ with byte fallback, which has merges ("gemma4") or scores in place of them ("lla
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -16,6 +16,7 @@ from headrace.engine.gguf_words import WORDS, Words
 from headrace.engine.template_file import template_beside
 from headrace.engine.tokenizer_file import backed_by, halves
 from headrace.logs import shown
+from headrace.models.gguf.facts import NO_TOKEN, token_of
 from headrace.models.gguf.header import GgufFile, open_gguf, parts_of
 from headrace.types import UnsupportedModel
 
@@ -26,10 +27,12 @@ MAX_PIECE = 256
 meant ill have longer ones."""
 SPACE = "\u2581"
 BESIDE = "put the model's tokenizer.json beside the file"
+PADDING = "padding"
 NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 """Of Phi-3's special tokens, those that leave the spaces behind them alone."""
 
 
+T = TypeVar("T")
 NO_VOCABULARY = "no_vocab"
 """What llama.cpp calls the tokenizer of a file that has none, even if it names its tokens."""
 
@@ -37,7 +40,8 @@ NO_VOCABULARY = "no_vocab"
 def has_vocabulary(model: Path) -> bool:
     """Whether the GGUF file brings a tokenizer."""
     metadata = _file(model).metadata
-    return "tokenizer.ggml.tokens" in metadata and metadata.get("tokenizer.ggml.model") != NO_VOCABULARY
+    kind = metadata.get("tokenizer.ggml.model")
+    return "tokenizer.ggml.tokens" in metadata and not (isinstance(kind, str) and kind == NO_VOCABULARY)
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -56,7 +60,7 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.kind = self._value("model")
+        self.kind = self._text("ggml.model")
         self.tokens = file.strings("tokenizer.ggml.tokens")
         self.types = self._numbers("token_type", 1)
         if self.kind == "llama":
@@ -64,7 +68,7 @@ class _Vocabulary:
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
             raise ValueError(f"{file.path}: its vocabulary has tokens twice; {BESIDE}")
-        self.words = WORDS.get(str(self._value("pre"))) if self.kind == "gpt2" else None
+        self.words = WORDS.get(str(self._text("ggml.pre"))) if self.kind == "gpt2" else None
 
     def _respell(self) -> None:
         """The converter writes spaces for the mark of them in tokens that users have defined."""
@@ -84,18 +88,33 @@ class _Vocabulary:
         return found
 
     def _token(self, name: str) -> str | None:
-        number = self._value(f"{name}_token_id")
-        known = isinstance(number, int) and 0 <= number < len(self.tokens)
-        return self.tokens[number] if known and not isinstance(number, bool) else None
+        """Of one to fill up with, which nothing here does, a number without a token counts as none, as in llama.cpp."""
+        count = NO_TOKEN if name == PADDING else len(self.tokens)
+        number = token_of(self.file, f"{name}_token_id", count)
+        return None if number is None or number >= len(self.tokens) else self.tokens[number]
+
+    def _text(self, name: str) -> str | None:
+        return self._of_type(name, str)
+
+    def _flag(self, name: str) -> bool | None:
+        return self._of_type(f"ggml.{name}", bool)
+
+    def _of_type(self, name: str, kind: type[T]) -> T | None:
+        """None where the file does not have it."""
+        found = self.file.metadata.get(f"tokenizer.{name}")
+        if found is None or isinstance(found, kind):
+            return found
+        needed = {str: "no text", bool: "neither true nor false"}[kind]
+        raise ValueError(f"{self.file.path}: tokenizer.{name} is {needed}; {BESIDE}")
 
     def named(self) -> dict[str, Any]:
         """Special tokens and the template, by the names of transformers' arguments. Raises ValueError for a template
         beside the file that cannot be read."""
-        tokens = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        tokens = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": PADDING}
         found: dict[str, Any] = {ours: self._token(theirs) for ours, theirs in tokens.items()}
         beside = self.file.path.parent
-        found["chat_template"] = self.file.metadata.get("tokenizer.chat_template") or template_beside(beside)
-        return {name: value for name, value in found.items() if isinstance(value, str)}
+        found["chat_template"] = self._text("chat_template") or template_beside(beside)
+        return {name: value for name, value in found.items() if value is not None}
 
     def tokenizer(self) -> Tokenizer:
         if self.kind == "gpt2":
@@ -130,15 +149,14 @@ class _Vocabulary:
     def _known_words(self) -> Words:
         if self.words is None:
             raise UnsupportedModel(
-                f"{self.file.path}: tokenizer.ggml.pre {shown(str(self._value('pre') or '(none)'))} is not known; "
+                f"{self.file.path}: tokenizer.ggml.pre {shown(self._text('ggml.pre') or '(none)')} is not known; "
                 f"known: {', '.join(WORDS)}: {BESIDE}"
             )
         return self.words
 
     def _sentencepiece(self) -> Tokenizer:
-        prefix, merges = self._value("add_space_prefix") is not False, self._merges()
-        if self.kind == "gemma4":
-            prefix, merges = self._value("add_space_prefix") is True, self._listed()
+        asked, gemma4 = self._flag("add_space_prefix"), self.kind == "gemma4"
+        prefix, merges = not gemma4 if asked is None else asked, self._listed() if gemma4 else self._merges()
         made = Tokenizer(
             models.BPE(self.ids, merges, unk_token=self._token("unknown"), fuse_unk=True, byte_fallback=True)
         )
@@ -149,9 +167,13 @@ class _Vocabulary:
         return made
 
     def _listed(self) -> list[tuple[str, str]]:
-        """The merges in the file."""
+        """The merges in the file. Raises ValueError where there is none, and for one that is not of two tokens."""
         pairs = [merge.split(" ") for merge in self.file.strings("tokenizer.ggml.merges")]
-        return [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+        wrong = next((pair for pair in pairs if len(pair) != 2), None)
+        if wrong is not None or not pairs:
+            told = "has none" if wrong is None else f"has {shown(repr(' '.join(wrong)))}, two tokens are needed"
+            raise ValueError(f"{self.file.path}: tokenizer.ggml.merges {told}; {BESIDE}")
+        return [(pair[0], pair[1]) for pair in pairs]
 
     def _merges(self) -> list[tuple[str, str]]:
         """All ways to make a token of two, those of the best scores first, as transformers' generate_merges has them.
@@ -171,9 +193,9 @@ class _Vocabulary:
 
     def _add_ends(self, made: Tokenizer) -> None:
         """Tokens that a text begins and ends with, where the file asks for them."""
-        begins = self._value("add_bos_token")
+        begins = self._flag("add_bos_token")
         begins = (self.words is None or self.words.begins) if begins is None else begins
-        wanted = {"bos": begins is True, "eos": self._value("add_eos_token") is True}
+        wanted = {"bos": begins, "eos": self._flag("add_eos_token")}
         texts = {name: text for name, asked in wanted.items() if asked and (text := self._token(name)) is not None}
         if not texts:
             return

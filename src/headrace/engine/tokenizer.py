@@ -283,7 +283,14 @@ def _load(folder: str | Path) -> Any:
     except (KeyboardInterrupt, SystemExit, UnsupportedModel):
         raise
     except BaseException as error:  # every kind of error over a broken file, and panics of tokenizers' Rust
-        raise ValueError(f"cannot load the tokenizer of {model}: {shown(error)}; check its files") from error
+        raise ValueError(_told(model, shown(error))) from error
+
+
+def _told(model: Path, error: str) -> str:
+    """What is wrong with its tokenizer, with the place and a remedy; many errors have both."""
+    if str(model) not in error:
+        return f"cannot load the tokenizer of {model}: {error}; check its files"
+    return f"cannot load the tokenizer: {error}{'' if '; ' in error else '; check its files'}"
 
 
 def _of_gguf(model: Path) -> Any:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from headrace.logs import shown
+from headrace.models.files import is_gguf
 
 MAX_LENGTH = 1 << 30
 """Positions that a model may reach, however its rotation is stretched."""
@@ -346,10 +347,19 @@ def check(raw: dict[str, Any], schema: type[msgspec.Struct], path: Path) -> None
     try:
         checked = msgspec.convert(raw, schema)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {shown(error)}; correct the field, or download the file again") from None
+        raise ValueError(f"{path}: {_told(str(error), is_gguf(path))}") from None
     for name, value in _floats(checked):
         if not math.isfinite(value):
             raise ValueError(f"{path}: {name} is {value}, a finite number is needed; download the file again")
+
+
+def _told(error: str, gguf: bool) -> str:
+    """What is wrong, and the remedy. gguf: the fields are made of the metadata of such a file."""
+    if not gguf:
+        return f"{shown(error)}; correct the field, or download the file again"
+    wrong, _, field = error.partition(" - at `$.")
+    name = shown(field.removesuffix("`"))
+    return f"its metadata give a wrong value of what config.json calls {name}: {shown(wrong)}; download it again"
 
 
 def _floats(record: msgspec.Struct, prefix: str = "") -> list[tuple[str, float]]:

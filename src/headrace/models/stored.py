@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.models.files import is_gguf, weight_files
-from headrace.models.gguf.architectures import EMBED, architecture_of
+from headrace.models.gguf.architectures import architecture_of
+from headrace.models.gguf.facts import EMBED
 from headrace.models.gguf.header import open_gguf, parts_of
 from headrace.models.quantised import Scheme
 from headrace.models.spec import StoredWeights

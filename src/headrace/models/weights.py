@@ -17,6 +17,7 @@ from headrace.models.checkpoint import Checkpoint, open_checkpoint
 from headrace.models.config import DTYPES
 from headrace.models.families import family_of
 from headrace.models.families.base import Family, Names
+from headrace.models.files import is_gguf
 from headrace.models.shards import Share
 from headrace.models.sizes import EMBED, HEAD, HEAD_BIAS, LOOKED_UP
 from headrace.models.slots import Slot, expected, expert_of, is_of_heads
@@ -32,6 +33,13 @@ HARMLESS = re.compile(
 )
 """Layers that guess further tokens; numbers of xIELU that are the same in all models; buffers that old checkpoints have
 and no forward pass reads; what models.gguf.architectures has read; scales of activations, which are not rounded."""
+
+FOLDER = (
+    "the checkpoint does not match config.json",
+    "download both again, or use the config.json that belongs to it",
+)
+FILE = "the tensors, here by their names in a folder, do not match the metadata", "download it again"
+"""What is told of tensors that are not as expected, and the remedy: of a folder, and of a GGUF file."""
 
 AT_ONCE = 4096
 """Rows of codes that are multiplied out together."""
@@ -191,10 +199,8 @@ def _check(
     if not problems:
         problems = [text for name, slot in slots.items() for text in _misfits(checkpoint, slot, sources[name])][:5]
     if problems:
-        raise ValueError(
-            f"{folder}: the checkpoint does not match config.json: it {'; it '.join(problems)}; download both again, "
-            f"or use the config.json that belongs to it"
-        )
+        pair, remedy = FILE if is_gguf(folder) else FOLDER
+        raise ValueError(f"{folder}: {pair}: it {'; it '.join(problems)}; {remedy}")
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:

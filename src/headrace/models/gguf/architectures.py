@@ -20,7 +20,7 @@ from headrace.models.gguf.header import GgufFile
 from headrace.models.gguf.rotations import rope_of
 from headrace.types import UnsupportedModel
 
-EMBED, HEAD, FF, KV_HEADS = "token_embd.weight", "output.weight", "feed_forward_length", "attention.head_count_kv"
+HEAD, FF, KV_HEADS = "output.weight", "feed_forward_length", "attention.head_count_kv"
 LLAMA_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -318,12 +318,10 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
         if facts.count(name, head_dim) != head_dim:
             raise UnsupportedModel(f"{file.path}: {name} other than the head size, {head_dim}, is not supported")
     tensors = facts.tensors
-    if EMBED not in tensors:
-        raise ValueError(f"{file.path}: there is no {EMBED}; download it again")
     fields = {
         "architectures": [found.architecture],
         "model_type": found.model_type,
-        "vocab_size": tensors[EMBED].shape[0],
+        "vocab_size": facts.vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": facts.layers,
         "num_attention_heads": heads,

@@ -35,6 +35,24 @@ F32_ALONE = (
 """Filters of convolutions, vectors of Mamba-2 layers, biases of experts, learned positions: always F32."""
 
 
+EMBED, TOKENS = "token_embd.weight", "tokenizer.ggml.tokens"
+NO_TOKEN = (1 << 32) - 1
+"""Stands for no token, as negative numbers do."""
+
+
+def token_of(file: GgufFile, name: str, count: int) -> int | None:
+    """The number of a special token; None where the file names none. Raises ValueError for one that is not below
+    `count`, or is no number."""
+    value = file.metadata.get(f"tokenizer.ggml.{name}")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or (whole and (value < 0 or value == NO_TOKEN)):
+        return None
+    if not whole or value >= count:
+        told = f"tokenizer.ggml.{name} is {shown(repr(value))}, a number below {count} is needed"
+        raise ValueError(f"{file.path}: {told}; download it again")
+    return int(value)
+
+
 class FileFacts:
     """The metadata of an architecture, by the end of the key."""
 
@@ -109,15 +127,25 @@ class FileFacts:
         return value
 
     def token(self, name: str) -> int | None:
-        value = self.file.metadata.get(f"tokenizer.ggml.{name}")
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        """See token_of."""
+        return token_of(self.file, name, self.vocabulary)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding. Raises ValueError where there is none, or the tokens are more."""
+        if EMBED not in self.tensors:
+            raise ValueError(f"{self.file.path}: there is no {EMBED}; download it again")
+        rows, count = self.tensors[EMBED].shape[0], self.file.length(TOKENS)
+        if count > rows:
+            raise ValueError(f"{self.file.path}: {TOKENS} has {count} tokens, {EMBED} {rows} rows; download it again")
+        return rows
 
     def ends(self) -> list[int] | None:
         """Tokens that end an answer."""
         found = [self.token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
-        types, tokens = (self.file.metadata.get(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens"))
-        if isinstance(types, np.ndarray) and tokens is not None:
-            texts = self.file.strings("tokenizer.ggml.tokens")
+        types = self.file.metadata.get("tokenizer.ggml.token_type")
+        if isinstance(types, np.ndarray) and TOKENS in self.file.metadata:
+            texts = self.file.strings(TOKENS)
             ends = {token: texts[token] for token in np.flatnonzero(types[: len(texts)] == CONTROL).tolist()}
             within = WITHIN if HARMONY in ends.values() else None
             found += [token for token, text in ends.items() if text in ENDS and text != within]

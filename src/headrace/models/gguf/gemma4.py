@@ -35,7 +35,7 @@ NAMES = GEMMA_NAMES | {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-EMBED, LAYER_EMBED = "token_embd.weight", "per_layer_token_embd.weight"
+LAYER_EMBED = "per_layer_token_embd.weight"
 READ = {"expert_count", "expert_used_count", "expert_feed_forward_length"}
 FULL, LOCAL = LAYER_TYPES
 
@@ -76,7 +76,7 @@ def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         "attention_k_eq_v": bool(without),
         "num_kv_shared_layers": shared,
         "hidden_size_per_layer_input": width,
-        "vocab_size_per_layer_input": facts.tensors[LAYER_EMBED if width else EMBED].shape[0],
+        "vocab_size_per_layer_input": facts.tensors[LAYER_EMBED].shape[0] if width else facts.vocabulary,
         "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {FULL: rope, LOCAL: local},
     } | _experts(facts)

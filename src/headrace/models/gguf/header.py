@@ -93,19 +93,25 @@ class GgufFile:
         """Values by key; arrays as numpy arrays, strings among them as `strings` gives them."""
         return self._metadata
 
+    def length(self, key: str) -> int:
+        """How many strings an array has, 0 where there is none. Raises ValueError for another kind of value."""
+        return self._strings(key).count
+
     def strings(self, key: str) -> list[str]:
         """An array of strings, [] where there is none. Raises ValueError for another kind of value, and bad UTF-8."""
-        found = self._metadata.get(key)
-        if found is None:
-            return []
-        if not isinstance(found, _Strings):
-            self._refuse(f"{shown(key)} is no list of strings")
+        found = self._strings(key)
         at, texts = found.at, []
         for _ in range(found.count):
             (length,) = struct.unpack_from("<Q", self.data, at)
             texts.append(self._text(self.data[at + 8 : at + 8 + length], key))
             at += 8 + length
         return texts
+
+    def _strings(self, key: str) -> _Strings:
+        found = self._metadata.get(key, _Strings(0, 0))
+        if not isinstance(found, _Strings):
+            self._refuse(f"{shown(key)} is no list of strings")
+        return found
 
     def bytes_of(self, info: TensorInfo) -> np.ndarray[Any, Any]:
         """uint8 [rows, bytes of a row], a view of the file that keeps it mapped."""
