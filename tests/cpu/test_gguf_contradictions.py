@@ -64,7 +64,7 @@ def test_a_gate_of_two_rows(tmp_path: Path) -> None:
     write_family("qwen2_moe", tmp_path / "m.gguf", f16, change)
     with pytest.raises(ValueError, match=r"m\.gguf: .*shared_expert_gate\.weight of shape \[2, 256\]") as told:
         load_decoder(tmp_path / "m.gguf")
-    assert "do not match the metadata" in str(told.value) and "config.json" not in str(told.value)
+    assert "do not match its metadata" in str(told.value) and "config.json" not in str(told.value)
 
 
 CASES: dict[str, tuple[str, Callable[[GGUFWriter], object], str]] = {

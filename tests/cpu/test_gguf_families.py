@@ -190,7 +190,7 @@ def test_half_of_what_heads_make_of_latents(lost: str, tmp_path: Path) -> None:
                 del tensors[f"blk.1.{lost}.weight"]
 
     write_family("deepseek_v2", tmp_path / "m.gguf", lambda _: Kind.F16, lose)
-    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.kv_b_proj.weight|do not match the metadata"):
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.kv_b_proj.weight|do not match its metadata"):
         LLM(str(tmp_path / "m.gguf"), kv_cache_tokens=640)
 
 

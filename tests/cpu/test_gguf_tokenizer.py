@@ -22,6 +22,8 @@ from headrace.models.config import read_config
 from headrace.types import InvalidRequest, UnsupportedModel
 from tests.support import small_tokenizers
 from tests.support.gguf_families import write_family
+from tests.support.gguf_vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, close
+from tests.support.gguf_vocabulary import write_vocabulary as write
 from tests.support.published_words import NORMAL_FORM, PUBLISHED, WHOLE
 from tests.support.small_tokenizers import SPECIAL, TEMPLATE, save
 
@@ -33,49 +35,6 @@ TEXTS = [
     "!!! ?\r\n //x", "ΑΒΓ Ωm 5\u212a ՠԱ ǅx 日本語のテスト 한국어 𝐀b", "  hello\u2581<|assistant|> \n the",
     "1234567 ½6789 `+=`", "漢字kanaかな漢 ㄱㄴ 가나다！… ㄅㄆ don't漢S", "x/\n//\r\n a b  c\u0301 d",
 ]  # fmt: skip
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-
-
-def close(writer: GGUFWriter) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def write(
-    path: Path,
-    backend: Backend,
-    kind: str,
-    change: Callable[[GGUFWriter], object] = lambda _: None,
-    architecture: str = "llama",
-) -> Path:
-    """A file with the vocabulary of a tokenizer alone."""
-    vocabulary = backend.get_vocab()
-    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-    added = {
-        token.content: CONTROL if token.special else USER_DEFINED
-        for token in backend.get_added_tokens_decoder().values()
-    }
-    merges = [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
-    writer = GGUFWriter(str(path), architecture)
-    writer.add_tokenizer_model(kind)
-    writer.add_token_list(tokens)
-    types = [added.get(token, BYTE if token.startswith("<0x") else NORMAL) for token in tokens]
-    writer.add_token_types([UNKNOWN if token == "<unk>" else each for token, each in zip(tokens, types, strict=True)])
-    if kind != "llama":
-        writer.add_token_merges(merges)
-    else:  # a token's score says how early it is made
-        scores = {"".join(merge.split(" ")): -float(rank) for rank, merge in enumerate(merges)}
-        writer.add_token_scores([scores.get(token, -1000.0) for token in tokens])
-    if kind != "gpt2":
-        writer.add_unk_token_id(vocabulary["<unk>"])
-    writer.add_bos_token_id(vocabulary["<s>"])
-    writer.add_eos_token_id(vocabulary["</s>"])
-    writer.add_chat_template(TEMPLATE)
-    change(writer)
-    close(writer)
-    return path
 
 
 def same_tokens(ours: Tokenizer, other: Tokenizer, chat: bool = False) -> None:

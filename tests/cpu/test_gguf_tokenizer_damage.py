@@ -9,8 +9,8 @@ import pytest
 from gguf import GGUFWriter
 
 from headrace.engine.tokenizer import Tokenizer, has_tokenizer
-from tests.cpu.test_gguf_tokenizer import write
 from tests.support import small_tokenizers
+from tests.support.gguf_vocabulary import write_vocabulary as write
 
 pytestmark = pytest.mark.cpu
 
@@ -29,7 +29,7 @@ def replaced(key: str, add: Callable[[GGUFWriter], object] = lambda _: None) -> 
 MERGES, BOS, EOS, BEGIN = (
     f"tokenizer.ggml.{name}" for name in ("merges", "bos_token_id", "eos_token_id", "add_bos_token")
 )
-TEMPLATE, MODEL = "tokenizer.chat_template", "tokenizer.ggml.model"
+TEMPLATE, MODEL, WORDS = "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"
 CASES: dict[str, tuple[Callable[[GGUFWriter], None], str]] = {
     "no merges": (replaced(MERGES), "merges has none"),
     "a merge of one": (replaced(MERGES, lambda w: w.add_token_merges(["t h", "abc"])), "merges has 'abc', two tokens"),
@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Callable[[GGUFWriter], None], str]] = {
         "template is no text",
     ),
     "a kind of two": (replaced(MODEL, lambda w: w.add_array(MODEL, [1, 2])), "model is no text"),
+    "words of two": (replaced(WORDS, lambda w: w.add_array(WORDS, [1, 2])), "pre is no text"),
 }
 
 

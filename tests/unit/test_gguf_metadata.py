@@ -76,6 +76,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "numbers of experts": ({"expert_count": [4, 8]}, "expert_count differs from layer to layer"),
     "windows": ({"attention.sliding_window": [64, 0]}, "attention.sliding_window differs from layer to layer"),
+    "a stretch by nothing": ({"rope.scaling.type": "yarn"}, "rope.scaling.type is yarn, and there is no rope.scaling"),
     "a type of stretch": ({"rope.scaling.type": [1, 2]}, "rope.scaling.type is no text"),
 }
 

@@ -38,7 +38,7 @@ FOLDER = (
     "the checkpoint does not match config.json",
     "download both again, or use the config.json that belongs to it",
 )
-FILE = "the tensors, here by their names in a folder, do not match the metadata", "download it again"
+FILE = "its tensors, called as in a model folder, do not match its metadata", "download it again"
 """What is told of tensors that are not as expected, and the remedy: of a folder, and of a GGUF file."""
 
 AT_ONCE = 4096

@@ -24,8 +24,10 @@ IMPLIED = {
 }
 """Others, and the value that says nothing new."""
 
+SAYS_NOTHING = (0, 1)
+"""Of factors."""
 UNSTRETCHED = ("none", "linear", "longrope")
-"""Types that, by a factor of 1, leave divisors as they are."""
+"""Types that, without another factor, leave divisors as they are."""
 
 NEVER = 1e20
 """A divisor by which nothing turns."""
@@ -38,7 +40,7 @@ def rope_of(facts: Facts, head_dim: int) -> dict[str, Any]:
     _refuse_others(facts, {"attn_factor"} if longrope else set())
     kind, factor = _stretch(facts)
     divisors = ROPE_FACTORS in facts.tensors or longrope
-    if divisors and (kind not in UNSTRETCHED or (kind != "none" and factor != 1)):
+    if divisors and (kind not in UNSTRETCHED or (kind != "none" and factor not in SAYS_NOTHING)):
         told = f"rope.scaling.type {shown(kind)} by {factor:g} beside divisors of the rotation"
         raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}{told} is not supported")
     if ROPE_FACTORS in facts.tensors:
@@ -47,6 +49,9 @@ def rope_of(facts: Facts, head_dim: int) -> dict[str, Any]:
         return _longrope(facts)
     if kind == "none":
         return {"rope_type": "default"}
+    if not factor:
+        told = f"{facts.prefix}rope.scaling.type is {shown(kind)}, and there is no rope.scaling.factor"
+        raise ValueError(f"{facts.file.path}: {told}; download it again")
     rope: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         length = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
@@ -65,10 +70,10 @@ def _refuse_others(facts: Facts, read: set[str]) -> None:
 
 
 def _stretch(facts: Facts) -> tuple[str, float]:
-    """How the rotation is stretched, and by what. As in llama.cpp a factor without a type is linear, 0 is 1, and older
-    files call the factor rope.scale_linear."""
-    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 1.0)) or 1.0
-    return facts.text("rope.scaling.type", "none" if factor == 1 else "linear"), factor
+    """How the rotation is stretched, and by what, 0 if nothing says it. As in llama.cpp a factor without a type is
+    linear, and older files call the factor rope.scale_linear."""
+    factor = facts.number("rope.scaling.factor", facts.number("rope.scale_linear", 0.0))
+    return facts.text("rope.scaling.type", "none" if factor in SAYS_NOTHING else "linear"), factor
 
 
 def _longrope(facts: Facts) -> dict[str, Any]:
