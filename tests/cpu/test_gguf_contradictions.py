@@ -54,6 +54,12 @@ def test_further_blocks_are_those_that_guess(block: int, kind: str, tmp_path: Pa
         load_decoder(tmp_path / "m.gguf")
 
 
+def test_blocks_that_are_counted_alone_take_no_memory(tmp_path: Path) -> None:
+    claims = {"llama.block_count": 2 + 4_000_000_000, "llama.nextn_predict_layers": 4_000_000_000}
+    path = write_gguf(theirs(), tmp_path / "m.gguf", f16, claims=claims)
+    assert load_decoder(path).config.layers == 2
+
+
 def test_a_gate_of_two_rows(tmp_path: Path) -> None:
     """A gate of shared experts is a vector in the file."""
 

@@ -20,15 +20,17 @@ def further_blocks(files: Sequence[GgufFile], layers: int) -> set[int]:
     """Blocks behind the last of so many layers, which guess further tokens: those that nextn_predict_layers counts, if
     one of them has tensors for that, and others that have them. Raises ValueError for a tensor of any other."""
     names = {name: file for file in files for name in file.tensors}
-    guessing = {_block(name) for name in names if GUESSING in name}
+    behind = {block for name in names if (block := _block(name)) >= layers}
+    guessing = {_block(name) for name in names if GUESSING in name} & behind
     facts = FileFacts(files[0])
-    counted = set(range(layers, layers + facts.count("nextn_predict_layers", 0)))
+    end = layers + facts.count("nextn_predict_layers", 0)  # as many as a file likes
+    counted = {block for block in behind if block < end}
     further = guessing | (counted if counted & guessing else set())
     for name, file in names.items():
-        if (block := _block(name)) >= layers and block not in further:
+        if _block(name) in behind - further:
             told = f"{facts.prefix}block_count is {facts.count('block_count')}, with {layers} layers"
             raise ValueError(f"{file.path}: {shown(name)} is of no layer: {told}; download it again")
-    return {block for block in further if block >= layers}
+    return further
 
 
 def _block(name: str) -> int:
