@@ -31,22 +31,29 @@ struct Unary {
 };
 
 // Hyper-connections, csrc/ops/hyper.cpp: with p = mixes x / rms(x), out = the sum over streams of (sigmoid(p scale[0] + base) +
-// least) x, and post = magnitude sigmoid(p scale[1] + base) + least, by which spread_streams adds what is made of out.
+// least) x, and post = magnitude sigmoid(p scale[1] + base) + post_least, by which spread_streams adds what is made of out. comb: how
+// much of each stream goes on in each: softmax(p scale[2] + base) + least, columns and rows divided by their sums in turn.
 constexpr int64_t MOST_STREAMS = 8;
 struct CollectStreams {
-  const void *x;                      // [T, S, H]
-  const float *mixes, *base, *scale;  // [2 S, S H], [2 S], [2]; of pre, then of post; without post [S, S H], [S], [1]
-  void *out;                          // [T, H]
-  float *post;                        // [T, S], or null
+  const void *x;  // [T, S, H]
+  // [outputs, S H], [outputs], [1 to 3]: of pre [S], then of post [S] if there is one, then of comb [S, S] if there is one.
+  const float *mixes, *base, *scale;
+  void *out;    // [T, H]
+  float *post;  // [T, S], or null
+  float *comb;  // [T, from S, to S], or null
   int64_t rows, streams, width;
-  float eps, least, magnitude;
+  float eps, least, magnitude, post_least;
+  int rounds;  // of comb
   int threads;
+
+  int64_t outputs() const { return streams * (1 + (post ? 1 : 0) + (comb ? streams : 0)); }
 };
 
-// out = x + post part, stream by stream. out may be x.
+// out = comb x + post part, or x + post part without comb, stream by stream. out may be x.
 struct SpreadStreams {
   const void *x, *part;  // [T, S, H], [T, H]
   const float *post;     // [T, S]
+  const float *comb;     // [T, S, S], or null
   void *out;             // as x
   int64_t rows, streams, width;
   int threads;
@@ -276,6 +283,7 @@ struct GatedDelta {
   float eps;
   int threads;
   bool by_channel;
+  float bound = 0.0f;  // by channel, below 0: a channel decays by e^(bound sigmoid(rate (gate + dt_bias)))
 
   int64_t channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 

@@ -92,9 +92,13 @@ struct IndexScores {
   const float *v_scale;      // [slots, 64] of int8, else null
   const Item *items;         // [n]
   const int64_t *positions;  // [R]
-  float *out;                // [R, keys], of the items alone
+  float *out;                // [R, keys / pool], of the items alone
   int64_t rows, item_count, heads, size, dim, keys;
   int threads;
+  // Above 1: so many keys, which divide a chunk, are one, by weights of each number: the softmax over them of the I numbers that are
+  // stored behind the key, and `places` [pool, I]. What is not whole before a row is -inf to it.
+  int64_t pool = 1;
+  const float *places = nullptr;
 };
 
 // The same of blocks of keys, for each KV head by itself, of which the indexer has a head: N of both. Its key of a token is the first

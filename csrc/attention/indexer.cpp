@@ -120,6 +120,97 @@ template <typename T> class IndexerChunk {
   const ScoredKeys<T> scored;
 };
 
+// Scores of a chunk's pools of keys for one row after another.
+template <typename T> class PooledChunk {
+ public:
+  static int64_t bytes(const IndexScores &a) { return room<float>(CHUNK / a.pool * a.size); }
+
+  PooledChunk(const IndexScores &a, Scratch scratch, int64_t slot)
+      : a(a), pools(CHUNK / a.pool), keys(scratch.take<float>(pools * a.size)) {
+    const int64_t at = slot * CHUNK * a.dim;
+    const float *scale = a.v_scale ? a.v_scale + slot * CHUNK : nullptr;
+    for (int64_t p = 0; p < pools; ++p)
+      for (int64_t d = 0; d < a.size; d += W)
+        if (scale) take(static_cast<const int8_t *>(a.v) + at, scale, p, d);
+        else take(static_cast<const T *>(a.v) + at, scale, p, d);
+  }
+
+  // out [64 / pool], of keys key_start .. key_start + 63.
+  void of(int64_t row, int64_t key_start, float *out) const {
+    const T *q = static_cast<const T *>(a.q) + row * a.heads * a.size;
+    const int64_t seen = (a.positions[row] + 1 - key_start) / a.pool;
+    for (int64_t p = 0; p < pools; ++p) {
+      if (p >= seen) {
+        out[p] = -__builtin_inff();
+        continue;
+      }
+      float sum = 0.0f;
+      for (int64_t head = 0; head < a.heads; ++head) {
+        const float x = product(q + head * a.size, keys + p * a.size);
+        sum = __builtin_fmaf(a.weights[row * a.heads + head], x < 0.0f ? 0.0f : x, sum);
+      }
+      out[p] = sum;
+    }
+  }
+
+ private:
+  // Numbers d .. d + W - 1 of token j in fp32; behind a.size anything.
+  template <typename S> vf numbers(const S *chunk, const float *scale, int64_t j, int64_t d, int64_t first) const {
+    const bool pairs = in_pairs<T>(a.dim);
+    const S *from = element(chunk, a.dim, j, first + d, pairs);
+    vf found;
+    if (pairs) {
+      S apart[W] = {};
+      if (d + W <= a.size)
+        for (int i = 0; i < W; ++i) apart[i] = from[2 * i];
+      else
+        for (int i = 0; d + i < a.size; ++i) apart[i] = from[2 * i];
+      found = load(apart);
+    } else {
+      found = load_up_to(from, a.size - d);
+    }
+    return scale ? found * splat(scale[j]) : found;
+  }
+
+  template <typename S> void take(const S *chunk, const float *scale, int64_t p, int64_t d) {
+    vf logits[CHUNK], most = splat(-__builtin_inff()), total = {}, sum = {};
+    for (int64_t j = 0; j < a.pool; ++j) {
+      logits[j] = numbers(chunk, scale, p * a.pool + j, d, a.size) + load_up_to(a.places + j * a.size + d, a.size - d);
+      most = logits[j] > most ? logits[j] : most;
+    }
+    for (int64_t j = 0; j < a.pool; ++j) {
+      const vf counts = exp(logits[j] - most);
+      total = total + counts;
+      sum = madd(counts, numbers(chunk, scale, p * a.pool + j, d, 0), sum);
+    }
+    store_up_to(keys + p * a.size + d, sum / total, a.size - d);
+  }
+
+  float product(const T *q, const float *k) const {
+    vf lanes[CHUNK / W] = {};
+    for (int64_t i = 0; i < a.size; i += CHUNK)
+      for (int c = 0; c < CHUNK / W; ++c)
+        if (const int64_t at = i + c * W; at < a.size)
+          lanes[c] = madd(load_up_to(q + at, a.size - at), load_up_to(k + at, a.size - at), lanes[c]);
+    alignas(64) float sums[CHUNK];
+    for (int c = 0; c < CHUNK / W; ++c) store(sums + c * W, lanes[c]);
+    return sum64(sums);
+  }
+
+  const IndexScores &a;
+  int64_t pools;
+  float *keys;
+};
+
+template <typename Chunk> void score_items(const IndexScores &a) {
+  share_out(a.item_count, a.threads, [&](int64_t n) {
+    const Item &item = a.items[n];
+    const Chunk chunk(a, arena(Chunk::bytes(a)), item.slot);
+    for (int64_t row = item.row_begin; row < item.row_end; ++row)
+      chunk.of(row, item.key_start, a.out + (row * a.keys + item.key_start) / a.pool);
+  });
+}
+
 // The greatest scores of a chunk's keys, whose parts lie in those of all KV heads.
 template <typename T> class BlockChunk {
  public:
@@ -185,12 +276,8 @@ template <typename S> void gather_chunk(const Gather &g, int64_t row, int64_t ch
 }  // namespace
 
 template <typename T> void index_scores(const IndexScores &a) {
-  share_out(a.item_count, a.threads, [&](int64_t n) {
-    const Item &item = a.items[n];
-    const IndexerChunk<T> chunk(a, arena(IndexerChunk<T>::bytes(a)), item.slot);
-    for (int64_t row = item.row_begin; row < item.row_end; ++row)
-      chunk.of(row, item.key_start, a.out + row * a.keys + item.key_start);
-  });
+  if (a.pool > 1) return score_items<PooledChunk<T>>(a);
+  score_items<IndexerChunk<T>>(a);
 }
 
 HEADRACE_BOTH_TYPES(index_scores, IndexScores)

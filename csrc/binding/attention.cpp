@@ -98,7 +98,9 @@ void append(int type, const Pool &pool, Address k_new, Address v_new, Address sl
 }
 
 void index_scores(int type, const Pool &pool, Address q, Address weights, Address items, Address positions, Address out,
-                  int64_t rows, int64_t count, int64_t heads, int64_t size, int64_t keys, int threads) {
+                  int64_t rows, int64_t count, int64_t heads, int64_t size, int64_t keys, int threads, int64_t pooled,
+                  Address places) {
+  if (pooled < 1 || CHUNK % pooled) throw std::invalid_argument("keys are pooled within chunks");
   const IndexScores a = {
       .q = at<void>(q),
       .weights = at<float>(weights),
@@ -114,6 +116,8 @@ void index_scores(int type, const Pool &pool, Address q, Address weights, Addres
       .dim = pool.dim,
       .keys = keys,
       .threads = threads,
+      .pool = pooled,
+      .places = at<float>(places),
   };
   check_items(Attend{.items = a.items, .rows = rows, .item_count = count}, pool.slots);
   kernels().index_scores[type](a);
@@ -214,7 +218,7 @@ void bind_attention(nb::module_ &m) {
   m.def("append", append, unlocked, "type"_a, "pool"_a, "k_new"_a, "v_new"_a, "slots"_a, "offsets"_a, named, "rows"_a,
         "k_stride"_a, "v_stride"_a, "threads"_a);
   m.def("index_scores", index_scores, unlocked, "type"_a, "pool"_a, "q"_a, "weights"_a, "items"_a, "positions"_a, "out"_a,
-        named, "rows"_a, "count"_a, "heads"_a, "size"_a, "keys"_a, "threads"_a);
+        named, "rows"_a, "count"_a, "heads"_a, "size"_a, "keys"_a, "threads"_a, "pooled"_a = 1, "places"_a = 0);
   m.def("block_scores", block_scores, unlocked, "type"_a, "pool"_a, "q"_a, "items"_a, "positions"_a, "out"_a, named, "rows"_a,
         "count"_a, "size"_a, "chunks"_a, "threads"_a);
   m.def("gather", gather, unlocked, "type"_a, "pool"_a, "to"_a, "tables"_a, "chosen"_a, named, "rows"_a, "count"_a, "table"_a,

@@ -17,7 +17,7 @@ void rms_norm(int type, Address x, Address weight, Address out, int64_t rows, in
 void gated_delta(int type, Address mixed, Address gates, const Addresses &vectors, const Addresses &states, Address segments,
                  Address out, int64_t rows, int64_t mixed_stride, int64_t count, int64_t slots, int64_t key_heads,
                  int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t kernel, float eps, int threads,
-                 bool by_channel) {
+                 bool by_channel, float bound) {
   const GatedDelta a = {
       .mixed = at<void>(mixed),
       .gates = at<float>(gates),
@@ -40,6 +40,7 @@ void gated_delta(int type, Address mixed, Address gates, const Addresses &vector
       .eps = eps,
       .threads = threads,
       .by_channel = by_channel,
+      .bound = bound,
   };
   check_segments(a, slots);
   kernels().gated_delta[type](a);
@@ -113,9 +114,10 @@ void rotary(int type, Address x, Address cos_sin, Address out, int64_t rows, int
       {at<void>(x), at<void>(out), at<float>(cos_sin), rows, x_stride, heads * dim, heads, dim, width, turn_stride, threads});
 }
 
-// post: 0 where nothing is added any more.
-void collect_streams(int type, Address x, const Addresses &mixing, Address out, Address post, int64_t rows, int64_t streams,
-                     int64_t width, float eps, float least, float magnitude, int threads) {
+// post: 0 where nothing is added any more; comb: 0 where streams do not mix.
+void collect_streams(int type, Address x, const Addresses &mixing, Address out, Address post, Address comb, int64_t rows,
+                     int64_t streams, int64_t width, float eps, float least, float magnitude, float post_least, int rounds,
+                     int threads) {
   if (streams < 1 || streams > MOST_STREAMS) throw std::invalid_argument("1 to 8 streams are taken");
   kernels().collect_streams[type]({
       .x = at<void>(x),
@@ -124,19 +126,24 @@ void collect_streams(int type, Address x, const Addresses &mixing, Address out, 
       .scale = at<float>(mixing.at(2)),
       .out = at<void>(out),
       .post = at<float>(post),
+      .comb = at<float>(comb),
       .rows = rows,
       .streams = streams,
       .width = width,
       .eps = eps,
       .least = least,
       .magnitude = magnitude,
+      .post_least = post_least,
+      .rounds = rounds,
       .threads = threads,
   });
 }
 
-void spread_streams(int type, Address x, Address part, Address post, Address out, int64_t rows, int64_t streams, int64_t width,
-                    int threads) {
-  kernels().spread_streams[type]({at<void>(x), at<void>(part), at<float>(post), at<void>(out), rows, streams, width, threads});
+void spread_streams(int type, Address x, Address part, Address post, Address comb, Address out, int64_t rows, int64_t streams,
+                    int64_t width, int threads) {
+  if (streams < 1 || streams > MOST_STREAMS) throw std::invalid_argument("1 to 8 streams are taken");
+  kernels().spread_streams[type](
+      {at<void>(x), at<void>(part), at<float>(post), at<float>(comb), at<void>(out), rows, streams, width, threads});
 }
 
 void soft_cap(Address x, int64_t n, float scale, float cap, int threads) {
@@ -160,7 +167,7 @@ void bind_rows(nb::module_ &m) {
         "threads"_a);
   m.def("gated_delta", gated_delta, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a,
         named, "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
-        "kernel"_a, "eps"_a, "threads"_a, "by_channel"_a);
+        "kernel"_a, "eps"_a, "threads"_a, "by_channel"_a, "bound"_a);
   m.def("mamba2", mamba2, unlocked, "type"_a, "mixed"_a, "gates"_a, "vectors"_a, "states"_a, "segments"_a, "out"_a, named,
         "rows"_a, "mixed_stride"_a, "count"_a, "slots"_a, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
         "kernel"_a, "eps"_a, "threads"_a);
@@ -168,10 +175,10 @@ void bind_rows(nb::module_ &m) {
         "mixed_stride"_a, "count"_a, "slots"_a, "channels"_a, "kernel"_a, "threads"_a);
   m.def("layer_norm", layer_norm, unlocked, "type"_a, "x"_a, "weight"_a, "bias"_a, "out"_a, named, "rows"_a, "width"_a, "eps"_a,
         "threads"_a);
-  m.def("collect_streams", collect_streams, unlocked, "type"_a, "x"_a, "mixing"_a, "out"_a, "post"_a, named, "rows"_a,
-        "streams"_a, "width"_a, "eps"_a, "least"_a, "magnitude"_a, "threads"_a);
-  m.def("spread_streams", spread_streams, unlocked, "type"_a, "x"_a, "part"_a, "post"_a, "out"_a, named, "rows"_a, "streams"_a,
-        "width"_a, "threads"_a);
+  m.def("collect_streams", collect_streams, unlocked, "type"_a, "x"_a, "mixing"_a, "out"_a, "post"_a, "comb"_a, named, "rows"_a,
+        "streams"_a, "width"_a, "eps"_a, "least"_a, "magnitude"_a, "post_least"_a, "rounds"_a, "threads"_a);
+  m.def("spread_streams", spread_streams, unlocked, "type"_a, "x"_a, "part"_a, "post"_a, "comb"_a, "out"_a, named, "rows"_a,
+        "streams"_a, "width"_a, "threads"_a);
   m.def("rotary", rotary, unlocked, "type"_a, "x"_a, "cos_sin"_a, "out"_a, named, "rows"_a, "x_stride"_a, "heads"_a, "dim"_a,
         "width"_a, "turn_stride"_a, "threads"_a);
   m.def("soft_cap", soft_cap, unlocked);

@@ -34,8 +34,8 @@ void prepare_channels(const GatedDelta &a, const float *gates, int64_t head, flo
   const int64_t D = a.key_dim;
   for (int64_t i = 0; i < D; i += W) {
     const int64_t left = D - i;
-    const vf step = log_of_1_plus_exp(load_up_to(gates + i, left) + load_up_to(a.dt_bias + head * D + i, left));
-    const vf kept = exp(splat(-a.rate[head]) * step);
+    const vf gate = load_up_to(gates + i, left) + load_up_to(a.dt_bias + head * D + i, left), rate = splat(a.rate[head]);
+    const vf kept = exp(a.bound < 0.0f ? sigmoid_times(splat(a.bound), rate * gate) : -rate * log_of_1_plus_exp(gate));
     store_up_to(decay + i, kept, left);
     store_up_to(decayed + i, load_up_to(k + i, left) * kept, left);
     store_up_to(q + i, load_up_to(q + i, left) * kept, left);

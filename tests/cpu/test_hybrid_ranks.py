@@ -61,7 +61,8 @@ def test_the_chain_hands_the_state_on(size: int, budget: int, folder: Path, trut
 
 
 @pytest.mark.parametrize(
-    "kind", ["next_experts", "3_5", "lfm3", "lfm2", "lfm2_experts", "granite", "nemotron_experts", "kimi", "falcon_h1"]
+    "kind",
+    ["next_experts", "3_5", "lfm3", "lfm2", "lfm2_experts", "granite", "nemotron_experts", "kimi", "falcon_h1", "glm5"],
 )
 def test_families(kind: str, tmp_path: Path) -> None:
     folder, given = make_checkpoint(kind, tmp_path), prompts()[2:6]

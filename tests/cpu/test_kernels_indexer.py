@@ -39,6 +39,12 @@ class Case:
             self.pool = Pool.of([values], once=True)
         self.keys = (int(self.items[:, 1].max()) // CHUNK + 1) * CHUNK
 
+    def pooled(self, of: int) -> Case:
+        """The same of pools of so many keys, whose second `size` numbers are what they count."""
+        draw = torch.Generator().manual_seed(2)
+        self.index = self.index._replace(places=torch.randn(of, self.index.q.shape[2], generator=draw))
+        return self
+
     def scores(self, items: Tensor | None = None) -> Tensor:
         arranged = cpu.arrange(self.pool, self.index.q.dtype)
         return cpu.index_scores(self.index, arranged, self.items if items is None else items, self.positions, self.keys)
@@ -59,9 +65,30 @@ def test_scores(isa: str, threads_kept: None, size: int, dim: int, heads: int, i
 
 
 @native
-def test_a_rows_scores_are_its_own(isa: str, threads_kept: None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("int8", [False, True], ids=["as computed", "int8"])
+@pytest.mark.parametrize(
+    ("size", "dim", "heads", "of"), [(128, 768, 32, 16), (32, 112, 33, 2), (16, 60, 3, 64), (10, 22, 1, 4)]
+)
+def test_scores_of_pools(
+    isa: str, threads_kept: None, size: int, dim: int, heads: int, of: int, int8: bool, dtype: torch.dtype
+) -> None:
+    """As test_scores; a pool is seen from its last key on."""
+    case = Case(dtype, size, dim, heads, int8=int8).pooled(of)
+    truth = indexer.index_scores(case.index, case.pool, case.items, case.positions, case.keys)
+    torch.set_num_threads(2)
+    found = case.scores()
+    unseen = truth == -torch.inf
+    assert found.shape[1] * of == case.keys and torch.equal(found == -torch.inf, unseen) and unseen.any()
+    last = torch.arange(of - 1, case.keys, of)
+    assert torch.equal(~unseen, last <= case.positions[:, None])
+    assert torch.allclose(found[~unseen], truth[~unseen], rtol=1e-4, atol=2e-3 * float(truth[~unseen].std()))
+
+
+@native
+@pytest.mark.parametrize("of", [1, 16])
+def test_a_rows_scores_are_its_own(isa: str, threads_kept: None, of: int, dtype: torch.dtype) -> None:
     """The same bits alone as among others, with one thread as with two."""
-    case = Case(dtype, 32, 96)
+    case = Case(dtype, 32, 96) if of == 1 else Case(dtype, 32, 96).pooled(of)
     torch.set_num_threads(2)
     together = case.scores()
     torch.set_num_threads(1)
@@ -197,6 +224,12 @@ def test_what_does_not_fit_is_refused() -> None:
         cpu.index_scores(case.index, pool, case.items, case.positions, CHUNK)
     with pytest.raises(ValueError, match="keys of 128 numbers lie in no pool of 1 heads of 96"):
         wide = case.index._replace(q=torch.zeros(len(case.positions), 5, 128))
+        cpu.index_scores(wide, pool, case.items, case.positions, case.keys)
+    with pytest.raises(ValueError, match="places must be a contiguous CPU tensor"):
+        places = torch.zeros(16, 32, dtype=torch.bfloat16)
+        cpu.index_scores(case.index._replace(places=places), pool, case.items, case.positions, case.keys)
+    with pytest.raises(ValueError, match="keys of 64 numbers lie in no pool of 1 heads of 96"):
+        wide = case.index._replace(q=torch.zeros(len(case.positions), 5, 64), places=torch.zeros(16, 64))
         cpu.index_scores(wide, pool, case.items, case.positions, case.keys)
     with pytest.raises(ValueError, match="row 0 has chosen key 64, which lies in none of its chunks"):
         cpu.gather(

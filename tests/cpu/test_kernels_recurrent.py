@@ -27,7 +27,7 @@ MAMBA = [
 ]
 KIMI = [
     RecurrentSpec(1, 4, 4, 32, 32, 4, "kda"),
-    RecurrentSpec(1, 3, 3, 40, 20, 3, "kda"),
+    RecurrentSpec(1, 3, 3, 40, 20, 3, "kda", bound=-5.0),
     RecurrentSpec(1, 2, 2, 7, 5, 2, "kda"),
 ]
 CONVOLUTION = RecurrentSpec.short_convolutions(1, 64, 3)

@@ -125,6 +125,7 @@ def test_what_it_does_not_do_is_refused(settings: dict[str, Any], told: str, fol
         ("glm_dsa", dict(indexer_rope_interleave=False), "indexer_rope_interleave false is not supported"),
         ("deepseek_v32", dict(index_head_dim=8), "index_head_dim 8 is less than qk_rope_head_dim 16"),
         ("deepseek_v32", dict(q_lora_rank=None), "q_lora_rank"),
+        ("deepseek_v32", dict(qk_rope_head_dim=0), "qk_rope_head_dim 0 is not supported; 2 or more is"),
         ("deepseek_v32", dict(scoring_func="softmax"), "scoring_func 'softmax' is not supported; sigmoid is"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_file_has_room_for_what_was_reckoned_and_no_more(tmp_path: Path) -> No
     assert not store.pools[1].k.any() and not store.pools[0].v.any()
     with pytest.raises(ValueError, match="the file holds"):
         file((1,), torch.bfloat16)
-    with pytest.raises(ValueError, match="lower kv_offloading_size or name another directory"):
+    with pytest.raises(ValueError, match="lower kv_offload_disk_size or name another directory"):
         FileMemory(str(tmp_path), 1 << 60)
 
 

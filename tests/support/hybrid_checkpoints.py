@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
+    Glm5NextConfig,
+    Glm5NextForConditionalGeneration,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     KimiLinearConfig,
@@ -108,6 +110,13 @@ KIMI_UNEVEN = KIMI | dict(
     linear_conv_kernel_dim=3, q_lora_rank=48, num_shared_experts=2, num_expert_group=4, topk_group=2,
     moe_renormalize=False,
 )  # fmt: skip
+GLM5: dict[str, Any] = dict(
+    layer_types=["linear_attention", "indexed_attention"] * 2, mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    indexer_types=["full"] * 4, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, n_shared_experts=1,
+    linear_head_dim=16, linear_num_heads=4, q_lora_rank=64, kv_lora_rank=48, qk_nope_head_dim=32, v_head_dim=48,
+    num_key_value_heads=4, index_topk=32, index_head_dim=32, index_n_heads=16, index_kpool=16, hc_mult=3,
+)  # fmt: skip
+"""Heads of the indexer enough that no two pools count 0 alike."""
 FALCON: dict[str, Any] = dict(
     mamba_d_ssm=192, mamba_n_heads=6, mamba_d_state=16, mamba_n_groups=2, num_hidden_layers=3, key_multiplier=0.4,
     attention_in_multiplier=1.2, attention_out_multiplier=0.9, ssm_in_multiplier=1.25, ssm_out_multiplier=0.6,
@@ -145,15 +154,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1_normed": ("falcon_h1", FALCON_NORMED),
     "kimi": ("kimi", KIMI),
     "kimi_uneven": ("kimi", KIMI_UNEVEN),
+    "glm5": ("glm5", GLM5),
 }
 
 
 def seeds_for_rounding(kind: str) -> range:
     """See tests.support.checkpoints.seeds_for_rounding."""
-    return range(6 if "experts" in kind or kind.startswith("kimi") else 1)
+    return range(6 if "experts" in kind or kind.startswith(("kimi", "glm5")) else 1)
 
 
-PLAIN_NORMS = ("lfm", "granite", "nemotron", "kimi", "falcon")
+PLAIN_NORMS = ("lfm", "granite", "nemotron", "kimi", "falcon", "glm5")
 """What families begin with whose norms do not add one to their weights."""
 
 
@@ -190,6 +200,14 @@ def _kimi(**fields: Any) -> PreTrainedModel:
     return KimiLinearForCausalLM(KimiLinearConfig(**given))
 
 
+def _glm5(**fields: Any) -> PreTrainedModel:
+    usual = ("head_dim", *(name for name in SIZES if name.startswith("linear_")))
+    text = {name: value for name, value in fields.items() if name not in usual or name in GLM5}
+    vision = {**VISION, "patch_size": 14}
+    del vision["num_position_embeddings"]
+    return Glm5NextForConditionalGeneration(Glm5NextConfig(text_config=text, vision_config=vision))
+
+
 def _lfm2(**fields: Any) -> PreTrainedModel:
     return Lfm2ForCausalLM(Lfm2Config(**_without_nets(fields)))
 
@@ -221,6 +239,7 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
     "3_5_vision": _vision,
     "3_5_experts_vision": _experts_vision,
     "falcon_h1": _falcon_h1,
+    "glm5": _glm5,
     "granite": _granite,
     "kimi": _kimi,
     "lfm2": _lfm2,

@@ -56,12 +56,17 @@ class NaiveAttend(Attend):
         assert self.spec.index is not None
         if self.spec.index.block > 1:
             return self._by_blocks(layer, q, k, v, index)
-        size, keys = self.spec.index.size, self.keys[layer].add(k)
+        size, keys = self.spec.index.stored, self.keys[layer].add(k)
         seen = range(len(keys) - len(q) + 1, len(keys) + 1)
         if index is not None:
             assert index.weights is not None
             rows_of = zip(index.q, index.weights, seen, strict=True)
-            self.chosen = [self._choice(q, weights, keys[:n, 0, :size]) for q, weights, n in rows_of]
+            self.chosen = [
+                self._choice(q, weights, keys[:n, 0, :size])
+                if index.places is None
+                else self._pools(q, weights, keys[:n, 0, :size], index.places)
+                for q, weights, n in rows_of
+            ]
         met = [keys[:n, :, size:][self.chosen[row]] for row, n in enumerate(seen)]
         return torch.cat([self.attend(layer, q[row : row + 1], each, each) for row, each in enumerate(met)])
 
@@ -98,6 +103,17 @@ class NaiveAttend(Attend):
         scores = weights @ (q.float() @ keys.float().T).relu()
         best = scores.argsort(descending=True, stable=True)[: self.spec.index.chosen]
         return torch.zeros(len(keys), dtype=torch.bool).index_fill(0, best, True)
+
+    def _pools(self, q: Tensor, weights: Tensor, stored: Tensor, places: Tensor) -> Tensor:
+        """q [N, I], weights [N], stored [n, 2 I], places [pool, I] -> bool [n]."""
+        assert self.spec.index is not None
+        pool, whole = len(places), len(stored) // len(places)
+        keys, counts = stored[: whole * pool].float().view(whole, pool, stored.shape[1]).chunk(2, dim=-1)
+        keys = ((counts + places).softmax(1) * keys).sum(1)
+        scores = weights @ (q.float() @ keys.T).relu()
+        best = scores.argsort(descending=True, stable=True)[: self.spec.index.chosen // pool]
+        kept = torch.zeros(whole, dtype=torch.bool).index_fill(0, best, True).repeat_interleave(pool)
+        return torch.cat((kept, torch.ones(len(stored) - len(kept), dtype=torch.bool)))
 
     def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [T, Hq, D] are the last T rows over keys and values [N, Hkv, D]: [T, Hq, D]."""

@@ -34,14 +34,16 @@ takes."""
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Keys int32 [n, C] that rows of a step, int64 [n], have chosen, both ascending."""
+    """Keys int32 [n, C] that rows of a step, int64 [n], have chosen, both ascending; counts int64 [n]: how many."""
 
     rows: Tensor
     keys: Tensor
+    counts: Tensor
 
-    def of(self, rows: Tensor) -> Tensor:
-        """Of some of the rows."""
-        return self.keys[torch.searchsorted(self.rows, rows)]
+    def of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and counts of some of the rows."""
+        at = torch.searchsorted(self.rows, rows)
+        return self.keys[at], self.counts[at]
 
 
 class SparseRows:
@@ -69,26 +71,28 @@ class SparseRows:
         """Attention of rows [F] over the keys that they choose by `index`, or have chosen: [F, Hq, D - I]. q [T, Hq,
         D - I]; sinks: see kernels.records.Mask."""
         if index is not None:
-            self._choice = Choice(rows, self.chosen(pool, index, rows))
+            self._choice = Choice(rows, *self.chosen(pool, index, rows))
         assert self._choice is not None, "the first layer has an indexer"
-        keys, size = self._choice.of(rows), self.index.size
-        parts = []
-        for some, theirs in zip(*(each.split(self.at_once(self.index, q)) for each in (rows, keys)), strict=True):
-            made = self.kernels.gather(pool, self.tables[some], theirs, size, q.dtype)
-            parts.append(self.kernels.attend(q[some], made, own_mask(self.spec, theirs, None, sinks)))
+        most, parts = self.at_once(self.index, q), []
+        chosen = (each.split(most) for each in (rows, *self._choice.of(rows)))
+        for some, theirs, counts in zip(*chosen, strict=True):
+            made = self.kernels.gather(pool, self.tables[some], theirs, self.spec.index_width, q.dtype)
+            parts.append(self.kernels.attend(q[some], made, own_mask(self.spec, theirs, counts, sinks)))
         return torch.cat(parts)
 
     @staticmethod
     def at_once(index: IndexSpec, q: Tensor) -> int:
         """Rows of q [T, Hq, D - I] whose keys are copied together."""
-        return max(1, AT_ONCE // (chunks_of(index.chosen) * CHUNK * q.shape[2] * q.itemsize))
+        return max(1, AT_ONCE // (chunks_of(index.most) * CHUNK * q.shape[2] * q.itemsize))
 
-    def chosen(self, pool: Pool, index: IndexQueries, rows: Tensor) -> Tensor:
-        """What rows [F] choose: int32 [F, C]."""
-        return torch.cat([choose(scores, self.index.chosen) for scores in self.scores(pool, index, rows)])
+    def chosen(self, pool: Pool, index: IndexQueries, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What rows [F] choose, as `keys_of` tells it."""
+        count = self.index.chosen // self.index.pool
+        found = torch.cat([choose(scores, count) for scores in self.scores(pool, index, rows)])
+        return keys_of(self.index, found, self.positions[rows])
 
     def scores(self, pool: Pool, index: IndexQueries, rows: Tensor) -> Iterator[Tensor]:
-        """Of rows [F], some after some: fp32 [n, keys], by position."""
+        """Of rows [F], some after some: fp32 [n, keys], by position, or of pools."""
         keys = self.tables.shape[1] * CHUNK
         for some in rows.split(max(1, AT_ONCE // (4 * keys))):
             items = items_of(self.items, some)
@@ -117,7 +121,7 @@ class ChoosingAttention(PlanAttention):
         rows: Tensor | None = None,
     ) -> Tensor:
         wanted = torch.arange(len(q)) if rows is None else rows
-        is_far, width = self.positions[wanted] >= self.index.chosen, self.spec.index_width
+        is_far, width = self.positions[wanted] >= self.index.most, self.spec.index_width
         wide = torch.nn.functional.pad(q, (width, 0))
         if not self._choose(index) or not is_far.any():
             return self(layer, wide, k, v, rows)[..., width:]
@@ -167,6 +171,17 @@ def apart(
         if these.any():
             out[these] = attend(wanted[these])
     return out
+
+
+def keys_of(index: IndexSpec, chosen: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys int32 [n, most] that rows attend to, and how many int64 [n], by those that they have chosen, int32 [n, C].
+    Where keys are pooled, `chosen` are pools, and those behind a row's last whole one follow, up to its position."""
+    if (of := index.pool) == 1:
+        return chosen, torch.full((len(chosen),), chosen.shape[1])
+    keys = (chosen[..., None] * of + torch.arange(of, dtype=torch.int32)).flatten(1)
+    seen = (positions + 1)[:, None]
+    last = (seen // of * of + torch.arange(of - 1)).minimum(seen - 1)
+    return torch.cat((keys, last.int()), dim=1), keys.shape[1] + seen[:, 0] % of
 
 
 def tables_of(items: Int32, rows: int) -> Tensor:

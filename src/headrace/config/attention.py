@@ -17,6 +17,10 @@ class IndexSpec:
     keys that a row attends to at most. own: layers with an indexer; in others a row attends to those that it has chosen
     in the nearest such layer before, and the numbers of an indexer's key are 0. norm_eps: of the norm of its keys.
 
+    pool: above 1, a row chooses pools of so many keys (GLM-5.3-Flash), `chosen` keys together, and attends to those
+    behind the last whole pool too. A pool's key is the sum of its keys, by weights of each number that are a softmax
+    over them, of as many numbers more that are stored of a token.
+
     block: above 1, a row chooses blocks of so many keys (MiniMax-M3), for each KV head by itself, of which the indexer
     has a head; its own block and local - 1 before it are always among them. The indexer's key lies in those of all KV
     heads, the first size / KV heads numbers of each, and in layers without an indexer a row attends to all keys.
@@ -29,6 +33,17 @@ class IndexSpec:
     block: int = 1
     local: int = 0
     norm_eps: float = 1e-6
+    pool: int = 1
+
+    @property
+    def stored(self) -> int:
+        """Numbers of a token that are an indexer's: its key, and what it counts in a pool."""
+        return self.size * (1 if self.pool == 1 else 2)
+
+    @property
+    def most(self) -> int:
+        """Keys that a row attends to at most: one that sees no more, attends to all of them."""
+        return self.chosen + self.pool - 1
 
 
 Window = int | None
@@ -99,7 +114,7 @@ class AttentionSpec:
     @property
     def index_width(self) -> int:
         """Numbers of what is stored of a token and KV head that are an indexer's."""
-        return 0 if self.index is None else self.index.size // (1 if self.once else self.kv_heads)
+        return 0 if self.index is None else self.index.stored // (1 if self.once else self.kv_heads)
 
     @property
     def own_dim(self) -> int:
@@ -152,7 +167,8 @@ class RecurrentSpec:
     matrix [key_dim, value_dim] of its own; `value_heads // key_heads` of them share queries and keys. Those of Mamba-2
     are what its paper calls C and B, its values are x. Kimi Delta Attention is a net each channel of whose keys decays
     by itself, with as many key heads as value heads. A short convolution is one head without queries, keys and matrix
-    (`short_convolutions`). normed: of Mamba-2, whether the heads of a group are normed together.
+    (`short_convolutions`). normed: of Mamba-2, whether the heads of a group are normed together. bound: below 0,
+    channels of Kimi Delta Attention decay by e^bound at most (kernels.gated_delta).
     """
 
     layers: int
@@ -163,6 +179,7 @@ class RecurrentSpec:
     kernel: int
     kind: RecurrentKind = "delta"
     normed: bool = True
+    bound: float = 0.0
 
     @classmethod
     def short_convolutions(cls, layers: int, channels: int, kernel: int) -> RecurrentSpec:

@@ -447,8 +447,10 @@ class Extension(Protocol):
         size: int,
         keys: int,
         threads: int,
+        pooled: int = 1,
+        places: int = 0,
     ) -> None:
-        """See kernels.indexer. count: of the items; size: of an indexer's head; keys: columns of `out`."""
+        """See kernels.indexer. count: of the items; size: of an indexer's head; keys: columns of `out`, in pools."""
     def block_scores(
         self,
         type: int,
@@ -542,6 +544,7 @@ class Extension(Protocol):
         eps: float,
         threads: int,
         by_channel: bool,
+        bound: float,
     ) -> None:
         """vectors: conv, rate, dt_bias and norm; states: last and matrices (csrc/kernels.h, GatedDelta)."""
     def mamba2(
@@ -595,6 +598,7 @@ class Extension(Protocol):
         mixing: Sequence[int],
         out: int,
         post: int,
+        comb: int,
         *,
         rows: int,
         streams: int,
@@ -602,11 +606,24 @@ class Extension(Protocol):
         eps: float,
         least: float,
         magnitude: float,
+        post_least: float,
+        rounds: int,
         threads: int,
     ) -> None:
         """mixing: mixes, base and scale (csrc/kernels.h, CollectStreams)."""
     def spread_streams(
-        self, type: int, x: int, part: int, post: int, out: int, *, rows: int, streams: int, width: int, threads: int
+        self,
+        type: int,
+        x: int,
+        part: int,
+        post: int,
+        comb: int,
+        out: int,
+        *,
+        rows: int,
+        streams: int,
+        width: int,
+        threads: int,
     ) -> None: ...
     def silu_mul(self, type: int, x: int, out: int, rows: int, width: int, threads: int) -> None: ...
     def rotary(

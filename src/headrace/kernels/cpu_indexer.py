@@ -9,29 +9,31 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.cpu_attention import pool_at
-from headrace.kernels.extension import check, require, type_of
+from headrace.kernels.extension import address, check, require, type_of
 from headrace.kernels.indexer import IndexQueries, chunks_of, room
 from headrace.kernels.records import Pool
 from headrace.types import CHUNK
 
 
 def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tensor, keys: int) -> Tensor:
-    """fp32 [R, keys]. pool: as the kernels read it (cpu_attention.arrange)."""
+    """fp32 [R, keys], or of pools. pool: as the kernels read it (cpu_attention.arrange)."""
     assert index.weights is not None, "heads count together"
     rows, heads, size = index.q.shape
     _, kv_heads, dim = pool.shape
-    if kv_heads != 1 or size > dim:
+    if kv_heads != 1 or size * (1 + (index.pool > 1)) > dim:
         raise ValueError(f"an indexer's keys of {size} numbers lie in no pool of {kv_heads} heads of {dim}")
     check("q", index.q, index.q.dtype, (rows, heads, size))
     check("weights", index.weights, torch.float32, (rows, heads))
     check("items", items, torch.int32, (items.shape[0], 4))
     check("positions", positions, torch.int64, (rows,))
     _check_room(items, keys)
-    scores = torch.full((rows, keys), -torch.inf)
+    if index.places is not None:
+        check("places", index.places, torch.float32, (index.pool, size))
+    scores = torch.full((rows, keys // index.pool), -torch.inf)
     require().index_scores(
         type_of(index.q), pool_at(pool, index.q.dtype, pool.shape), index.q.data_ptr(), index.weights.data_ptr(),
         items.data_ptr(), positions.data_ptr(), scores.data_ptr(), rows=rows, count=items.shape[0], heads=heads,
-        size=size, keys=keys, threads=torch.get_num_threads(),
+        size=size, keys=keys, threads=torch.get_num_threads(), pooled=index.pool, places=address(index.places),
     )  # fmt: skip
     return scores
 

@@ -7,7 +7,8 @@ C = 2 Hk D + Hv V: channels. For each token, after a causal convolution with sil
     S = decay S + k (x) beta (v - decay k S),    out = norm(q S) silu(z)        S [D, V] fp32 of each value head
 
 Kimi Delta Attention (arXiv 2510.26692) is the same with a decay for each channel of a key, Diag(decay) S, with Hk = Hv,
-and out = norm(q S) sigmoid(z).
+and out = norm(q S) sigmoid(z). A channel decays by e^(-rate softplus(a + dt_bias)), or, where the model bounds it, by
+e^(bound sigmoid(rate (a + dt_bias))).
 
 There is one order of operations, token by token, so a row has the same bits however its sequence is cut into segments.
 """
@@ -91,7 +92,7 @@ def _native(
         [states.last.data_ptr(), states.matrices.data_ptr()], segments.data_ptr(), out.data_ptr(), rows=len(mixed),
         mixed_stride=mixed.stride(0), count=len(segments), slots=len(states.matrices), key_heads=spec.key_heads,
         value_heads=spec.value_heads, key_dim=spec.key_dim, value_dim=spec.value_dim, kernel=spec.kernel,
-        eps=weights.eps, threads=torch.get_num_threads(), by_channel=by_channel(spec),
+        eps=weights.eps, threads=torch.get_num_threads(), by_channel=by_channel(spec), bound=spec.bound,
     )  # fmt: skip
     return out
 
@@ -127,8 +128,9 @@ def _token(
     shared = spec.value_heads // spec.key_heads
     q, k = (_unit(x.view(spec.key_heads, spec.key_dim)).repeat_interleave(shared, 0) for x in (q, k))
     b, a = gates[: spec.value_heads], gates[spec.value_heads :]
-    step = F.softplus(a + weights.dt_bias).view(spec.value_heads, -1)  # [Hv, 1 or D]
-    matrix = matrix * torch.exp(-weights.rate[:, None] * step)[:, :, None]
+    gate, rate = (a + weights.dt_bias).view(spec.value_heads, -1), weights.rate[:, None]  # [Hv, 1 or D]
+    decay = spec.bound * torch.sigmoid(rate * gate) if spec.bound else -rate * F.softplus(gate)
+    matrix = matrix * torch.exp(decay)[:, :, None]
     delta = (v.view(spec.value_heads, spec.value_dim) - (matrix * k[:, :, None]).sum(1)) * b.sigmoid()[:, None]
     matrix = matrix + k[:, :, None] * delta[:, None, :]
     return matrix, (matrix * q[:, :, None]).sum(1) * spec.key_dim**-0.5

@@ -29,41 +29,57 @@ ALIGNED = 64
 
 class IndexQueries(NamedTuple):
     """What an indexer makes of rows: q [R, N, I], of the type that is computed in, and weights fp32 [R, N] of its
-    heads; None where rows choose blocks, by each head for itself."""
+    heads; None where rows choose blocks, by each head for itself. places fp32 [pool, I]: of the layer, where keys are
+    pooled (config.IndexSpec)."""
 
     q: Tensor
     weights: Tensor | None = None
+    places: Tensor | None = None
+
+    @property
+    def pool(self) -> int:
+        """Keys of a pool."""
+        return 1 if self.places is None else len(self.places)
 
     def of(self, rows: Tensor) -> IndexQueries:
         """Of some rows alone, int64 [n]."""
-        return IndexQueries(self.q[rows], None if self.weights is None else self.weights[rows])
+        return self._replace(q=self.q[rows], weights=None if self.weights is None else self.weights[rows])
 
 
 def index_scores(index: IndexQueries, pool: Pool, items: Tensor, positions: Tensor, keys: int) -> Tensor:
-    """fp32 [R, keys]: sum over heads of weights * max(q . k, 0), -inf for keys behind a row's position.
+    """fp32 [R, keys]: sum over heads of weights * max(q . k, 0), -inf for keys behind a row's position. Where keys are
+    pooled, [R, keys / pool], of pools, -inf for those that are not whole there.
 
     items int32 [n, 4], positions int64 [R]: as in kernels.records.Mask. What no item offers is -inf.
     """
     assert index.weights is not None, "heads count together"
-    size = index.q.shape[2]
-    scores = torch.full((len(index.q), keys), -torch.inf)
+    size, of = index.q.shape[2], index.pool
+    scores = torch.full((len(index.q), keys // of), -torch.inf)
     for slot, key, begin, end in items.tolist():
-        k = pool.v[slot, 0, :, :size].float()
+        k = pool.v[slot, 0, :, : size * (1 + (of > 1))].float()
         if pool.v_scale is not None:
             k = k * pool.v_scale[slot, 0, :, None]
+        k = k if index.places is None else pooled(k, index.places)
         of_chunk = _of_chunk(index.q[begin:end].float(), index.weights[begin:end], k)
-        at = torch.arange(key, key + CHUNK)
-        scores[begin:end, key : key + CHUNK] = of_chunk.masked_fill(at > positions[begin:end, None], -torch.inf)
+        last = torch.arange(key, key + CHUNK, of) + of - 1
+        unseen = last > positions[begin:end, None]
+        scores[begin:end, key // of : (key + CHUNK) // of] = of_chunk.masked_fill(unseen, -torch.inf)
     return scores
 
 
+def pooled(stored: Tensor, places: Tensor) -> Tensor:
+    """stored [64, 2 I], keys and what they count, places [pool, I] -> keys of pools [64 / pool, I]."""
+    keys, counts = stored.view(-1, len(places), stored.shape[1]).chunk(2, dim=-1)
+    return ((counts + places).softmax(1) * keys).sum(1)
+
+
 def _of_chunk(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
-    """q [r, N, I], weights [r, N], k [64, I] -> [r, 64]."""
+    """q [r, N, I], weights [r, N], k [n, I] -> [r, n]."""
     rows, heads, size = q.shape
     flat = torch.nn.functional.pad(q.reshape(rows * heads, size), (0, 0, 0, -(rows * heads) % TOGETHER))
     products = torch.cat([part @ k.t() for part in flat.split(TOGETHER)])[: rows * heads]
-    met = products.view(rows, heads, CHUNK).clamp(min=0.0)
-    total = torch.zeros(rows, CHUNK)
+    met = products.view(rows, heads, len(k)).clamp(min=0.0)
+    total = torch.zeros(rows, len(k))
     for head in range(heads):
         total = total + weights[:, head, None] * met[:, head]
     return total

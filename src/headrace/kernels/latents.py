@@ -33,6 +33,8 @@ def queries(heads: Tensor, cos_sin: Tensor, spec: Latent, of_heads: OfHeads) -> 
 
         return gpu_latents.queries(heads, of_heads.whole, spec, cos_sin)
     turned, plain = heads.split((heads.shape[2] - spec.plain, spec.plain), dim=-1)
+    if not turned.shape[2]:
+        return _by_head(of_heads.keys, plain)
     return torch.cat((ops.rotary(turned.contiguous(), cos_sin), _by_head(of_heads.keys, plain)), dim=-1)
 
 
@@ -45,6 +47,8 @@ def keys(projected: Tensor, norm: Tensor, cos_sin: Tensor, spec: Latent, on_gpu:
         return gpu_latents.keys(projected, norm, spec, cos_sin)
     turned, latent = projected.split((projected.shape[1] - spec.rank, spec.rank), dim=-1)
     latent = ops.rms_norm(latent.contiguous(), norm, spec.norm_eps)
+    if not turned.shape[1]:
+        return latent[:, None]
     return torch.cat((ops.rotary(turned[:, None].contiguous(), cos_sin), latent[:, None]), dim=-1)
 
 

@@ -22,11 +22,12 @@ def mixing_of(weights: Mapping[str, Tensor], name: str) -> hyper.Mixing:
     return hyper.Mixing(*(weights[f"{name}.{part}"] for part in hyper.Mixing._fields))
 
 
-def collected(config: ModelConfig, mixing: hyper.Mixing, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def collected(config: ModelConfig, mixing: hyper.Mixing, x: Tensor) -> tuple[Tensor, hyper.Counts | None]:
     """kernels.hyper.collect of x [T, S H], as the model does it."""
     spec = config.hyper
     assert spec is not None, "the model has several streams"
-    return hyper.collect(x, mixing, spec.streams, hyper.Bounds(config.norm_eps, spec.least, spec.magnitude))
+    bounds = hyper.Bounds(config.norm_eps, spec.least, spec.magnitude, spec.post_least, spec.rounds)
+    return hyper.collect(x, mixing, spec.streams, bounds)
 
 
 class HyperIndexedLayer(IndexedLayer):
@@ -45,27 +46,27 @@ class HyperIndexedLayer(IndexedLayer):
         """x [T, S H] -> the same behind the layer, of all T or of `rows`; nothing is left to be added."""
         if watch is not None:
             watch(self.index, x)
-        first, post = self._read("attention", x)
+        first, counts = self._read("attention", x)
         heads = self._mixed(first, cos_sin, attend, rows, recur)
         if rows is not None:
-            x, post = x[rows], post[rows]
+            x, counts = x[rows], counts.of(rows)
             if not len(rows):
                 return x, None
             self.adapted = None if self.adapted is None else self.adapted.of(rows)
-        x = hyper.spread(x, self.whole("hidden", self._out(heads, x.dtype)), post)
-        second, post = self._read("mlp", x)
-        return hyper.spread(x, self.whole("hidden", self._mlp(second)), post), None
+        x = hyper.spread(x, self.whole("hidden", self._out(heads, x.dtype)), counts)
+        second, counts = self._read("mlp", x)
+        return hyper.spread(x, self.whole("hidden", self._mlp(second)), counts), None
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [n, S H], which enters the layer -> k, v [n, 1, D], as `attend` gets them: the same tensor."""
         k = self._keys(self._read("attention", x)[0], cos_sin)
         return k, k
 
-    def _read(self, half: str, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, S H] -> what a half reads, normed [T, H], and by what it adds [T, S]."""
-        total, post = collected(self.config, mixing_of(self.weights, f"{half}_streams"), x)
-        assert post is not None, "both halves add to the streams"
-        return self._norm(f"{half}_norm", total), post
+    def _read(self, half: str, x: Tensor) -> tuple[Tensor, hyper.Counts]:
+        """x [T, S H] -> what a half reads, normed [T, H], and how it adds to the streams."""
+        total, counts = collected(self.config, mixing_of(self.weights, f"{half}_streams"), x)
+        assert counts is not None, "both halves add to the streams"
+        return self._norm(f"{half}_norm", total), counts
 
 
 def entered(config: ModelConfig, x: Tensor) -> Tensor:
@@ -75,4 +76,8 @@ def entered(config: ModelConfig, x: Tensor) -> Tensor:
 
 def left(config: ModelConfig, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """What leaves the last layer, [T, S H] -> [T, H], which is normed."""
-    return x if config.hyper is None else collected(config, mixing_of(weights, "streams"), x)[0]
+    if config.hyper is None:
+        return x
+    if not config.hyper.learned_end:
+        return hyper.mean(x, config.hyper.streams)
+    return collected(config, mixing_of(weights, "streams"), x)[0]

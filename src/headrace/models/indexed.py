@@ -1,7 +1,8 @@
 """Latent attention to the keys that rows choose by an indexer (DSA; DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
 T: rows (tokens) of a step; H: hidden size; N, I: heads of the indexer and their size; rotated, rank: as in
-models.latent. Of a token are stored its I numbers for indexers, then its latent. Scores are left without the factors
+models.latent. Of a token are stored its I numbers for indexers, as many that its key counts by where keys are pooled,
+then its latent. Scores are left without the factors
 I^-0.5 and N^-0.5 of the paper, which change no choice.
 """
 
@@ -29,7 +30,7 @@ class Choosing(Layer):
     @property
     def chooses(self) -> bool:
         """Whether the layer has an indexer."""
-        return self.indexer.own[self.index]
+        return self.indexer.own[self.place]
 
 
 class IndexedLayer(Choosing, LatentLayer):
@@ -47,18 +48,21 @@ class IndexedLayer(Choosing, LatentLayer):
         """x [T, H], narrow [T, query_rank] -> by which rows choose keys."""
         heads = self._linear("index_queries", narrow).view(len(x), self.indexer.heads, self.indexer.size)
         weights = ops.linear(x, self.matrices["index_weights.weight"], wide=True)
-        return IndexQueries(self._turned_first(heads, cos_sin), weights)
+        return IndexQueries(self._turned_first(heads, cos_sin), weights, self.weights.get("index.places"))
 
     def _keys(self, x: Tensor, cos_sin: Tensor | None) -> Tensor:
         """x [T, H] -> [T, 1, I + rotated + rank], which is values as well."""
         latent = super()._keys(x, cos_sin)
         if not self.chooses:
-            return torch.nn.functional.pad(latent, (self.indexer.size, 0))
+            return torch.nn.functional.pad(latent, (self.indexer.stored, 0))
         weight, bias = (self.weights[f"index_norm.{kind}"] for kind in ("weight", "bias"))
-        own = ops.layer_norm(self._linear("index_keys", x), weight, bias, self.indexer.norm_eps)
-        return torch.cat((self._turned_first(own[:, None], cos_sin), latent), dim=-1)
+        keys, counts = self._linear("index_keys", x).tensor_split((self.indexer.size,), dim=1)
+        own = ops.layer_norm(keys.contiguous(), weight, bias, self.indexer.norm_eps)
+        return torch.cat((self._turned_first(own[:, None], cos_sin), counts[:, None], latent), dim=-1)
 
     def _turned_first(self, heads: Tensor, cos_sin: Tensor | None) -> Tensor:
-        """heads [T, heads, I], of which the first numbers are rotated."""
+        """heads [T, heads, I], of which the first numbers are rotated, if any are."""
+        if not self.latent.rotated:
+            return heads
         turned, plain = heads.split((self.latent.rotated, self.indexer.size - self.latent.rotated), dim=-1)
         return torch.cat((ops.rotary(turned.contiguous(), self._turns(turned, cos_sin)), plain), dim=-1)

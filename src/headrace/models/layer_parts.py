@@ -33,11 +33,20 @@ class Multipliers:
 class HyperSpec:
     """Hyper-connections (arXiv 2409.19606): `streams` residual streams, whose sums are what attention and MLPs read,
     and to each of which they add. least: is added to what a stream counts; magnitude: the most that is added to it
-    counts, but for that."""
+    counts, but for post_least. rounds: each stream goes on as a sum of all, by weights that are balanced in so many
+    rounds; 0: as it is. learned_end: what leaves the last layer is a learned sum of streams, not their mean."""
 
     streams: int
     least: float
     magnitude: float
+    post_least: float = 0.0
+    rounds: int = 0
+    learned_end: bool = True
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Parts of what a half of a layer learns of its streams."""
+        return (self.streams, self.streams, *((self.streams**2,) if self.rounds else ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ NEVER_NULL = (
     "dense_intermediate_size", "num_kv_shared_layers", "query_pre_attn_scalar", "qk_scale_factor", "output_multiplier",
     "scale_emb", "index_topk", "index_head_dim", "index_n_heads", "index_block_size", "index_topk_blocks",
     "index_local_blocks", "swiglu_alpha", "swiglu_limit", "route_scale", "floor_scale", "attn_scale",
-    "hc_mult", "hc_eps", "hc_magnitude",
+    "hc_mult", "hc_eps", "hc_magnitude", "hc_sinkhorn_iters", "index_kpool", "linear_head_dim", "linear_num_heads",
 )  # fmt: skip
 """Where the class of a model has them, with a number in place of what config.json leaves out."""
 NULLABLE = {

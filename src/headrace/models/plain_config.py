@@ -21,6 +21,7 @@ from headrace.models.plain_layers import (
     HY4_TYPES,
     NEMOTRON_KINDS,
     fill_in_falcon_h1,
+    fill_in_glm5_next,
     fill_in_hy4,
     fill_in_kimi_linear,
     fill_in_kinds,
@@ -39,7 +40,7 @@ GPT2_NAMES = {
 }  # fmt: skip
 """What GPT-2's files call these fields; its class alone takes both names."""
 
-TURNED_PART = ("deepseek_v2", "deepseek_v32", "glm_moe_dsa", "minicpm3", *HY4_TYPES)
+TURNED_PART = ("deepseek_v2", "deepseek_v32", "glm_moe_dsa", "glm5_next_text", "minicpm3", *HY4_TYPES)
 """Classes that call the part of a head that is rotated head_dim, whatever the file does."""
 
 
@@ -94,6 +95,8 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         fill_in_minimax_m3(values)
     if model_type in HY4_TYPES:
         fill_in_hy4(values)
+    if model_type == "glm5_next_text":
+        fill_in_glm5_next(values)
     if model_type == "falcon_h1":
         fill_in_falcon_h1(values)
     if model_type == "kimi_linear":

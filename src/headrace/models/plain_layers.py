@@ -47,10 +47,10 @@ KIMI_NAMES = {
     "n_shared_experts": "num_shared_experts",
 }  # fmt: skip
 """Fields of Kimi Linear by the names that other classes have for them."""
-KIMI_SIZES = {
+DELTA_SIZES = {
     "linear_head_dim": "head_dim", "linear_num_heads": "num_heads", "linear_conv_kernel_dim": "short_conv_kernel_size",
 }  # fmt: skip
-"""Of its linear layers, in linear_attn_config."""
+"""Of linear layers, in linear_attn_config."""
 
 
 def fill_in_kimi_linear(values: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def fill_in_kimi_linear(values: dict[str, Any]) -> None:
             raise UnsupportedModel(f"{other} is null; download the file again")
         values[own] = values[other] = values.get(other, values[own])
     told = values.get("linear_attn_config") or {}
-    values |= {ours: told[theirs] for ours, theirs in KIMI_SIZES.items() if theirs in told}
+    values |= {ours: told[theirs] for ours, theirs in DELTA_SIZES.items() if theirs in told}
     layers = range(values["num_hidden_layers"])
     if values["layer_types"] is None and "full_attn_layers" in told and "kda_layers" in told:
         named = {**dict.fromkeys(told["full_attn_layers"], KINDS[0])}
@@ -93,6 +93,22 @@ def fill_in_hy4(values: dict[str, Any]) -> None:
         values["layer_types"] = ["indexed_attention" for _ in layers]
     if values["indexer_types"] is None:
         values["indexer_types"] = ["shared" if layer and (layer - 1) % 4 else "full" for layer in layers]
+
+
+def fill_in_glm5_next(values: dict[str, Any]) -> None:
+    """Every fourth layer attends; where nothing tells otherwise, decays are bounded."""
+    layers, told = range(values["num_hidden_layers"]), values.get("linear_attn_config")
+    if values["mlp_layer_types"] is None:
+        values["mlp_layer_types"] = [MLP_TYPES[layer >= 3] for layer in layers]
+    kinds = [KINDS[0] if layer % 4 == 3 else "linear_attention" for layer in layers]
+    kinds = kinds if values["layer_types"] is None else values["layer_types"]
+    values["layer_types"] = ["indexed_attention" if kind == KINDS[0] else kind for kind in kinds]
+    if told is None:
+        return
+    values |= {ours: told[theirs] for ours, theirs in DELTA_SIZES.items() if theirs in told}
+    values["linear_lower_bound"] = told.get("gate_lower_bound", values["linear_lower_bound"])
+    if told.get("safe_gate", True) and values["linear_lower_bound"] is None:
+        values["linear_lower_bound"] = -5.0
 
 
 def fill_in_llama4(values: dict[str, Any]) -> None:

@@ -23,6 +23,17 @@ HY4: dict[str, Any] = LATENT | dict(
     layer_types=None, index_topk=2048, index_head_dim=128, index_n_heads=16, indexer_types=None, hc_mult=4, hc_eps=1e-6,
     hc_magnitude=2.0, swiglu_limit=10.0,
 )  # fmt: skip
+GLM5_NEXT: dict[str, Any] = LATENT | dict(
+    vocab_size=154880, hidden_size=4096, intermediate_size=12288, moe_intermediate_size=2048, num_hidden_layers=45,
+    num_attention_heads=64, num_key_value_heads=64, max_position_embeddings=1048576, rms_norm_eps=1e-5,
+    pad_token_id=154820, bos_token_id=None, eos_token_id=None, n_routed_experts=288, n_shared_experts=1,
+    num_experts_per_tok=8, routed_scaling_factor=2.5, norm_topk_prob=True, n_group=1, topk_group=1, q_lora_rank=1536,
+    qk_nope_head_dim=256, qk_rope_head_dim=0, v_head_dim=256, mlp_layer_types=None, layer_types=None, index_topk=2048,
+    index_head_dim=128, index_n_heads=32, indexer_types=None, index_topk_pattern=None, index_topk_freq=1,
+    index_skip_topk_offset=2, index_kpool=16, index_kpool_always_select_tail=True, linear_head_dim=128,
+    linear_num_heads=64, linear_conv_kernel_dim=4, linear_lower_bound=-5.0, hc_mult=4, hc_eps=1e-6,
+    hc_sinkhorn_iters=20, swiglu_limit=10.0,
+)  # fmt: skip
 QWEN3_NEXT: dict[str, Any] = COMMON | dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_attention_heads=16,
     num_key_value_heads=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-6, attention_bias=False,
@@ -150,6 +161,7 @@ ROUTED: dict[str, dict[str, Any]] = {
         qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1, index_n_heads=32, indexer_types=None,
         index_topk_pattern=None, index_topk_freq=1, index_skip_topk_offset=2, indexer_rope_interleave=True,
     ),
+    "glm5_next_text": GLM5_NEXT,
     "hy_v4": HY4,
     "hy_v4_vl_text": HY4
     | dict(

@@ -21,6 +21,7 @@ MAX_LENGTH = 1 << 30
 """Positions that a model may reach, however its rotation is stretched."""
 
 Count = Annotated[int, Meta(ge=1, le=1 << 16)] | None | UnsetType
+Part = Annotated[int, Meta(ge=0, le=1 << 16)] | None | UnsetType
 Layers = Annotated[int, Meta(ge=1, le=4096)] | None | UnsetType
 WideCount = Annotated[int, Meta(ge=1, le=1 << 24)] | None | UnsetType
 Counts = Annotated[list[Annotated[int, Meta(ge=1, le=1 << 24)]], Meta(max_length=4096)]
@@ -31,6 +32,7 @@ Theta = Annotated[float, Meta(gt=0, le=1e15)] | None | UnsetType
 Thetas = Annotated[list[Annotated[float, Meta(ge=0, le=1e15)]], Meta(max_length=4096)] | UnsetType | None
 Factor = Annotated[float, Meta(gt=0, le=1e6)] | None | UnsetType
 Scale = Annotated[float, Meta(ge=0, le=1e6)] | None | UnsetType
+Bound = Annotated[float, Meta(ge=-1e6, le=1e6)] | None | UnsetType
 Factors = Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(max_length=4096)] | None | UnsetType
 Flag = bool | None | UnsetType
 Flags = Annotated[list[Annotated[int, Meta(ge=0, le=1)]], Meta(max_length=4096)]
@@ -51,13 +53,15 @@ class SparseFields(msgspec.Struct):
 
 
 class DeltaFields(msgspec.Struct):
-    """linear_attn_config, of Kimi Linear. Layers are counted from 1."""
+    """linear_attn_config, of Kimi Linear, whose layers are counted from 1, and of GLM-5.3-Flash."""
 
     full_attn_layers: Counts | UnsetType | None = UNSET
     kda_layers: Counts | UnsetType | None = UNSET
     head_dim: Count = UNSET
     num_heads: Count = UNSET
     short_conv_kernel_size: Count = UNSET
+    gate_lower_bound: Bound = UNSET
+    safe_gate: Flag = UNSET
 
 
 class RopeFields(msgspec.Struct):
@@ -132,7 +136,7 @@ class ConfigFields(msgspec.Struct):
     num_attention_heads: Count = UNSET
     num_key_value_heads: Count = UNSET
     num_kv_heads: Count = UNSET
-    head_dim: Count = UNSET
+    head_dim: Part = UNSET
     max_position_embeddings: Length = UNSET
     rms_norm_eps: Epsilon = UNSET
     norm_eps: Epsilon = UNSET
@@ -205,7 +209,7 @@ class ConfigFields(msgspec.Struct):
     kv_lora_rank: Count = UNSET
     q_lora_rank: Count = UNSET
     qk_nope_head_dim: Count = UNSET
-    qk_rope_head_dim: Count = UNSET
+    qk_rope_head_dim: Part = UNSET
     v_head_dim: Count = UNSET
     rope_interleave: Flag = UNSET
     index_topk: Count = UNSET
@@ -219,6 +223,10 @@ class ConfigFields(msgspec.Struct):
     hc_mult: Count = UNSET
     hc_eps: Scale = UNSET
     hc_magnitude: Factor = UNSET
+    hc_sinkhorn_iters: Count = UNSET
+    index_kpool: Count = UNSET
+    index_kpool_always_select_tail: Flag = UNSET
+    linear_lower_bound: Bound = UNSET
     clip_qkv: Factor = UNSET
     swiglu_alpha: Factor = UNSET
     swiglu_limit: Factor = UNSET
@@ -348,6 +356,9 @@ def check(raw: dict[str, Any], schema: type[msgspec.Struct], path: Path) -> None
         checked = msgspec.convert(raw, schema)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {_told(str(error), is_gguf(path))}") from None
+    for part in (checked, getattr(checked, "text_config", UNSET)):
+        if isinstance(part, ConfigFields) and part.head_dim == 0 and part.qk_rope_head_dim != 0:
+            raise ValueError(f"{path}: {_told('Expected `int` >= 1 - at `$.head_dim`', is_gguf(path))}")
     for name, value in _floats(checked):
         if not math.isfinite(value):
             raise ValueError(f"{path}: {name} is {value}, a finite number is needed; download the file again")

@@ -62,14 +62,14 @@ def expected(config: ModelConfig) -> dict[str, Slot]:
         slots |= _mlp(config, index)
         if config.hyper is not None:
             for half in ("attention", "mlp"):
-                slots |= _streams(f"layers.{index}.{half}_streams", config.stream_size, (config.hyper.streams,) * 2)
+                slots |= _streams(f"layers.{index}.{half}_streams", config.stream_size, config.hyper.outputs)
         if config.activation == "xielu":
             slots |= {f"layers.{index}.activation.alpha_{each}": Slot((1,), wide=True) for each in "pn"}
         if config.layer_inputs is not None:
             slots |= _gated_inputs(config, f"layers.{index}.", config.layer_inputs.width)
         if config.layer_scale:
             slots[f"layers.{index}.whole.layer_scalar"] = Slot((1,))
-    if config.hyper is not None:
+    if config.hyper is not None and config.hyper.learned_end:
         slots |= _streams("streams", config.stream_size, (config.hyper.streams,))
     if config.final_norm:
         slots |= _norm(config, "final_norm")
@@ -128,13 +128,15 @@ def _latent_layer(config: ModelConfig, spec: LatentSpec, prefix: str) -> dict[st
 
 def _indexer(config: ModelConfig, layer: int) -> dict[str, Slot]:
     spec, prefix = config.attention.index, f"layers.{layer}.index_"
-    if spec is None or not spec.own[layer]:
+    if spec is None or not spec.own[config.place(layer)]:
         return {}
     hidden = config.hidden_size
     narrow = hidden if config.latent is None else config.latent.query_rank
     assert narrow is not None, "an indexer has the queries' way"
     slots = _linear(prefix + "queries", (spec.heads * spec.size,), narrow, False)
-    slots |= _linear(prefix + "keys", (spec.size,), hidden, False)
+    slots |= _linear(prefix + "keys", (spec.size,) * (spec.stored // spec.size), hidden, False)
+    if spec.pool > 1:
+        slots[f"layers.{layer}.index.places"] = Slot((spec.pool,), spec.size, wide=True)
     if spec.block > 1:
         return slots | {prefix + f"{part}_norm.weight": Slot((spec.size,)) for part in "qk"}
     slots |= _linear(prefix + "weights", (spec.heads,), hidden, False)
@@ -238,8 +240,9 @@ def is_of_heads(name: str) -> bool:
 
 
 def is_mixing(name: str) -> bool:
-    """Whether a weight of ours is what hyper-connections read streams by: in fp32, and multiplied by nothing else."""
-    return name.endswith("streams.fn")
+    """Whether a weight of ours is a matrix by its shape alone, which rows are not multiplied by as by others: what
+    hyper-connections read streams by, and what places count in an indexer's pool."""
+    return name.endswith(("streams.fn", ".index.places"))
 
 
 def in_feed_forward(name: str) -> bool:

@@ -34,9 +34,9 @@ from headrace.parallel.transport import Tag, Transfer
 
 Rows = TypeVar("Rows")
 """Those of a home over the pool of a host."""
-QUERIES, BEST, ASKED, FETCHED = (KINDS + kind for kind in (0, 2, 4, 5))
-"""What a message holds, behind those of key_places; its tag's piece also names a rank. QUERIES and BEST are two tensors
-at most, FETCHED as many as a pool has."""
+QUERIES, BEST, ASKED, FETCHED = (KINDS + kind for kind in (0, 3, 5, 6))
+"""What a message holds, behind those of key_places; its tag's piece also names a rank. QUERIES are three
+tensors at most, BEST two, FETCHED as many as a pool has."""
 
 
 class Fetching(KeyPlacing, Generic[Rows]):

@@ -1,9 +1,10 @@
 """parallel.fetched for rows that choose keys one by one (DSA).
 
-Each host tells a home's row of its C best keys, scores and positions; what is sent is their latents, without the
-numbers of indexers. Layers that attend to what one before them has chosen ask for nothing: hosts know it still.
+Each host tells a home's row of its best keys, or pools of them, scores and positions; what is sent is their latents,
+without the numbers of indexers. Those behind the last whole pool are asked for as what is chosen is. Layers that attend
+to what one before them has chosen ask for nothing: hosts know it still.
 
-T: rows of a home; C: keys that a row chooses; D: numbers stored of a token, I of them an indexer's.
+T: rows of a home; C: keys that a row attends to at most; D: numbers stored of a token, I of them an indexer's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.attention.sparse import SparseRows, own_mask
+from headrace.attention.sparse import SparseRows, keys_of, own_mask
 from headrace.kernels.backend import Attend
 from headrace.kernels.indexer import IndexQueries, choose, chunks_of
 from headrace.kernels.records import Pool
@@ -31,13 +32,13 @@ NOWHERE = torch.iinfo(torch.int32).max
 def ring_q(context: GroupContext) -> Attend:
     """Attention of a group of strategy ring-q: ring pass-Q, or where rows leave keys out, parallel.fetched."""
     index = context.kernels.spec.index
-    if index is None or all(part.end <= index.chosen for part in context.group.parts):
+    if index is None or all(part.end <= index.most for part in context.group.parts):
         return RingQ(context)
     return FetchedKeys(context) if index.block == 1 else FetchedBlocks(context)
 
 
 class Hosted(NamedTuple):
-    """A home's rows over a host's pool. best: how many keys of it each row hears of."""
+    """A home's rows over a host's pool. best: how many keys of it each row hears of, or pools of keys."""
 
     rows: SparseRows
     best: int
@@ -51,16 +52,17 @@ class FetchedKeys(Fetching[Hosted]):
     counts: Tensor
 
     def hosted(self, items: Tensor, positions: Tensor) -> Hosted:
-        best = min(self.index.chosen, CHUNK * chunks_among(items))
+        best = min(self.index.chosen, CHUNK * chunks_among(items)) // self.index.pool
         return Hosted(SparseRows(self.kernels, self.spec, items, positions), best)
 
     def index_parts(self, index: IndexQueries) -> Sequence[Tensor]:
         assert index.weights is not None, "rows choose keys, not blocks"
-        return index.q, index.weights
+        return [part for part in index if part is not None]
 
     def room_for_index(self, rows: Hosted, dtype: torch.dtype) -> IndexQueries:
-        shape = len(rows.rows.positions), self.index.heads
-        return IndexQueries(torch.empty(*shape, self.index.size, dtype=dtype), torch.empty(shape))
+        shape, size = (len(rows.rows.positions), self.index.heads), self.index.size
+        places = torch.empty(self.index.pool, size) if self.index.pool > 1 else None
+        return IndexQueries(torch.empty(*shape, size, dtype=dtype), torch.empty(shape), places)
 
     def best(self, stored: Pool, rows: Hosted, index: IndexQueries) -> Sequence[Tensor]:
         """Scores fp32 [T, best] of each row's best keys here, and their positions int32 [T, best], ascending."""
@@ -78,14 +80,13 @@ class FetchedKeys(Fetching[Hosted]):
     def choose(self, found: Sequence[Sequence[Tensor]]) -> Mapping[int, Tensor]:
         """A row that sees C keys or fewer has chosen them all."""
         values, positions = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-        most = self.index.chosen
+        most = self.index.most
         chosen = torch.arange(most, dtype=torch.int32).repeat(len(self.positions), 1)
-        far = self.positions >= most
+        far, self.counts = self.positions >= most, self.positions + 1
         if far.any():
             ordered = torch.where(values[far] == -torch.inf, NOWHERE, positions[far]).sort(dim=1, stable=True)
-            among = choose(values[far].gather(1, ordered.indices), most).long()
-            chosen[far] = ordered.values.gather(1, among)
-        self.counts = (self.positions + 1).clamp(max=most)
+            among = choose(values[far].gather(1, ordered.indices), self.index.chosen // self.index.pool).long()
+            chosen[far], self.counts[far] = keys_of(self.index, ordered.values.gather(1, among), self.positions[far])
         return self._placed(chosen)
 
     def _placed(self, chosen: Tensor) -> Mapping[int, Tensor]:
@@ -104,7 +105,7 @@ class FetchedKeys(Fetching[Hosted]):
         return asked
 
     def room_for_asked(self, rows: Hosted) -> Tensor:
-        return torch.empty(len(rows.rows.positions), self.index.chosen, dtype=torch.int32)
+        return torch.empty(len(rows.rows.positions), self.index.most, dtype=torch.int32)
 
     def most_places(self, stored: Pool) -> int:
         return len(stored.v) * CHUNK
@@ -114,12 +115,12 @@ class FetchedKeys(Fetching[Hosted]):
         some = places[places >= 0][None]
         if not some.numel():
             return ()
-        made = self.kernels.gather(stored, _every(stored), some, self.index.size, dtype)
+        made = self.kernels.gather(stored, _every(stored), some, self.spec.index_width, dtype)
         return [each.clone() for each in made.tensors]
 
     def room_for_taken(self, stored: Pool, places: Tensor) -> Sequence[Tensor]:
         chunks = chunks_of(int((places >= 0).sum()))
-        parts = Pool.parts(chunks, 1, stored.v.shape[-1] - self.index.size, stored.v.dtype, once=True)
+        parts = Pool.parts(chunks, 1, stored.v.shape[-1] - self.spec.index_width, stored.v.dtype, once=True)
         return [torch.empty(shape, dtype=dtype) for shape, dtype in parts] if chunks else ()
 
     def attend(self, layer: int, q: Tensor, pool: Pool) -> Tensor:

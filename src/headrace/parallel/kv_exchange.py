@@ -113,7 +113,7 @@ class KVExchange(Attend):
         assert spec.index is not None, "the model has indexers"
         wide = torch.nn.functional.pad(q, (spec.index_width, 0))
         wanted = torch.arange(len(q)) if rows is None else rows
-        is_far = positions[wanted] >= spec.index.chosen
+        is_far = positions[wanted] >= spec.index.most
         attends_to_all = index is None and spec.index.block > 1
         if attends_to_all or not is_far.any():
             return self(layer, wide, k, v, rows)[..., spec.index_width :]

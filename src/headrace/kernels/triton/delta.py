@@ -30,6 +30,8 @@ class DeltaStep(RecurrentStep):
 
     def _run(self, mixed: Tensor, gates: Tensor | None, weights: RecurrentWeights, states: LayerStates) -> Tensor:
         spec, (gates, weights) = self.spec, of_net(gates, weights)
+        if spec.bound:
+            raise ValueError("decays with a bound are computed on a CPU alone")
         made, scalars, out = self._buffers(mixed, 2 * spec.value_heads + spec.key_heads)
         decays = made if not by_channel(spec) else made.new_empty(self.rows, spec.keys)
         if self.rows:

@@ -18,6 +18,7 @@ from headrace.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_VI
 from headrace.models.families.gemma4 import GEMMA4, GEMMA4_MULTIMODAL, GEMMA4_UNIFIED, GEMMA4_UNIFIED_MULTIMODAL
 from headrace.models.families.glm import GLM, GLM4
 from headrace.models.families.glm4_moe import GLM4_MOE
+from headrace.models.families.glm5_next import GLM5_NEXT
 from headrace.models.families.gpt2 import GPT2
 from headrace.models.families.gpt_neox import GPT_NEOX
 from headrace.models.families.gpt_oss import GPT_OSS
@@ -114,6 +115,7 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "DeepseekV32ForCausalLM": DEEPSEEK_V32,
     "GlmMoeDsaForCausalLM": GLM_DSA,
+    "Glm5NextForConditionalGeneration": GLM5_NEXT,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,

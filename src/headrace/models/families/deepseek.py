@@ -41,6 +41,8 @@ def latent_facts(
     """What models with latent attention have in common. paired: whether neighbours are rotated; scores: what the router
     makes of logits, in the words of the field that says so in published files; turned: the rotation, where it is not
     simply what rope_parameters say: of a part of each head; ignored: of rope_parameters, beside what all models do."""
+    if config.qk_rope_head_dim < 1:
+        raise UnsupportedModel(f"qk_rope_head_dim {config.qk_rope_head_dim} is not supported; 2 or more is")
     known = {"scoring_func": scores, "moe_layer_freq": 1, "num_key_value_heads": config.num_attention_heads}
     known["head_dim"] = config.qk_rope_head_dim + (0 if turned is None else config.qk_nope_head_dim)
     for name, only in known.items():

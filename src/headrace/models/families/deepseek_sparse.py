@@ -51,7 +51,7 @@ def indexed(config: Any, own: tuple[bool, ...], paired: bool, ignored: Set[str] 
     if index.size < config.qk_rope_head_dim:
         raise UnsupportedModel(f"index_head_dim {index.size} is less than qk_rope_head_dim {config.qk_rope_head_dim}")
     spec = facts["attention"]
-    return facts | dict(attention=replace(spec, head_dim=spec.head_dim + index.size, index=index))
+    return facts | dict(attention=replace(spec, head_dim=spec.head_dim + index.stored, index=index))
 
 
 def _names(config: ModelConfig, experts: Names) -> Names:

@@ -29,9 +29,14 @@ RENAMED = (
 attention are."""
 
 
-def _facts(config: Any, paired: bool = False) -> dict[str, Any]:
+def refuse_other_limits(config: Any) -> None:
+    """Raises UnsupportedModel for gates that are held to other numbers."""
     if config.swiglu_limit != CLAMPED_LIMIT:
         raise UnsupportedModel(f"swiglu_limit {config.swiglu_limit} is not supported; only {CLAMPED_LIMIT} is")
+
+
+def _facts(config: Any, paired: bool = False) -> dict[str, Any]:
+    refuse_other_limits(config)
     if not 1 <= given(config, "hc_mult") <= MOST_STREAMS:
         raise UnsupportedModel(f"hc_mult {config.hc_mult} is not supported; 1 to {MOST_STREAMS} are")
     for kind in config.layer_types:
@@ -44,7 +49,7 @@ def _facts(config: Any, paired: bool = False) -> dict[str, Any]:
         attention=replace(spec, index=index, sinks=True),
         attention_gate=True,
         experts=experts and replace(experts, activation="swiglu_clamped"),
-        hyper=HyperSpec(config.hc_mult, config.hc_eps, config.hc_magnitude),
+        hyper=HyperSpec(config.hc_mult, config.hc_eps, config.hc_magnitude, post_least=config.hc_eps),
     )
 
 
