@@ -89,7 +89,9 @@ def _write(path: Path, experts: int) -> None:
     writer.add_rope_freq_base(1e4)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([chr(0x100 + i) if i < 33 else chr(i + 31) for i in range(VOCABULARY)])
+    single = [chr(0x100 + i) if i < 33 else chr(i + 31) for i in range(VOCABULARY - 1)]
+    writer.add_token_list([*single, "AB"])
+    writer.add_token_merges(["A B"])
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (VOCABULARY, WIDE), "output": (VOCABULARY, WIDE)}
     shapes |= {f"blk.0.{name}": (WIDE, WIDE) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
     mlp = {"ffn_gate": (INNER, WIDE), "ffn_up": (INNER, WIDE), "ffn_down": (WIDE, INNER)}
