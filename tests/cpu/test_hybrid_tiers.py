@@ -31,7 +31,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         "3_5",
         "lfm2",
         "granite",
-        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("lfm3", "kimi", "falcon_h1")),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("lfm3", "kimi", "falcon_h1", "glm5")),
     ],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
