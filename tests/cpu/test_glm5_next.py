@@ -17,6 +17,7 @@ from headrace import LLM, SamplingParams
 from headrace.attention import sparse
 from headrace.models.config import read_config
 from headrace.models.plain_config import plain_config
+from headrace.parallel.fetched_keys import FetchedKeys
 from headrace.types import UnsupportedModel
 from tests.support.hybrid_checkpoints import build_model, make_checkpoint
 from tests.support.thread_group import ranks_as_threads
@@ -162,13 +163,19 @@ MATRIX: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "settings", [*ENGINES, *(pytest.param(each, marks=pytest.mark.matrix) for each in MATRIX)], ids=str
 )
-def test_engines_of_several_ranks(settings: dict[str, Any], folder_of: FolderOf) -> None:
-    """Cached, preempted, drafted: the bits of one rank without any of it."""
+def test_engines_of_several_ranks(
+    settings: dict[str, Any], folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached, preempted, drafted: the bits of one rank without any of it. Where no rank has room for a prompt, decoded
+    rows choose among pools of several ranks."""
+    choose, chosen = FetchedKeys.choose, []
+    monkeypatch.setattr(FetchedKeys, "choose", lambda self, found: chosen.append(1) or choose(self, found))
     usual: dict[str, Any] = {"dtype": "bfloat16"}
     prompts = [*PROMPTS, [*PROMPTS[4], *range(70)]]
     with ranks_as_threads(), engine(folder_of(), **usual | {"kv_cache_tokens": 1024} | settings) as llm:
         together = run(llm, prompts, GREEDY)
         again = run(llm, prompts, GREEDY)
+    assert chosen or "kv_cache_tokens" not in settings
     same(together, again)
     rounded = {name: each for name, each in settings.items() if name == "kv_cache_dtype"}
     with engine(folder_of(), **usual, enable_prefix_caching=False, **rounded) as llm:

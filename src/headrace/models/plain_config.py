@@ -6,6 +6,7 @@ tests/unit/test_plain_config.py compares the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,32 +76,16 @@ def _fill_in(values: dict[str, Any], model_type: str) -> None:
         values["num_key_value_heads"] = heads
     if "max_window_layers" in own:
         _fill_in_windows(values, every_other=model_type == "qwen2_moe")
-    if model_type == "minicpm3":
-        _fill_in_minicpm3(values)
     if "mlp_only_layers" in own and values["mlp_only_layers"] is None:
         values["mlp_only_layers"] = []
     if model_type == "glm4_moe_lite":  # calls it so, too
         values["qk_rope_head_dim"] = values.get("head_dim", values["qk_rope_head_dim"])
     if model_type in TURNED_PART:
         values["head_dim"] = values["qk_rope_head_dim"]
-    if model_type == "qwen3_moe":
-        _fill_in_qwen3_moe(values)
-    if model_type == "smollm3":
-        _fill_in_smollm3(values)
-    if model_type == "llama4_text":
-        fill_in_llama4(values)
     if model_type in ("glm", "glm4") and values["eos_token_id"] is None:
         values["eos_token_id"] = GLM_ENDS
-    if model_type == "minimax_m3_vl_text":
-        fill_in_minimax_m3(values)
-    if model_type in HY4_TYPES:
-        fill_in_hy4(values)
-    if model_type == "glm5_next_text":
-        fill_in_glm5_next(values)
-    if model_type == "falcon_h1":
-        fill_in_falcon_h1(values)
-    if model_type == "kimi_linear":
-        fill_in_kimi_linear(values)
+    if model_type in OWN_RULES:
+        OWN_RULES[model_type](values)
     fill_in_kinds(values, model_type, own.keys())
     if model_type == "cwm":
         values["sliding_window"] = values["sliding_window"] or None
@@ -174,6 +159,20 @@ def _fill_in_smollm3(values: dict[str, Any]) -> None:
         windows = values["use_sliding_window"] and values["sliding_window"] is not None
         turned = [*values["no_rope_layers"], *layers]
         values["layer_types"] = [KINDS[windows and not turned[layer]] for layer in layers]
+
+
+OWN_RULES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "minicpm3": _fill_in_minicpm3,
+    "qwen3_moe": _fill_in_qwen3_moe,
+    "smollm3": _fill_in_smollm3,
+    "llama4_text": fill_in_llama4,
+    "minimax_m3_vl_text": fill_in_minimax_m3,
+    "glm5_next_text": fill_in_glm5_next,
+    "falcon_h1": fill_in_falcon_h1,
+    "kimi_linear": fill_in_kimi_linear,
+    **dict.fromkeys(HY4_TYPES, fill_in_hy4),
+}
+"""Of one class alone, before kinds of layers are told."""
 
 
 def _fill_in_lfm2(values: dict[str, Any], model_type: str) -> None:
