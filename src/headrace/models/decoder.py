@@ -2,8 +2,8 @@
 
 T: rows (tokens) of a step, of all sequences together. H: hidden size, E: embedding and head width, V: vocabulary,
 Hq, Hkv: query and KV heads, D: head size.
-No row's bits depend on other rows here (docs/architecture.md, rule 2): sums run inside
-headrace.kernels.ops or within one row, and whatever is elementwise is add, multiply or a table look-up.
+No row's bits depend on other rows here (docs/architecture.md, rule 2): sums run inside headrace.kernels.ops or within
+one row, and whatever is elementwise is add, multiply or a table look-up.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ class Decoder:
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
         turns = self.rope.at(batch.positions, batch.rope_lengths).to(self.device) if self.rope else None
-        x = self.embed(batch.token_ids.to(self.device), batch.positions.to(self.device))
-        return entered(self.config, x), turns
+        tokens, positions = batch.token_ids.to(self.device), batch.positions.to(self.device)
+        return entered(self.config, self.embed(tokens, positions)), turns
 
     def _inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
         """What each layer adds of tokens [T], which enter as x [T, H]; None where layers add nothing."""
