@@ -15,7 +15,7 @@ void make_scale(Scale *self, bool rms, Address weight, Address bias, float offse
 // shared: up, down and maybe a gate of the expert that all rows meet; or none.
 void make_experts(Experts *self, const Matrix &router, const Matrices &up, const Matrices &down, int64_t chosen,
                   bool normalised, const Routing &routing, Address correction, bool weighted_inputs, const Matrices &shared,
-                  Address outside) {
+                  Address outside, Address scales) {
   const int64_t count = router.outputs;
   if (static_cast<int64_t>(up.size()) != count || up.size() != down.size())
     refuse("a router of ", count, " experts does not fit ", static_cast<int64_t>(up.size()), " and ",
@@ -31,6 +31,7 @@ void make_experts(Experts *self, const Matrix &router, const Matrices &up, const
                      normalised,
                      routing,
                      at<float>(correction),
+                     at<float>(scales),
                      weighted_inputs,
                      shared,
                      at<OutsideExpert>(outside)};
@@ -87,6 +88,36 @@ void make_latent(Latent *self, const Matrix &queries, const Matrices &keys, cons
                     eps};
 }
 
+// times: of Beside, in its order.
+void make_beside(Beside *self, const Matrix &mixed, const Matrix &out, const std::vector<float> &times) {
+  if (times.size() != 6) refuse("a layer beside attention has six factors");
+  new (self) Beside{mixed, out, {times[0], times[1], times[2], times[3], times[4], times[5]}};
+}
+
+void make_beside_mlp(BesideMlp *self, const Scale &router_norm, const Scale &experts_norm, const Scale &dense_out_norm,
+                     const Scale &experts_out_norm, float factor) {
+  new (self) BesideMlp{router_norm, experts_norm, dense_out_norm, experts_out_norm, factor};
+}
+
+void make_inputs(LayerInputs *self, const Matrix &gate, const Matrix &out, const Scale &norm) {
+  new (self) LayerInputs{gate, out, norm};
+}
+
+void make_inputs_table(InputsTable *self, Address table, int64_t vocabulary, const Matrix *packed, const Matrix &projection,
+                       Address norm, int64_t width, float eps, float table_scale, float projected_scale, float sum_scale) {
+  if (width < 1 || projection.outputs % width) refuse("inputs of ", width, " numbers do not fill ", projection.outputs);
+  new (self) InputsTable{at<bf16>(table),
+                         vocabulary,
+                         packed ? std::optional<Matrix>(*packed) : std::nullopt,
+                         projection,
+                         at<bf16>(norm),
+                         width,
+                         eps,
+                         table_scale,
+                         projected_scale,
+                         sum_scale};
+}
+
 // layers: where `last` and `matrices` of each lie.
 void make_states(RecurrentStates *self, const std::vector<std::pair<Address, Address>> &layers, int64_t slots) {
   RecurrentStates states = {{}, slots};
@@ -101,9 +132,13 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
                 const Scale &mlp_norm, Address q_norm, Address k_norm, const std::vector<Scale> &out_norms, int64_t turn_first,
                 int64_t turned, float residual_scale, float out_eps, bool norm_whole, const Experts *experts, bool gated,
                 const DeltaNet *net, int64_t query_first, bool turn_before_norm, const Latent *latent,
-                const ShortConvolution *convolution, const MambaNet *mamba, Address alphas) {
+                const ShortConvolution *convolution, const MambaNet *mamba, Address alphas, const Beside *beside,
+                Address v_norm, bool keys_as_values, const BesideMlp *beside_mlp, const LayerInputs *inputs, float scale) {
   const bool normed = order == Order::sandwich || order == Order::after;
   if (out_norms.size() != (normed ? 2 : 0)) refuse("a block of this order has other norms");
+  if (beside && (order != Order::pre || !mamba || residual_scale != 1.0f)) refuse("such a block has nothing beside attention");
+  if ((beside_mlp || inputs || scale != 1.0f) && order != Order::sandwich) refuse("only a sandwich has parts behind its MLP");
+  if (beside_mlp && !experts) refuse("there are no experts beside the MLP");
   if (!up != !down || (!up && (experts || order != Order::pre))) refuse("a block of this order has an MLP");
   new (self) DecoderLayer{
       .order = order,
@@ -125,6 +160,8 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
       .out_eps = out_eps,
       .q_norm = at<bf16>(q_norm),
       .k_norm = at<bf16>(k_norm),
+      .v_norm = at<bf16>(v_norm),
+      .keys_as_values = keys_as_values,
       .norm_whole = norm_whole,
       .turn_first = turn_first,
       .turned = turned,
@@ -136,6 +173,10 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
       .mamba = mamba ? std::optional<MambaNet>(*mamba) : std::nullopt,
       .convolution = convolution ? std::optional<ShortConvolution>(*convolution) : std::nullopt,
       .latent = latent ? std::optional<Latent>(*latent) : std::nullopt,
+      .beside = beside ? std::optional<Beside>(*beside) : std::nullopt,
+      .beside_mlp = beside_mlp ? std::optional<BesideMlp>(*beside_mlp) : std::nullopt,
+      .inputs = inputs ? std::optional<LayerInputs>(*inputs) : std::nullopt,
+      .scale = scale,
   };
 }
 
@@ -145,9 +186,9 @@ void before(const DecoderLayer &self, Address x, Address cos_sin, Address qkv, A
 }
 
 void after(const DecoderLayer &self, Address x, Address attended, Address scratch, int64_t rows, int threads, Address gates,
-           int64_t gates_stride, Address adapted) {
+           int64_t gates_stride, Address adapted, Address inputs, int64_t inputs_stride) {
   self.after(at<bf16>(x), at<bf16>(attended), at<bf16>(scratch), rows, threads, {at<bf16>(gates), gates_stride},
-             at<int64_t>(adapted));
+             at<int64_t>(adapted), {at<bf16>(inputs), inputs_stride});
 }
 
 // bias_len: positions that the bias covers.
@@ -185,27 +226,28 @@ void go_on(AttentionStep &self, Address positions, Address offsets, int threads)
 
 void go_on_by_one(AttentionStep &self, int threads) { self.go_on(threads); }
 
-void make_layer(AttentionStep::Layer *self, int64_t kind, Address k_pool, Address v_pool, Address sinks) {
-  new (self) AttentionStep::Layer{kind, at<void>(k_pool), at<void>(v_pool), at<float>(sinks)};
+void make_layer(AttentionStep::Layer *self, const AttentionStep &step, int64_t kind, Address k_pool, Address v_pool,
+                Address sinks, bool stores) {
+  new (self) AttentionStep::Layer{&step, kind, at<void>(k_pool), at<void>(v_pool), at<float>(sinks), stores};
 }
 
-void run(const AttentionStep &self, const AttentionStep::Layer &layer, Address q, Address k, Address v, Address out,
-         int64_t q_stride, int64_t k_stride, int64_t v_stride) {
-  self.run(layer, {at<void>(q), q_stride}, {at<void>(k), k_stride}, {at<void>(v), v_stride}, at<void>(out));
+void run(const AttentionStep::Layer &self, Address q, Address k, Address v, Address out, int64_t q_stride, int64_t k_stride,
+         int64_t v_stride) {
+  self.run({at<void>(q), q_stride}, {at<void>(k), k_stride}, {at<void>(v), v_stride}, at<void>(out));
 }
 
 typedef std::vector<AttentionStep::Layer> Layers;
 
 size_t attentions(const Blocks &blocks) {
   size_t count = 0;
-  for (const DecoderLayer *block : blocks) count += !block->recurrent();
+  for (const DecoderLayer *block : blocks) count += block->attends();
   return count;
 }
 
 // layers: one for each block with attention, or more. states, and segments of which there are `count`: of the recurrent ones.
-void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &layers, Address x, Address qkv, Address attended,
-                Address scratch, const RecurrentStates *states, Address segments, int64_t count, Address cos_sin,
-                int64_t rotary, int64_t rows, int threads, Address adapted) {
+void run_blocks(const Blocks &blocks, const Layers &layers, Address x, Address qkv, Address attended, Address scratch,
+                const RecurrentStates *states, Address segments, int64_t count, Address cos_sin, int64_t rotary, int64_t rows,
+                int threads, Address adapted, Address inputs, int64_t inputs_stride) {
   if (layers.size() < attentions(blocks)) throw std::invalid_argument("fewer layers than blocks");
   const LayerBuffers shared = {
       .x = at<bf16>(x),
@@ -217,16 +259,18 @@ void run_blocks(const AttentionStep &self, const Blocks &blocks, const Layers &l
       .rows = rows,
       .threads = threads,
       .adapted = at<int64_t>(adapted),
+      .inputs = {at<bf16>(inputs), inputs_stride},
   };
-  if (!states) return run_layers(blocks, layers, self, nullptr, shared);
+  if (!states) return run_layers(blocks, layers, nullptr, shared);
   const Recurrence recurrence = {*states, at<StateSegment>(segments), count};
-  run_layers(blocks, layers, self, &recurrence, shared);
+  run_layers(blocks, layers, &recurrence, shared);
 }
 
 void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head,
-               float embed_scale, float logit_scale, float logit_cap, const Matrix *packed) {
+               float embed_scale, float logit_scale, float logit_cap, const Matrix *packed, const InputsTable *inputs) {
   new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head, embed_scale, logit_scale, logit_cap};
   if (packed) self->packed = *packed;
+  if (inputs) self->inputs = *inputs;
 }
 
 void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
@@ -268,13 +312,21 @@ void bind_model(nb::module_ &m) {
   nb::class_<Scale>(m, "Scale").def("__init__", make_scale);
   nb::class_<Experts>(m, "Experts")
       .def("__init__", make_experts, "router"_a, "up"_a, "down"_a, named, "chosen"_a, "normalised"_a, "routing"_a,
-           "correction"_a, "weighted_inputs"_a = false, "shared"_a = Matrices(), "outside"_a = 0);
+           "correction"_a, "weighted_inputs"_a = false, "shared"_a = Matrices(), "outside"_a = 0, "scales"_a = 0);
   nb::class_<DeltaNet>(m, "DeltaNet")
       .def("__init__", make_net, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
            "kernel"_a, "eps"_a);
   nb::class_<MambaNet>(m, "MambaNet")
       .def("__init__", make_mamba, "gates"_a, "vectors"_a, named, "key_heads"_a, "value_heads"_a, "key_dim"_a, "value_dim"_a,
            "kernel"_a, "eps"_a);
+  nb::class_<BesideMlp>(m, "BesideMlp")
+      .def("__init__", make_beside_mlp, "router_norm"_a, "experts_norm"_a, "dense_out_norm"_a, "experts_out_norm"_a,
+           "factor"_a);
+  nb::class_<LayerInputs>(m, "LayerInputs").def("__init__", make_inputs, "gate"_a, "out"_a, "norm"_a);
+  nb::class_<InputsTable>(m, "InputsTable")
+      .def("__init__", make_inputs_table, named, "table"_a, "vocabulary"_a, "packed"_a.none(), "projection"_a, "norm"_a,
+           "width"_a, "eps"_a, "table_scale"_a, "projected_scale"_a, "sum_scale"_a);
+  nb::class_<Beside>(m, "Beside").def("__init__", make_beside, "mixed"_a, "out"_a, "times"_a);
   nb::class_<ShortConvolution>(m, "ShortConvolution")
       .def("__init__", make_convolution, "conv"_a, named, "channels"_a, "kernel"_a);
   nb::class_<Latent>(m, "Latent")
@@ -286,26 +338,33 @@ void bind_model(nb::module_ &m) {
            "out"_a, "up"_a.none(), "down"_a.none(), "attention_norm"_a, "mlp_norm"_a, "q_norm"_a, "k_norm"_a, "out_norms"_a,
            "turn_first"_a, "turned"_a, "residual_scale"_a, "out_eps"_a, "norm_whole"_a = false, "experts"_a = nb::none(),
            "gated"_a = false, "net"_a = nb::none(), "query_first"_a = -1, "turn_before_norm"_a = false, "latent"_a = nb::none(),
-           "convolution"_a = nb::none(), "mamba"_a = nb::none(), "alphas"_a = 0)
+           "convolution"_a = nb::none(), "mamba"_a = nb::none(), "alphas"_a = 0, "beside"_a = nb::none(), "v_norm"_a = 0,
+           "keys_as_values"_a = false, "beside_mlp"_a = nb::none(), "inputs"_a = nb::none(), "scale"_a = 1.0f)
       .def("scratch", &DecoderLayer::scratch)
       .def("mixed_size", &DecoderLayer::mixed_size)
+      .def("mixed_at", &DecoderLayer::mixed_at)
       .def("gates_at", &DecoderLayer::gates_at)
+      .def("attended_size", &DecoderLayer::attended_size)
+      .def("recurred_at", &DecoderLayer::recurred_at)
       .def("before", before, unlocked, "x"_a, "cos_sin"_a, "qkv"_a, "scratch"_a, named, "rotary"_a, "rows"_a, "threads"_a,
            "adapted"_a = 0)
       .def("after", after, unlocked, "x"_a, "attended"_a, "scratch"_a, "rows"_a, "threads"_a, named, "gates"_a = 0,
-           "gates_stride"_a = 0, "adapted"_a = 0);
-  nb::class_<AttentionStep::Layer>(m, "StepLayer").def("__init__", make_layer);
+           "gates_stride"_a = 0, "adapted"_a = 0, "inputs"_a = 0, "inputs_stride"_a = 0);
   nb::class_<AttentionStep>(m, "AttentionStep")
       .def("__init__", make_step, "type"_a, "positions"_a, "slots"_a, "offsets"_a, "bias"_a, named, "bias_len"_a, "rows"_a,
            "heads"_a, "kv_heads"_a, "dim"_a, "slot_count"_a, "scale"_a, "cap"_a, "threads"_a)
       .def("add_items", add_items)
       .def("go_on", go_on)
-      .def("go_on_by_one", go_on_by_one)
-      .def("run", run, unlocked, "layer"_a, "q"_a, "k"_a, "v"_a, "out"_a, named, "q_stride"_a, "k_stride"_a, "v_stride"_a)
-      .def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a,
-           "states"_a.none(), "segments"_a, "count"_a, named, "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a, "adapted"_a = 0);
+      .def("go_on_by_one", go_on_by_one);
+  nb::class_<AttentionStep::Layer>(m, "StepLayer")
+      .def("__init__", make_layer, "step"_a, "kind"_a, "k_pool"_a, "v_pool"_a, "sinks"_a, "stores"_a = true)
+      .def("run", run, unlocked, "q"_a, "k"_a, "v"_a, "out"_a, named, "q_stride"_a, "k_stride"_a, "v_stride"_a);
+  m.def("run_blocks", run_blocks, unlocked, "blocks"_a, "layers"_a, "x"_a, "qkv"_a, "attended"_a, "scratch"_a,
+        "states"_a.none(), "segments"_a, "count"_a, named, "cos_sin"_a, "rotary"_a, "rows"_a, "threads"_a, "adapted"_a = 0,
+        "inputs"_a = 0, "inputs_stride"_a = 0);
   nb::class_<EmbeddingAndHead>(m, "Ends").def("__init__", make_ends, "embed"_a, "vocabulary"_a, "norm"_a, "eps"_a, "head"_a,
-                                              named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a, "packed"_a = nb::none());
+                                              named, "embed_scale"_a, "logit_scale"_a, "logit_cap"_a, "packed"_a = nb::none(),
+                                              "inputs"_a = nb::none());
   nb::class_<ModelStep>(m, "ModelStep")
       .def("__init__", make_whole, "ends"_a, "blocks"_a, "step"_a, "layers"_a, named, "turns"_a, "turn_rows"_a, "rotary"_a,
            "adapted"_a = 0)

@@ -204,7 +204,7 @@ void write_gated(const Any &a, int64_t column, int64_t first, int64_t last, cons
     T *out = static_cast<T *>(a.out) + row * width + column;
     for (int64_t c = 0; c < COLUMNS; c += W) {
       const int64_t at = column + c, place = 2 * column + c;
-      const vf gate = round_as(out, output<T>(a, gates + c, at, place, W));
+      const vf gate = added(out, output<T>(a, gates + c, at, place, W), a.epilogue.scale);
       const vf other = round_as(out, output<T>(a, others + c, width + at, place + COLUMNS, W));
       store(out + c, let_through(a.epilogue.gate, gate, other));
     }

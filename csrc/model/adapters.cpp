@@ -116,7 +116,8 @@ void multiply_adapted_wide(const Operations &run, const Matrix &m, const bf16 *x
   add_low_rank(run, m, x, y, m.outputs, Scratch(run.adapted->scratch));
 }
 
-void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation f, const bf16 *x, bf16 *y, int64_t width) {
+void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation f, const bf16 *x, bf16 *y, int64_t width,
+                            float scale) {
   Scratch memory(run.adapted->scratch);
   Matrix plain = up;
   plain.gated = false;
@@ -125,6 +126,7 @@ void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation 
   multiply_plain(run, plain, x, made, up.outputs);
   by_halves(run, made, halves, width);
   add_low_rank(run, up, x, halves, up.outputs, memory);
+  run.scale(halves, width, up.outputs, scale);
   run.activate(f, halves, y, width);
 }
 

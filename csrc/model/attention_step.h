@@ -67,18 +67,23 @@ class AttentionStep {
     int64_t stride;
   };
 
-  // What a layer brings: the kind of its items, its pools, and its sinks [Hq] or null.
+  // What a layer brings: its step, the kind of its items there, its pools, and its sinks [Hq] or null. stores: it has keys and
+  // values of its own; else those of another are in the pools.
   struct Layer {
+    Borrowed<const AttentionStep> step;
     int64_t kind;
     Borrowed<void> k_pool, v_pool;
     Borrowed<const float> sinks;
+    bool stores;
+
+    void run(Rows q, Rows k, Rows v, void *out) const {
+      const AttentionStep *own = step;
+      own->run(*this, q, k, v, out);
+    }
   };
 
   void run(const Layer &layer, Rows q, Rows k, Rows v, void *out) const {
-    Append append = places;
-    append.k_new = k.at, append.k_stride = k.stride, append.k = layer.k_pool;
-    append.v_new = v.at, append.v_stride = v.stride, append.v = layer.v_pool;
-    kernels().append[type](append);
+    if (layer.stores) append(layer, k, v);
     Attend attend = kinds.at(layer.kind);
     attend.q = q.at, attend.q_stride = q.stride;
     attend.k = layer.k_pool, attend.v = layer.v_pool, attend.out = out;
@@ -87,6 +92,13 @@ class AttentionStep {
   }
 
  private:
+  void append(const Layer &layer, Rows k, Rows v) const {
+    Append append = places;
+    append.k_new = k.at, append.k_stride = k.stride, append.k = layer.k_pool;
+    append.v_new = v.at, append.v_stride = v.stride, append.v = layer.v_pool;
+    kernels().append[type](append);
+  }
+
   int type;
   int64_t slots;
   Attend shared;

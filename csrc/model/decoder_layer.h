@@ -39,6 +39,7 @@ struct Experts {
   bool normalised;  // as in Route, and so the next two
   Routing routing;
   Borrowed<const float> correction;
+  Borrowed<const float> scales;     // of each expert, by which shares are multiplied; or null
   bool weighted_inputs;             // shares multiply what enters experts, not what they make
   std::vector<Matrix> shared;       // up, down and maybe a gate [1, H] of the expert that all rows meet; or none
   Borrowed<OutsideExpert> outside;  // of each expert; null: all lie in memory
@@ -64,6 +65,35 @@ struct MambaNet {
 struct ShortConvolution {
   Borrowed<const float> conv;
   int64_t channels, kernel;
+};
+
+// A recurrent layer beside attention, of the same rows (models/side_by_side.py): what makes its channels, and what is made of it.
+// The factors are models.layer_parts.Multipliers but for those of channels, which the filter has; gates: of its steps, up: of the
+// half that gates, out, up and down: of the layer's own matrices.
+struct Beside {
+  Matrix mixed, out;
+  struct {
+    float z, gates, out, recurrent_out, up, down;
+  } times;
+};
+
+// What enters a layer beside its residual stream (models.layer_parts.LayerInputs): rows of P numbers, which the stream gates.
+struct LayerInputs {
+  Matrix gate, out;
+  Scale norm;
+};
+
+// What rows of these begin with, and how far apart they lie. None: null.
+struct InputRows {
+  const bf16 *at = nullptr;
+  int64_t stride = 0;
+};
+
+// Experts beside a dense MLP, of the same rows: what the router reads, normed, is multiplied by `factor`; what each half makes is
+// normed before they are added.
+struct BesideMlp {
+  Scale router_norm, experts_norm, dense_out_norm, experts_out_norm;
+  float factor;
 };
 
 // Latent attention (models/latent.py) over one KV head of `dim` numbers, those that are rotated and a latent [rank] behind them,
@@ -95,6 +125,8 @@ struct DecoderLayer {
   Scale attention_out_norm, mlp_out_norm;  // of Order::sandwich and after alone
   float out_eps;                           // theirs
   Borrowed<const bf16> q_norm, k_norm;     // null where queries and keys are not normed
+  Borrowed<const bf16> v_norm;             // the same of values
+  bool keys_as_values;                     // values are the keys as they are projected, which qkv makes once
   bool norm_whole;                         // they are normed over all heads together, not [D] each
   int64_t turn_first, turned;              // where the layer's rotation begins in a row of cos_sin, and its width; 0: none
   int64_t query_first;                     // where that of queries begins, which is as wide
@@ -105,9 +137,17 @@ struct DecoderLayer {
   std::optional<MambaNet> mamba;
   std::optional<ShortConvolution> convolution;
   std::optional<Latent> latent;
+  std::optional<Beside> beside;
+  std::optional<BesideMlp> beside_mlp;
+  std::optional<LayerInputs> inputs;
+  float scale;  // of what leaves the layer, of Order::sandwich
 
-  // Whether it needs the states of its rows (Recurrence).
+  // Whether it needs the states of its rows (Recurrence), and whether it has attention.
   bool recurrent() const { return net || mamba || convolution; }
+  bool attends() const { return !recurrent() || beside; }
+
+  // What makes the rows of a recurrent layer.
+  const Matrix &mixed() const { return beside ? beside->mixed : qkv; }
 
   // What makes the fp32 gates of its rows; null: it has none.
   const Matrix *gates() const { return net ? &net->gates : mamba ? &mamba->gates : nullptr; }
@@ -120,24 +160,30 @@ struct DecoderLayer {
 
   // Elements that `before` leaves of `rows` rows, and of one of them: how far apart rows of q, k and v lie.
   int64_t mixed_size(int64_t rows) const;
-  int64_t mixed_width() const { return latent ? (heads + kv_heads) * dim : qkv.outputs; }
+  int64_t mixed_width() const {
+    return latent ? (heads + kv_heads) * dim : qkv.outputs + (keys_as_values ? kv_heads * dim : 0);
+  }
 
-  // Where among them the gates begin, [T, 2 Hv] fp32 of a net, [T, Hv] of a Mamba-2 layer.
+  // Where among them the rows of a recurrent layer begin, and its gates, [T, 2 Hv] fp32 of a net, [T, Hv] of a Mamba-2 layer.
+  int64_t mixed_at(int64_t rows) const;
   int64_t gates_at(int64_t rows) const;
 
-  // Elements of a row that `after` takes.
+  // Elements of a row of attention that `after` takes, or of a recurrent layer that has its place; all of them, and where among
+  // them those of a recurrent layer begin.
   int64_t attended_width() const { return latent ? heads * dim : out.inputs; }
+  int64_t attended_size(int64_t rows) const;
+  int64_t recurred_at(int64_t rows) const;
 
   // x [T, H] -> qkv [T, Hq + 2 Hkv, D] = (q, k, v), and Hq gates behind them if there are any; of a recurrent layer `mixed`, and a
-  // net's gates; of latents [T, Hq + 1, D] = (q, k), whose k is v too.
+  // net's gates, in their place or behind them; of latents [T, Hq + 1, D] = (q, k), whose k is v too.
   // cos_sin [T, rotary] fp32, of all layers, or null: nothing is rotated. adapted [T]: the number of each row's adapter, -1 for
   // none; or null, no row has one.
   void before(const bf16 *x, const float *cos_sin, int64_t rotary, bf16 *qkv, bf16 *scratch, int64_t rows, int threads,
               const int64_t *adapted = nullptr) const;
 
-  // attended [T, Hq, D], overwritten where there are gates, or what a recurrent layer has made; x [T, H] becomes the layer's output.
+  // attended [T, Hq, D], overwritten where there are gates, or what a recurrent layer has made, or both; x [T, H] becomes the layer's output. own: its inputs, if it has some.
   void after(bf16 *x, bf16 *attended, bf16 *scratch, int64_t rows, int threads, AttentionGates gates = {},
-             const int64_t *adapted = nullptr) const;
+             const int64_t *adapted = nullptr, InputRows own = {}) const;
 };
 
 }  // namespace headrace

@@ -112,13 +112,19 @@ void weigh_inputs(const Experts &e, const Operations &run, const bf16 *x, const 
   for (int64_t i = 0; i < all; ++i) b.share[i] = 1.0f;
 }
 
-// met = y + what the experts make that the router chooses of x, y being none or met.
+// b.expert and b.share: what the router says of rows [T, H].
+void choose(const Experts &e, const Operations &run, const bf16 *routed, const Buffers &b) {
+  run.multiply_wide(e.router, routed, b.logits, nullptr);
+  run.kernels.route(
+      {b.logits, b.expert, b.share, run.rows, e.router.outputs, e.chosen, e.normalised, run.threads, e.routing, e.correction});
+  if (!e.scales) return;
+  for (int64_t i = 0; i < run.rows * e.chosen; ++i) b.share[i] *= e.scales[b.expert[i]];
+}
+
+// met = y + what the experts make of x that have been chosen, y being none or met.
 void meet_chosen(const Experts &e, Activation activation, const Operations &run, const bf16 *x, const Buffers &b, const bf16 *y,
                  bf16 *met) {
   const int64_t hidden = e.router.inputs, experts = e.router.outputs, all = run.rows * e.chosen;
-  run.multiply_wide(e.router, x, b.logits, nullptr);
-  run.kernels.route(
-      {b.logits, b.expert, b.share, run.rows, experts, e.chosen, e.normalised, run.threads, e.routing, e.correction});
   const std::vector<int64_t> begin = sort_by_expert(b.expert, all, experts, b.place);
   if (e.outside) fetch(e.outside, begin);
   if (e.weighted_inputs) weigh_inputs(e, run, x, b);
@@ -141,14 +147,17 @@ int64_t experts_scratch(const Experts &experts, int64_t rows) { return Buffers::
 void add_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, float scale,
                  void *scratch) {
   const Buffers b(e, run.rows, scratch);
+  choose(e, run, x, b);
   if (e.shared.empty() && scale == 1.0f) return meet_chosen(e, activation, run, x, b, y, y);
   meet_chosen(e, activation, run, x, b, nullptr, b.met);
   if (!e.shared.empty()) add_shared(e, activation, run, x, b, b.met);
   run.add(y, b.met, e.router.inputs, scale);
 }
 
-void run_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch) {
+void run_experts(const Experts &e, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch,
+                 const bf16 *routed) {
   const Buffers b(e, run.rows, scratch);
+  choose(e, run, routed ? routed : x, b);
   meet_chosen(e, activation, run, x, b, nullptr, y);
   if (!e.shared.empty()) add_shared(e, activation, run, x, b, y);
 }

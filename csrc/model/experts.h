@@ -12,7 +12,9 @@ int64_t experts_scratch(const Experts &experts, int64_t rows);
 void add_experts(const Experts &experts, Activation activation, const Operations &run, const bf16 *x, bf16 *y, float scale,
                  void *scratch);
 
-// y [T, H] = what each row's experts make of x [T, H], in the same memory as `add_experts`.
-void run_experts(const Experts &experts, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch);
+// y [T, H] = what each row's experts make of x [T, H], in the same memory as `add_experts`; y may be x. routed [T, H]: what the
+// router reads in its place, or null.
+void run_experts(const Experts &experts, Activation activation, const Operations &run, const bf16 *x, bf16 *y, void *scratch,
+                 const bf16 *routed = nullptr);
 
 }  // namespace headrace

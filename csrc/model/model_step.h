@@ -19,19 +19,32 @@ struct LayerBuffers {
   int64_t rows;
   int threads;
   const int64_t *adapted = nullptr;
+  InputRows inputs = {};  // of all layers that have some, one behind the other
 };
 
 typedef std::vector<const DecoderLayer *> Blocks;
 
 // One after another; those with attention have their places in `layers` by their order, those without in the recurrence.
-void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &layers, const AttentionStep &step,
-                const Recurrence *recurrence, const LayerBuffers &r);
+void run_layers(const Blocks &blocks, const std::vector<AttentionStep::Layer> &layers, const Recurrence *recurrence,
+                const LayerBuffers &r);
 
 // Of `rows` rows what any of the layers needs, in elements: scratch, qkv and attended of LayerBuffers.
 struct LayerSizes {
   int64_t scratch = 0, qkv = 0, attended = 0;
 
   LayerSizes(const Blocks &blocks, int64_t rows);
+};
+
+// What makes the inputs of all layers of a token: a row of a table [V, L P], as EmbeddingAndHead has its own, and what enters the
+// first layer, projected and normed.
+struct InputsTable {
+  Borrowed<const bf16> table;
+  int64_t vocabulary;
+  std::optional<Matrix> packed;
+  Matrix projection;
+  Borrowed<const bf16> norm;  // [P]
+  int64_t width;              // P
+  float eps, table_scale, projected_scale, sum_scale;
 };
 
 // What a model has before its layers and after them.
@@ -43,6 +56,7 @@ struct EmbeddingAndHead {
   Matrix head;
   float embed_scale, logit_scale, logit_cap;  // see Embed, and soft_cap; 1, 1 and 0 change nothing
   std::optional<Matrix> packed = {};          // the table, maybe the head itself
+  std::optional<InputsTable> inputs = {};
 };
 
 // A step from its tokens to its logits, as often as wanted.

@@ -14,10 +14,11 @@ struct Operations;
 void multiply_adapted(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, const bf16 *residual, float scale);
 void multiply_adapted_apart(const Operations &run, const Matrix &m, const bf16 *x, bf16 *y, int64_t stride);
 void multiply_adapted_wide(const Operations &run, const Matrix &m, const bf16 *x, float *y);
-void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation f, const bf16 *x, bf16 *y, int64_t width);
+void multiply_adapted_gated(const Operations &run, const Matrix &up, Activation f, const bf16 *x, bf16 *y, int64_t width,
+                            float scale);
 
 struct Operations {
-  static constexpr int BF16 = 0;
+  static constexpr int BF16 = 0, FP32 = 1;
 
   const Kernels &kernels;
   int64_t rows;
@@ -38,9 +39,9 @@ struct Operations {
     multiply(m, x, y, {.residual = residual, .scale = scale}, false);
   }
 
-  // Of a gated matrix, whose gates pass through f.
-  void multiply_gated(const Matrix &m, Activation f, const bf16 *x, bf16 *y) const {
-    multiply(m, x, y, {.gated = true, .gate = gate_of(f)}, false);
+  // Of a gated matrix, whose gates pass through f, `scale` of them.
+  void multiply_gated(const Matrix &m, Activation f, const bf16 *x, bf16 *y, float scale = 1.0f) const {
+    multiply(m, x, y, {.gated = true, .gate = gate_of(f), .scale = scale}, false);
   }
 
   // y in fp32, and its tops; without tops what the rows' adapters add to it too.
@@ -50,11 +51,11 @@ struct Operations {
   }
 
   // f of the products with `up`: y [T, width]. inner [T, outputs of up] is used where f is no part of the product; alphas: see
-  // `activate`.
+  // `activate`; scale: of gates alone.
   void multiply_activated(const Matrix &up, Activation f, const bf16 *x, bf16 *inner, bf16 *y, int64_t width,
-                          const float *alphas = nullptr) const {
-    if (up.gated && adapts(up)) return multiply_adapted_gated(*this, up, f, x, y, width);
-    if (up.gated) return multiply_gated(up, f, x, y);
+                          const float *alphas = nullptr, float scale = 1.0f) const {
+    if (up.gated && adapts(up)) return multiply_adapted_gated(*this, up, f, x, y, width, scale);
+    if (up.gated) return multiply_gated(up, f, x, y, scale);
     multiply(up, x, inner);
     activate(f, inner, y, width, alphas);
   }
@@ -98,6 +99,17 @@ struct Operations {
 
   void add(bf16 *x, const bf16 *y, int64_t width, float scale = 1.0f) const {
     kernels.add[BF16]({x, y, x, rows * width, threads, scale});
+  }
+
+  // x [T, width] *= scale, T being bf16 or float; rows lie `stride` apart.
+  template <typename T> void scale(T *x, int64_t width, int64_t stride, float scale) const {
+    if (scale == 1.0f) return;
+    kernels.times[sizeof(T) == sizeof(bf16) ? BF16 : FP32]({x, nullptr, x, rows, width, stride, 0, stride, scale, threads});
+  }
+
+  // y [T, width] *= x, whose rows lie `stride` apart.
+  void times(const bf16 *x, int64_t stride, bf16 *y, int64_t width) const {
+    kernels.times[BF16]({y, x, y, rows, width, width, stride, width, 1.0f, threads});
   }
 
   // alphas: of xielu, which alone reads them.

@@ -26,12 +26,13 @@ struct Recurrence {
   const StateSegment *segments;
   int64_t count;
 
-  // A recurrent layer, by its number among them: what its `before` has left -> out [T, Hv, V], or [T, H]. Throws for segments that
-  // fit neither rows nor slots.
-  void run(size_t number, const DecoderLayer &layer, const bf16 *mixed, bf16 *out, int64_t rows, int threads) const {
+  // A recurrent layer, by its number among them: what its `before` has `left` -> out [T, Hv, V], or [T, H]. Throws for segments
+  // that fit neither rows nor slots.
+  void run(size_t number, const DecoderLayer &layer, const bf16 *left, bf16 *out, int64_t rows, int threads) const {
     const RecurrentStates::Layer &own = states.layers.at(number);
+    const bf16 *const mixed = left + layer.mixed_at(rows);
     if (layer.convolution) return convolve(own, *layer.convolution, mixed, out, rows, threads);
-    const float *const gates = reinterpret_cast<const float *>(mixed + layer.gates_at(rows));
+    const float *const gates = reinterpret_cast<const float *>(left + layer.gates_at(rows));
     if (layer.mamba) return run_mamba(own, *layer.mamba, mixed, gates, out, rows, threads);
     run_net(own, *layer.net, mixed, gates, out, rows, threads);
   }
@@ -67,7 +68,7 @@ struct Recurrence {
     a.key_heads = net.key_heads, a.value_heads = net.value_heads;
     a.key_dim = net.key_dim, a.value_dim = net.value_dim, a.kernel = net.kernel;
     a.mixed_stride = net.value_heads * net.value_dim + a.channels();
-    a.eps = net.eps, a.threads = threads;
+    a.eps = net.eps, a.threads = threads, a.rounded = true;
     check_segments(a, states.slots);
     kernels().mamba2[0](a);
   }

@@ -101,6 +101,18 @@ template <typename T> void add(const Sum &a) {
   });
 }
 
+template <typename T> void times(const Times &a) {
+  share_each(a.rows, a.rows * a.width > MANY_ELEMENTS ? a.threads : 1, [&](int64_t t) {
+    const T *x = static_cast<const T *>(a.x) + t * a.x_stride;
+    const T *y = a.y ? static_cast<const T *>(a.y) + t * a.y_stride : nullptr;
+    T *out = static_cast<T *>(a.out) + t * a.out_stride;
+    for (int64_t i = 0; i < a.width; i += W) {
+      const int64_t n = a.width - i;
+      store_up_to(out + i, load_up_to(x + i, n) * (y ? load_up_to(y + i, n) : splat(a.scale)), n);
+    }
+  });
+}
+
 template <typename T> void embed(const Embed &a) {
   for (int64_t t = 0; t < a.rows; ++t) {
     const T *from = static_cast<const T *>(a.table) + a.index[t] * a.width;
@@ -189,6 +201,7 @@ HEADRACE_BOTH_TYPES(relu, Unary)
 HEADRACE_BOTH_TYPES(relu2, Unary)
 HEADRACE_BOTH_TYPES(xielu, Unary)
 HEADRACE_BOTH_TYPES(add, Sum)
+HEADRACE_BOTH_TYPES(times, Times)
 HEADRACE_BOTH_TYPES(embed, Embed)
 HEADRACE_BOTH_TYPES(silu_mul, Unary)
 HEADRACE_BOTH_TYPES(gelu_tanh_mul, Unary)

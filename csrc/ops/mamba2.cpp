@@ -81,7 +81,8 @@ void recur(const Mamba2 &a, const Piece &piece, int64_t head, int64_t column, co
 }
 
 // x of a row, times silu of its gates. -> to, which may be x.
-template <typename T> void gate(const Mamba2 &a, int64_t row, const float *x, float *to, int64_t first, int64_t end) {
+template <typename T, typename Out>
+void gate(const Mamba2 &a, int64_t row, const float *x, Out *to, int64_t first, int64_t end) {
   const T *const gates = static_cast<const T *>(a.mixed) + row * a.mixed_stride;
   for (int64_t i = first; i < end; i += W) {
     const vf gate = load_up_to(gates + i, end - i);
@@ -92,8 +93,9 @@ template <typename T> void gate(const Mamba2 &a, int64_t row, const float *x, fl
 // Times silu of the gates, then an RMS norm of all heads of each group together, if there is one.
 template <typename T> void write_normed(const Mamba2 &a, int64_t row, float *x) {
   const int64_t width = a.value_heads * a.value_dim, group = width / a.key_heads;
-  if (!a.norm) return gate<T>(a, row, x, static_cast<float *>(a.out) + row * width, 0, width);
   T *const out = static_cast<T *>(a.out) + row * width;
+  if (!a.norm && a.rounded) return gate<T>(a, row, x, out, 0, width);
+  if (!a.norm) return gate<T>(a, row, x, static_cast<float *>(a.out) + row * width, 0, width);
   for (int64_t first = 0; first < width; first += group) {
     gate<T>(a, row, x, x, first, first + group);
     const float squares = sum_of_products(x + first, x + first, group) / static_cast<float>(group);

@@ -7,17 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
+from headrace.config import Quantization
 from headrace.engine.footprint import Footprint
-from headrace.kernels import cpu
+from headrace.engine.programs import InCpp
+from headrace.engine.runner import Runner
+from headrace.kernels import cpu, dispatch
+from headrace.kernels.block import Blocks
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
+from headrace.models.mixed_layers import MixedLayers
 from tests.support.checkpoints import FolderOf, make_checkpoint
 from tests.support.kind_sizes import VOCAB
-from tests.support.naive_attention import prompt_logits
-from tests.support.traces import run, same
+from tests.support.naive_attention import batch_of, naive, prompt_logits
+from tests.support.traces import Trace, run, same
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -66,6 +72,55 @@ def test_rounded(kind: str, settings: dict[str, Any], folder_of: FolderOf) -> No
     same(run(llm, prompts(), PARAMS), truth)
     same(run(llm, prompts(), PARAMS), truth)
     assert llm.engine.stats().tokens.cached > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        *((kind, "none") for kind in ("gemma4", "gemma4_small", "gemma4_experts", "gemma4_unified")),
+        *(("gemma4_small", quantization) for quantization in ("int8", "w8a8")),
+        ("gemma4_experts", "int8"),
+    ],
+)
+def test_whole_layers_have_the_bits_of_single_operations(
+    kind: str, quantization: Quantization, folder_of: FolderOf, threads: None
+) -> None:
+    """Alone with naive attention, with as many rows as go through a layer together, and more; and what `project` makes
+    of what entered a layer."""
+    fast = load_decoder(folder_of(kind), "bfloat16", quantization=quantization)
+    with dispatch.force("ops"):
+        slow = load_decoder(folder_of(kind), "bfloat16", quantization=quantization)
+    assert isinstance(fast.layers, Blocks) and isinstance(slow.layers, MixedLayers)
+    for count in (1, 70, 1030):
+        entered: list[tuple[int, Tensor]] = []
+        tokens = torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+        batch = batch_of(tokens, 0, count)
+        want = slow.forward(batch, naive(slow))
+        got = fast.forward(batch, naive(fast), watch=lambda *at: entered.append((at[0], at[1].clone())))  # noqa: B023
+        assert want.isfinite().all() and want.float().std() > 0.1
+        assert torch.equal(got, want), count
+        assert [layer for layer, _ in entered] == list(range(fast.config.attention.stored))
+        for layer, x in entered:
+            made, again = (each.project(layer, x, batch.positions) for each in (slow, fast))
+            assert all(map(torch.equal, made, again)), (count, layer)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_small", "gemma4_experts"])
+def test_steps_in_one_call(kind: str, isa: str, folder_of: FolderOf) -> None:
+    """The engine decodes by one call of C++ a step, tokens to logits, and prefills by one for all layers but the
+    last."""
+    long = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+
+    def traces() -> list[Trace]:
+        llm = engine(folder_of(kind), max_batch_tokens=96)
+        executor = llm.engine.loaded.executor
+        assert isinstance(executor, Runner)
+        assert isinstance(executor.decoding, InCpp) == isinstance(executor.decoder.layers, Blocks)
+        return run(llm, prompts(), long)
+
+    fast = traces()
+    with dispatch.force("ops"):
+        same(fast, traces())
 
 
 def test_a_pool_too_small(folder_of: FolderOf) -> None:

@@ -45,6 +45,8 @@ def both(folder: Path, quantization: Quantization = "none") -> tuple[Decoder, De
         *((kind, "none") for kind in ("next", "next_uneven", "next_experts", "3_5_tied", "3_5_ends_recurrent")),
         *((kind, "none") for kind in ("lfm3", "lfm3_plain", "lfm2", "lfm2_four_inputs", "lfm2_experts")),
         *((kind, "none") for kind in ("granite", "granite_uneven", "granite_experts", "nemotron", "nemotron_experts")),
+        *((kind, "none") for kind in ("falcon_h1", "falcon_h1_normed")),
+        ("falcon_h1", "int4"),
         ("next", "int4"),
         ("next_experts", "w8a8"),
         ("lfm2", "int8"),
@@ -62,7 +64,7 @@ def test_the_bits_of_single_operations(kind: str, quantization: Quantization, tm
         assert torch.equal(got, want), count
 
 
-@pytest.mark.parametrize("kind", ["3_5", "3_5_ends_recurrent", "lfm3", "granite", "nemotron"])
+@pytest.mark.parametrize("kind", ["3_5", "3_5_ends_recurrent", "lfm3", "granite", "nemotron", "falcon_h1"])
 def test_steps_in_one_call(kind: str, isa: str, tmp_path: Path) -> None:
     """The engine decodes by one call of C++ a step, and prefills by one for all layers but the last."""
     folder = make_checkpoint(kind, tmp_path)

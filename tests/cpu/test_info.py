@@ -109,7 +109,6 @@ def test_a_layer_is_told_of_as_it_is_computed() -> None:
         ("glm_dsa", "rows choose the keys that they attend to"),
         ("minimax_m3", "rows choose the keys that they attend to"),
         ("mistral4", "queries of latents are multiplied by a factor of their position"),
-        ("gemma4_small", "layers differ in their heads or their inputs"),
     ],
 )
 def test_layers_that_are_never_computed_as_a_whole(kind: str, told: str, folder_of: FolderOf) -> None:

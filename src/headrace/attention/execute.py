@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.attention.plan import Int32, Plan
 from headrace.config import AttentionSpec
 from headrace.kernels.backend import Attend, Backend, PreparedStep
-from headrace.kernels.cpu_step import Pools
+from headrace.kernels.cpu_step import Pools, Step, StepOver, over_layers
 from headrace.kernels.records import QKRotary, StepInputs
 from headrace.kv.storage import KVStorage, LayerPools
 from headrace.types import CHUNK
@@ -47,9 +47,8 @@ class PlanAttention(Attend):
         )  # fmt: skip
         self.masks = self.inputs.masks(self.positions)
         self.steps = {shape: step for shape in spec.every_shape if (step := self._step(shape)) is not None}
-        alike = len(spec.every_shape) == 1 and not spec.shared and spec.index is None
-        if self.steps and alike and backend.capabilities.all_layers and isinstance(storage, KVStorage):
-            self.prepared = self.steps[spec.shape(0)].over(_pools(storage), spec.windows, sinks)
+        if self.steps and spec.index is None and backend.capabilities.all_layers and isinstance(storage, KVStorage):
+            self.prepared = self._over(_pools(storage, spec))
 
     def advance(self, plan: Plan) -> None:
         """Takes the plan of a later step of the same run (plan.PlannedStep): other positions for the same items.
@@ -60,6 +59,12 @@ class PlanAttention(Attend):
             step.go_on(positions, offsets)
         self.plan, self.positions, self.row_offsets = plan, positions, offsets
         self.masks = self.inputs.masks(positions)
+
+    def _over(self, pools: Pools) -> StepOver:
+        spec, steps = self.spec, self.steps
+        if len(spec.every_shape) == 1 and not spec.shared:
+            return steps[spec.shape(0)].over(pools, spec.windows, self.sinks)
+        return over_layers({shape: step for shape, step in steps.items() if isinstance(step, Step)}, pools, spec)
 
     def _step(self, shape: tuple[int, int]) -> PreparedStep | None:
         """append and attend in one call, prepared once for all layers of a shape, where the backend has that."""
@@ -76,7 +81,12 @@ class PlanAttention(Attend):
         if step is not None and rows is None:
             return step(pool, q, k, v, window, sinks)
         self.kernels.append(pool, k, v, self.row_slots, self.row_offsets)
-        mask = self.masks[window] if sinks is None else replace(self.masks[window], sinks=sinks)
+        return self.stored(layer, q, rows)
+
+    def stored(self, layer: int, q: Tensor, rows: Tensor | None = None) -> Tensor:
+        mask, pool = self.masks[self.spec.windows[layer]], self.storage.pool(layer)
+        if self.sinks is not None:
+            mask = replace(mask, sinks=self.sinks[layer])
         if rows is not None:
             q = q[rows]
             mask = replace(mask, items=items_of(mask.items, rows), positions=mask.positions[rows])
@@ -93,11 +103,12 @@ class PlanAttention(Attend):
 _known: WeakKeyDictionary[KVStorage, Pools] = WeakKeyDictionary()
 
 
-def _pools(storage: KVStorage) -> Pools:
+def _pools(storage: KVStorage, spec: AttentionSpec) -> Pools:
     """The pools of a storage, checked once: they stay where they are."""
     pools = _known.get(storage)
     if pools is None:
-        _known[storage] = pools = Pools(storage.pools)
+        shapes = [(storage.slots, *spec.shape(layer)) for layer in range(spec.stored)]
+        _known[storage] = pools = Pools(storage.pools, shapes)
     return pools
 
 

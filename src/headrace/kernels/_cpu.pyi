@@ -128,8 +128,9 @@ class Experts:
         weighted_inputs: bool = False,
         shared: Sequence[Matrix] = (),
         outside: int = 0,
+        scales: int = 0,
     ) -> None:
-        """shared: up, down and maybe a gate of the expert that all rows meet."""
+        """shared: up, down and maybe a gate of the expert that all rows meet. scales: of shares, by expert."""
 
 class DeltaNet:
     def __init__(
@@ -163,6 +164,34 @@ class MambaNet:
 
 class ShortConvolution:
     def __init__(self, conv: int, *, channels: int, kernel: int) -> None: ...
+
+class BesideMlp:
+    def __init__(
+        self, router_norm: Scale, experts_norm: Scale, dense_out_norm: Scale, experts_out_norm: Scale, factor: float
+    ) -> None: ...
+
+class LayerInputs:
+    def __init__(self, gate: Matrix, out: Matrix, norm: Scale) -> None: ...
+
+class InputsTable:
+    def __init__(
+        self,
+        *,
+        table: int,
+        vocabulary: int,
+        packed: Matrix | None,
+        projection: Matrix,
+        norm: int,
+        width: int,
+        eps: float,
+        table_scale: float,
+        projected_scale: float,
+        sum_scale: float,
+    ) -> None: ...
+
+class Beside:
+    def __init__(self, mixed: Matrix, out: Matrix, times: Sequence[float]) -> None:
+        """times: of z, gates, out, recurrent_out, up and down (models.layer_parts.Multipliers)."""
 
 class Latent:
     def __init__(
@@ -215,12 +244,21 @@ class Block:
         convolution: ShortConvolution | None = None,
         mamba: MambaNet | None = None,
         alphas: int = 0,
+        beside: Beside | None = None,
+        v_norm: int = 0,
+        keys_as_values: bool = False,
+        beside_mlp: BesideMlp | None = None,
+        inputs: LayerInputs | None = None,
+        scale: float = 1.0,
     ) -> None:
         """query_first: where the rotation of queries begins; below 0: where that of keys does. alphas: of xielu."""
 
     def scratch(self, rows: int) -> int: ...
     def mixed_size(self, rows: int) -> int: ...
+    def mixed_at(self, rows: int) -> int: ...
     def gates_at(self, rows: int) -> int: ...
+    def attended_size(self, rows: int) -> int: ...
+    def recurred_at(self, rows: int) -> int: ...
     def before(
         self,
         x: int,
@@ -244,10 +282,9 @@ class Block:
         gates: int = 0,
         gates_stride: int = 0,
         adapted: int = 0,
+        inputs: int = 0,
+        inputs_stride: int = 0,
     ) -> None: ...
-
-class StepLayer:
-    def __init__(self, kind: int, k_pool: int, v_pool: int, sinks: int) -> None: ...
 
 class AttentionStep:
     def __init__(
@@ -271,27 +308,12 @@ class AttentionStep:
     def add_items(self, items: int, count: int, window: int) -> int: ...
     def go_on(self, positions: int, offsets: int, threads: int) -> None: ...
     def go_on_by_one(self, threads: int) -> None: ...
-    def run(
-        self, layer: StepLayer, q: int, k: int, v: int, out: int, *, q_stride: int, k_stride: int, v_stride: int
+
+class StepLayer:
+    def __init__(
+        self, step: AttentionStep, kind: int, k_pool: int, v_pool: int, sinks: int, stores: bool = True
     ) -> None: ...
-    def run_blocks(
-        self,
-        blocks: Sequence[Block],
-        layers: Sequence[StepLayer],
-        x: int,
-        qkv: int,
-        attended: int,
-        scratch: int,
-        states: RecurrentStates | None,
-        segments: int,
-        count: int,
-        *,
-        cos_sin: int,
-        rotary: int,
-        rows: int,
-        threads: int,
-        adapted: int = 0,
-    ) -> None: ...
+    def run(self, q: int, k: int, v: int, out: int, *, q_stride: int, k_stride: int, v_stride: int) -> None: ...
 
 class Ends:
     def __init__(
@@ -306,6 +328,7 @@ class Ends:
         logit_scale: float,
         logit_cap: float,
         packed: Matrix | None = None,
+        inputs: InputsTable | None = None,
     ) -> None: ...
 
 class ModelStep:
@@ -345,6 +368,9 @@ _Offset = Offset
 _Scaling = Scaling
 _Element = Element
 _Format = Format
+_Block = Block
+_StepLayer = StepLayer
+_RecurrentStates = RecurrentStates
 
 class Extension(Protocol):
     """The module."""
@@ -383,6 +409,14 @@ class Extension(Protocol):
     def Block(self) -> type[Block]: ...
     @property
     def Experts(self) -> type[Experts]: ...
+    @property
+    def Beside(self) -> type[Beside]: ...
+    @property
+    def BesideMlp(self) -> type[BesideMlp]: ...
+    @property
+    def LayerInputs(self) -> type[LayerInputs]: ...
+    @property
+    def InputsTable(self) -> type[InputsTable]: ...
     @property
     def StepLayer(self) -> type[StepLayer]: ...
     @property
@@ -713,3 +747,23 @@ class Extension(Protocol):
     def isa(self) -> str: ...
     def use_isa(self, name: str) -> None: ...
     def use_l1(self, kilobytes: int) -> None: ...
+    def run_blocks(
+        self,
+        blocks: Sequence[_Block],
+        layers: Sequence[_StepLayer],
+        x: int,
+        qkv: int,
+        attended: int,
+        scratch: int,
+        states: _RecurrentStates | None,
+        segments: int,
+        count: int,
+        *,
+        cos_sin: int,
+        rotary: int,
+        rows: int,
+        threads: int,
+        adapted: int = 0,
+        inputs: int = 0,
+        inputs_stride: int = 0,
+    ) -> None: ...

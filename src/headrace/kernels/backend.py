@@ -98,6 +98,10 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None = None) -> Tensor: ...
 
+    def stored(self, layer: int, q: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The same of a layer that attends to the keys and values of another, where `prepared` has stored those."""
+        raise ValueError("keys and values of another layer are not stored here: hand them over again")
+
     def sparse(
         self,
         layer: int,

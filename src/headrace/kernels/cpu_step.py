@@ -6,12 +6,13 @@ T: rows; Hq, Hkv: query and KV heads; D: head size. Index data is checked once f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headrace.config import AttentionSpec
 from headrace.kernels.cpu_attention import check_pool, keys_at
 from headrace.kernels.extension import TYPES, address, check, require, supports
 from headrace.kernels.records import Pool, QKRotary, StepInputs
@@ -20,15 +21,20 @@ from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
 if TYPE_CHECKING:
     from headrace.kernels import _cpu as native
 
+Heads = tuple[int, int, int]
+"""Query heads, KV heads and their size."""
+
 
 class Pools:
-    """The pools of all layers, checked once. Raises ValueError unless all are alike."""
+    """The pools of all layers, checked once. shapes: (slots, Hkv, D) of each; None: all have that of the first. Raises
+    ValueError where they have others."""
 
-    def __init__(self, pools: Sequence[Pool]) -> None:
+    def __init__(self, pools: Sequence[Pool], shapes: Sequence[tuple[int, int, int]] | None = None) -> None:
         self.layers = pools
-        self.shape, self.dtype = pools[0].shape, pools[0].k.dtype
-        for each in pools:
-            check_pool(each, self.dtype, self.shape)
+        self.shapes = [pools[0].shape] * len(pools) if shapes is None else list(shapes)
+        self.dtype = pools[0].k.dtype
+        for each, shape in zip(pools, self.shapes, strict=True):
+            check_pool(each, self.dtype, shape)
         self.addresses = [(keys_at(each), each.v.data_ptr()) for each in pools]
 
 
@@ -78,12 +84,20 @@ class Step:
         q_stride = self._row_stride("q", q, self.q_shape)
         k_stride, v_stride = self._row_stride("k", k, self.kv_shape), self._row_stride("v", v, self.kv_shape)
         out = torch.empty(self.q_shape, dtype=self.dtype)
-        layer = require().StepLayer(self._kinds[window], keys_at(pool), pool.v.data_ptr(), self._sinks(sinks))
-        self.handle.run(
-            layer, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q_stride=q_stride, k_stride=k_stride,
+        layer = self.layer((keys_at(pool), pool.v.data_ptr()), window, sinks)
+        layer.run(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q_stride=q_stride, k_stride=k_stride,
             v_stride=v_stride,
         )  # fmt: skip
         return out
+
+    def layer(
+        self, pool: tuple[int, int], window: int | None, sinks: Tensor | None = None, stores: bool = True
+    ) -> native.StepLayer:
+        """A layer with its pool at these addresses. stores: as of over_layers."""
+        if sinks is not None:
+            check("sinks", sinks, torch.float32, self.q_shape[1:2])
+        return require().StepLayer(self.handle, self._kinds[window], *pool, address(sinks), stores=stores)
 
     def projected(
         self, pool: Pool, heads: Tensor, rotary: QKRotary, window: int | None, sinks: Tensor | None = None
@@ -93,20 +107,18 @@ class Step:
 
     def over(self, pools: Pools, windows: Sequence[int | None], sinks: Sequence[Tensor] | None = None) -> StepOver:
         """The step in layers with these pools, windows and sinks. Raises ValueError for what does not fit."""
-        if (pools.shape, pools.dtype) != (self.shape, self.dtype) or len(windows) != len(pools.layers):
+        if (pools.shapes[0], pools.dtype) != (self.shape, self.dtype) or len(windows) != len(pools.layers):
             raise ValueError(
                 f"{len(windows)} layers need pools of {self.shape} in {self.dtype}, "
-                f"got {len(pools.layers)} of {pools.shape} in {pools.dtype}"
+                f"got {len(pools.layers)} of {pools.shapes[0]} in {pools.dtype}"
             )
-        each = [0] * len(windows) if sinks is None else [self._sinks(x) for x in sinks]
-        layer, places = require().StepLayer, zip(windows, pools.addresses, each, strict=True)
-        return StepOver(self, pools, [layer(self._kinds[window], *at, sink) for window, at, sink in places])
+        each = [None] * len(windows) if sinks is None else sinks
+        places = zip(pools.addresses, windows, each, strict=True)
+        return StepOver([self], pools, [self.layer(*place) for place in places], (self._heads,) * len(windows))
 
-    def _sinks(self, sinks: Tensor | None) -> int:
-        """Where they lie; 0 for none."""
-        if sinks is not None:
-            check("sinks", sinks, torch.float32, self.q_shape[1:2])
-        return address(sinks)
+    @property
+    def _heads(self) -> Heads:
+        return self.q_shape[1], *self.kv_shape[1:]
 
     def _row_stride(self, name: str, x: Tensor, shape: tuple[int, int, int]) -> int:
         """Elements from row to row of x."""
@@ -118,13 +130,36 @@ class Step:
         return row
 
 
-class StepOver:
-    """A step's attention in the layers of a model, made by Step.over."""
+def over_layers(steps: Mapping[tuple[int, int], Step], pools: Pools, spec: AttentionSpec) -> StepOver:
+    """A step in the layers of a model that differ in their heads, or some of which attend to the keys and values of
+    another and store none: `steps` by (Hkv, D), of the same rows."""
+    layers = []
+    for index in range(spec.layers):
+        source = spec.source(index)
+        step = steps[spec.shape(index)]
+        layers.append(step.layer(pools.addresses[source], spec.windows[index], stores=source == index))
+    heads = tuple((spec.heads, *spec.shape(index)) for index in range(spec.layers))
+    return StepOver(list(steps.values()), pools, layers, heads)
 
-    def __init__(self, step: Step, pools: Pools, layers: list[native.StepLayer]) -> None:
-        self.step, self.pools, self.layers = step, pools, layers
-        self.heads = (step.q_shape[1], *step.kv_shape[1:])
-        """Query heads, KV heads and their size."""
+
+class StepOver:
+    """A step's attention in the layers of a model, made by Step.over or over_layers. heads: of each layer."""
+
+    def __init__(
+        self, steps: Sequence[Step], pools: Pools, layers: list[native.StepLayer], heads: tuple[Heads, ...]
+    ) -> None:
+        self.steps, self.pools, self.layers, self.heads = steps, pools, layers, heads
+
+    @property
+    def rows(self) -> int:
+        return self.steps[0].q_shape[0]
+
+    def go_on_by_one(self) -> None:
+        """Every row at its next position, in the chunk in which it is. Raises ValueError, with nothing changed, where
+        one is full."""
+        threads = torch.get_num_threads()
+        for step in self.steps:  # of the same rows: the first is refused, or none
+            step.handle.go_on_by_one(threads)
 
     def run(
         self,
@@ -137,17 +172,18 @@ class StepOver:
         threads: int,
         recurrence: PreparedRecurrence | None = None,
         adapted: int = 0,
+        inputs: tuple[int, int] = (0, 0),
     ) -> None:
         """The first layers, whose C++ blocks these are: x [T, H] becomes what the last of them leaves.
 
-        qkv, attended and scratch are overwritten: they have room for any of the blocks (Block.mixed_size, out and
-        scratch). turn: address of the rotations and the number of elements that they turn (Block.before). recurrence:
-        of recurrent layers. adapted: address of the numbers of the rows' adapters, int64 [T]; 0 for none.
+        qkv, attended and scratch are overwritten: they have room for any of the blocks (Block.mixed_size,
+        attended_size and scratch). turn: address of the rotations and the number of elements that they turn
+        (Block.before). recurrence: of recurrent layers. adapted: address of the numbers of the rows' adapters, int64
+        [T]; 0 for none. inputs: address of what enters each layer beside x, [T, L, P], and the length of its rows.
         """
-        rows = self.step.q_shape[0]
-        check("x", x, self.step.dtype, (rows, x.shape[-1]))
-        self.step.handle.run_blocks(
+        check("x", x, self.steps[0].dtype, (self.rows, x.shape[-1]))
+        require().run_blocks(
             list(blocks), self.layers, x.data_ptr(), qkv.data_ptr(), attended.data_ptr(), scratch.data_ptr(),
             *(NO_RECURRENCE if recurrence is None else recurrence.arguments), cos_sin=turn[0], rotary=turn[1],
-            rows=rows, threads=threads, adapted=adapted,
+            rows=self.rows, threads=threads, adapted=adapted, inputs=inputs[0], inputs_stride=inputs[1],
         )  # fmt: skip

@@ -30,6 +30,8 @@ class Experts(Protocol):
     @property
     def shared_gate(self) -> bool: ...
     @property
+    def beside(self) -> bool: ...
+    @property
     def routing(self) -> RoutingSpec: ...
 
 
@@ -71,8 +73,10 @@ class LayerShape:
     (gated MLPs), gelu, gelu_tanh, relu, relu2 or xielu. rms: the norm is RMS norm where it has weights, to which
     norm_offset is added, else LayerNorm. qk_norm_whole: over all heads together. experts: of layers that have a
     router. gated: attention is let through by gates, which lie behind q, k and v. recurrent: of layers that have a
-    net. latent: of attention over latents (models.latent). more: facts that C++ alone needs, by the names of its
-    Block (csrc/binding/model.cpp)."""
+    net. latent: of attention over latents (models.latent). beside: where layers have a net beside attention,
+    models.layer_parts' Multipliers but for those of channels. inputs: how many numbers enter each layer
+    beside its stream (models.layer_parts.LayerInputs). more: facts that C++ alone needs, by the names of its Block
+    (csrc/binding/model.cpp)."""
 
     attention: AttentionSpec
     hidden: int
@@ -89,12 +93,30 @@ class LayerShape:
     gated: bool = False
     recurrent: RecurrentSpec | None = None
     latent: Latent | None = None
+    beside: tuple[float, ...] | None = None
+    inputs: int = 0
     more: Mapping[str, Any] = field(default_factory=dict)
+
+
+SHARE_SCALES = "routing.share_scales"
+"""Of each expert, by which shares are multiplied: among a layer's vectors, fp32."""
 
 
 class LayerWeights(Protocol):
     """A layer's vectors and matrices by our names, without the layer's prefix. rotation, query_first: as in
     models.spec.ModelConfig."""
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Its KV heads and their size."""
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """As models.spec.ModelConfig.projected_heads."""
+
+    @property
+    def inner(self) -> int:
+        """Width of its dense MLP."""
 
     @property
     def rotation(self) -> tuple[int, int]: ...

@@ -19,6 +19,7 @@ from headrace.kernels.layer_shape import LayerShape
 from headrace.kernels.native_weights import matrix_of, norm_of
 from headrace.kernels.ops import Table, Weight
 from headrace.kernels.recurrent_step import NO_RECURRENCE, PreparedRecurrence
+from headrace.kernels.triton.weights import GpuWeight
 
 
 class Greatest(NamedTuple):
@@ -30,6 +31,30 @@ class Greatest(NamedTuple):
     def of(self, rows: Sequence[int]) -> Greatest:
         """Those of some rows."""
         return Greatest([self.values[row] for row in rows], [self.tokens[row] for row in rows])
+
+
+class InputsEnds:
+    """What makes the inputs of all layers (models.mixed_layers.layer_inputs): table [V, L P] of tokens, `projection`
+    [L P, H] and norm [P] of what enters the first layer, and what each and their sum are multiplied by. Raises
+    ValueError for those that do not fit."""
+
+    def __init__(
+        self, table: Table, projection: Weight, norm: Tensor, eps: float, scales: tuple[float, float, float]
+    ) -> None:
+        rows, width = table.shape
+        check("norm of inputs", norm, torch.bfloat16, norm.shape)
+        if isinstance(projection, Tensor | GpuWeight) or projection.shape[0] != width:
+            raise ValueError(f"layer_inputs.weight must be packed and of {width} outputs, got {list(projection.shape)}")
+        if isinstance(table, Tensor):
+            check("layer_embed.weight", table, torch.bfloat16, (rows, width))
+        own, projected, summed = scales
+        self.handle = require().InputsTable(
+            table=table.data_ptr() if isinstance(table, Tensor) else 0, vocabulary=rows,
+            packed=None if isinstance(table, Tensor) else table.matrix(0), projection=projection.matrix(0),
+            norm=norm.data_ptr(), width=len(norm), eps=eps, table_scale=own, projected_scale=projected,
+            sum_scale=summed,
+        )  # fmt: skip
+        self._keep = (table, projection, norm)
 
 
 class Ends:
@@ -49,6 +74,7 @@ class Ends:
         embed_scale: float = 1.0,
         logit_scale: float = 1.0,
         logit_cap: float | None = None,
+        inputs: InputsEnds | None = None,
     ) -> None:
         head, rows = matrices["head.weight"], embed.shape[0]
         if isinstance(embed, Tensor):
@@ -61,9 +87,10 @@ class Ends:
             embed.data_ptr() if isinstance(embed, Tensor) else 0, rows, norm, shape.eps,
             matrix_of(weights, matrices, "head", matrix), embed_scale=embed_scale, logit_scale=logit_scale,
             logit_cap=logit_cap or 0.0, packed=None if isinstance(embed, Tensor) else embed.matrix(0),
+            inputs=None if inputs is None else inputs.handle,
         )  # fmt: skip
         # The addresses are theirs.
-        self._keep = (embed, head, *(weights.get(f"final_norm.{kind}") for kind in ("weight", "bias")))
+        self._keep = (embed, head, inputs, *(weights.get(f"final_norm.{kind}") for kind in ("weight", "bias")))
 
 
 class ModelStep:
@@ -74,18 +101,18 @@ class ModelStep:
     """
 
     def __init__(self, ends: Ends, blocks: block.Blocks, over: StepOver, turns: Tensor | None) -> None:
-        rows, layers = over.step.q_shape[0], sum(layer.net is None for layer in blocks.layers)
+        rows, layers = over.rows, len(blocks.heads)
         blocks.check_heads(over)
         if len(over.layers) != layers:
             raise ValueError(f"the step has attention in {len(over.layers)} layers, the model in {layers}")
         count = 0 if turns is None else len(turns)
         table, width = blocks.turn_of(turns, count)
-        self._step = over.step.handle
+        self._over = over
         self._whole = require().ModelStep(
-            ends.handle, blocks.blocks, self._step, over.layers, turns=table, turn_rows=count, rotary=width,
+            ends.handle, blocks.blocks, over.steps[0].handle, over.layers, turns=table, turn_rows=count, rotary=width,
             adapted=block.numbers_of(blocks.adapted, rows),
         )  # fmt: skip
-        self._keep = (ends, blocks, over, turns)  # what the C++ object refers to
+        self._keep = (ends, blocks, turns)  # what the C++ object refers to
         self.logits = torch.empty((rows, ends.width))
         self._scratch = torch.empty(self._whole.scratch(), dtype=torch.bfloat16)
         self._addresses = (self._scratch.data_ptr(), self.logits.data_ptr())
@@ -100,5 +127,5 @@ class ModelStep:
     def run_next(self, tokens: list[int], recurrence: PreparedRecurrence | None = None) -> Greatest:
         """`run` with every row at its next position, in the chunk in which it is. Raises ValueError too where one is
         full. After any error begin with a new step: rows may have gone on."""
-        self._step.go_on_by_one(torch.get_num_threads())
+        self._over.go_on_by_one()
         return self.run(tokens, recurrence)

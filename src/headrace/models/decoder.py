@@ -22,7 +22,7 @@ from headrace.config import Quantization
 from headrace.kernels import block, dispatch, ops
 from headrace.kernels.adapted_rows import AdaptedRows, placed
 from headrace.kernels.backend import Attend
-from headrace.kernels.model_step import Ends, ModelStep
+from headrace.kernels.model_step import Ends, InputsEnds, ModelStep
 from headrace.kernels.recurrent import Recur
 from headrace.memory import give_back
 from headrace.models.adapter_files import AdapterFacts
@@ -32,10 +32,10 @@ from headrace.models.config import ModelConfig, read_config
 from headrace.models.hybrid import check_shared
 from headrace.models.hyper import entered, left
 from headrace.models.latent import of_each_head
-from headrace.models.layer_kinds import layer_kind, tell_why_not_whole
+from headrace.models.layer_kinds import layer_kind, one_by_one, tell_why_not_whole
 from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
 from headrace.models.made_weights import made_weights
-from headrace.models.mixed_layers import MixedLayer, MixedLayers, layer_inputs
+from headrace.models.mixed_layers import MixedLayers, input_scales, layer_inputs
 from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all, with_both
 from headrace.models.rope import Rope
 from headrace.models.shards import ALONE, Gathered, ShardGroup, Share, Unsent
@@ -137,8 +137,6 @@ class Decoder:
         return [self.weights[f"layers.{layer}.attention.sinks"].float() for layer in range(self.config.layers)]
 
     def _layers(self, share: Share | None, tensor: ShardGroup | None) -> block.Blocks | OneByOne:
-        if self.config.value_norm:
-            return self._mixed_layers(share, tensor)
         several = None if share is None or tensor is None else (share, tensor)
         layers = [
             layer_kind(self.config)(
@@ -153,16 +151,7 @@ class Decoder:
         if reason is None:
             return block.Blocks(shape_of(self.config), layers)
         tell_why_not_whole(share, reason)
-        return OneByOne(layers)
-
-    def _mixed_layers(self, share: Share | None, tensor: ShardGroup | None) -> MixedLayers:
-        tell_why_not_whole(share, never_whole(self.config))
-
-        def layer(index: int) -> MixedLayer:
-            whole = ALONE if share is None or tensor is None else Gathered(share, tensor, index)
-            return MixedLayer(self.config, self.weights, self.matrices, index, whole)
-
-        return MixedLayers([layer(index) for index in range(self.config.layers)])
+        return one_by_one(layers)
 
     def first(self, count: int) -> Decoder:
         """A decoder of the first layers alone, with the same weights: for measurements."""
@@ -170,8 +159,6 @@ class Decoder:
         part.config = self.config.first(count)
         if isinstance(layers, block.Blocks):
             part.layers = block.Blocks(layers.shape, layers.layers[:count])
-        elif isinstance(layers, MixedLayers):
-            part.layers = MixedLayers(layers.mixed[:count])
         else:
             part.layers = layers.first(count)
         part.sinks = self.sinks and self.sinks[:count]
@@ -198,7 +185,17 @@ class Decoder:
             return None
         scales = (float(self.embed_scale), config.logit_scale, config.logit_cap)
         shape = replace(self.layers.shape, norm_offset=config.last_offset)
-        return Ends(shape, self.tables[EMBED], self.weights, self.matrices, *scales)
+        return Ends(shape, self.tables[EMBED], self.weights, self.matrices, *scales, inputs=self._inputs_ends())
+
+    def _inputs_ends(self) -> InputsEnds | None:
+        """What makes the inputs of layers in C++, where layers have some."""
+        spec = self.config.layer_inputs
+        if spec is None:
+            return None
+        own, projected, both = input_scales(self.config, spec)
+        scales = (float(torch.tensor(own, dtype=self.dtype)), projected, both)
+        norm, projection = self.weights["layer_inputs_norm.weight"], self.matrices["layer_inputs.weight"]
+        return InputsEnds(self.tables["layer_embed.weight"], projection, norm, self.config.norm_eps, scales)
 
     @property
     def runs_whole(self) -> bool:
@@ -268,10 +265,11 @@ class Decoder:
         as in TokenBatch, maybe on the device. The other arguments are those of `forward`."""
         if adapters is not None:
             return self.layers.adapted_by(self._rows_of(adapters))(x, cos_sin, attend, rows, watch, recur)
-        if isinstance(self.layers, MixedLayers):
-            inputs = self._inputs(token_ids.to(self.device), x)
-            return self.layers(x, cos_sin, attend, rows, watch, inputs=inputs)
-        return self.layers(x, cos_sin, attend, rows, watch, recur)
+        inputs = self._inputs(token_ids, x)
+        if inputs is None:
+            return self.layers(x, cos_sin, attend, rows, watch, recur)
+        assert isinstance(self.layers, block.Blocks | MixedLayers), "other layers have no inputs"
+        return self.layers(x, cos_sin, attend, rows, watch, inputs=inputs)
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""
@@ -284,7 +282,8 @@ class Decoder:
         if self.config.layer_inputs is None:
             return None
         spec, table = self.config.layer_inputs, self.tables["layer_embed.weight"]
-        return layer_inputs(self.config, spec, table, self.weights, self.matrices, token_ids, x)
+        tokens = token_ids.to(self.device)
+        return layer_inputs(self.config, spec, table, self.weights, self.matrices, tokens, x)
 
     def leave(self, x: Tensor) -> Tensor:
         """The residual stream [T, H] behind the last layer -> hidden states [T, E], as `forward` returns them."""

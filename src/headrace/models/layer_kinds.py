@@ -8,7 +8,8 @@ from headrace.models.block_indexed import BlockIndexedLayer
 from headrace.models.hyper import HyperIndexedLayer
 from headrace.models.indexed import IndexedLayer
 from headrace.models.latent import LatentLayer
-from headrace.models.layers import Layer
+from headrace.models.layers import Layer, OneByOne
+from headrace.models.mixed_layers import MixedLayer, MixedLayers
 from headrace.models.shards import Share
 from headrace.models.side_by_side import SideBySide
 from headrace.models.spec import ModelConfig
@@ -23,7 +24,9 @@ def tell_why_not_whole(share: Share | None, reason: str | None) -> None:
 
 
 def layer_kind(config: ModelConfig) -> type[Layer]:
-    """That of layers which are alike but for what is recurrent in some (models.mixed_layers has others)."""
+    """That of a model's layers; some may be recurrent."""
+    if config.value_norm:
+        return MixedLayer
     if config.attention.index is not None:
         if config.hyper is not None:
             return HyperIndexedLayer
@@ -31,3 +34,9 @@ def layer_kind(config: ModelConfig) -> type[Layer]:
     if config.side_by_side:
         return SideBySide
     return Layer if config.latent is None else LatentLayer
+
+
+def one_by_one(layers: list[Layer]) -> OneByOne:
+    """Layers of a kind, called one after another."""
+    mixed = [layer for layer in layers if isinstance(layer, MixedLayer)]
+    return MixedLayers(mixed) if mixed else OneByOne(layers)

@@ -28,6 +28,15 @@ class Multipliers:
     up: float
     down: float
 
+    @property
+    def of_rows(self) -> tuple[float, ...]:
+        """All but those of channels."""
+        return self.z, self.gates, self.out, self.recurrent_out, self.up, self.down
+
+
+NO_TIMES = (1.0,) * 6
+"""Multipliers.of_rows that change nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class HyperSpec:

@@ -25,6 +25,7 @@ from headrace.kernels.recurrent import Recur
 from headrace.kernels.routing import weighted_inputs
 from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.hybrid import WIDE, let_through, recurrent_layer
+from headrace.models.layer_parts import NO_TIMES
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import NORMED_BEHIND, ExpertsSpec, ModelConfig
 
@@ -51,6 +52,9 @@ class Layer:
         self.weights = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
         self.matrices = {name.removeprefix(prefix): w for name, w in matrices.items() if name.startswith(prefix)}
         self.place = config.place(index)
+        self.kv_shape = config.attention.shape(self.place)
+        self.projected = config.projected_heads(index)
+        self.inner = config.inner(index)
         self.net = recurrent_layer(config, index, self.weights, whole)
         self.experts = config.experts_of(index)
         self.has_mlp = index not in config.without_mlp
@@ -352,14 +356,10 @@ class OneByOne:
 
 def never_whole(config: ModelConfig) -> str | None:
     """Why C++ does not compute the layers of such a model as a whole, whatever its weights and types; None: it may."""
-    if config.value_norm:
-        return "layers differ in their heads or their inputs"
     if config.rope is not None and config.rope.factor_alone:
         return "queries of latents are multiplied by a factor of their position"
     if config.recurrent is not None and config.recurrent.kind == "kda":
         return "decays of channels come from a matrix of their own"
-    if config.side_by_side:
-        return "layers have attention and Mamba-2 side by side"
     return None if config.attention.index is None else "rows choose the keys that they attend to"
 
 
@@ -370,6 +370,12 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     if config.norm == "rms" and weight is not None:
         return ops.rms_norm(x, weight, eps, config.last_offset if name == "final_norm" else config.norm_offset)
     return ops.layer_norm(x, weight, bias, eps)
+
+
+def _beside(config: ModelConfig) -> tuple[float, ...] | None:
+    if not config.side_by_side:
+        return None
+    return NO_TIMES if config.multipliers is None else config.multipliers.of_rows
 
 
 def shape_of(config: ModelConfig) -> LayerShape:
@@ -390,6 +396,8 @@ def shape_of(config: ModelConfig) -> LayerShape:
         gated=config.attention_gate,
         recurrent=config.recurrent,
         latent=config.latent,
+        beside=_beside(config),
+        inputs=0 if config.layer_inputs is None else config.layer_inputs.width,
         more=dict(
             residual_scale=config.residual_scale,
             turn_before_norm=config.turn_before_norm,

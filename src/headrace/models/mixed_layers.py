@@ -14,15 +14,14 @@ from torch import Tensor
 
 from headrace.kernels import block, experts, ops
 from headrace.kernels.backend import Attend
+from headrace.kernels.block import Made
+from headrace.kernels.layer_shape import SHARE_SCALES
 from headrace.kernels.records import QKRotary
 from headrace.kernels.recurrent import Recur
 from headrace.models.layer_parts import LayerInputs
 from headrace.models.layers import Layer, Matrices, OneByOne, Weights
 from headrace.models.shards import ALONE, Whole
 from headrace.models.spec import ExpertsSpec, ModelConfig
-
-Made = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values [T, Hkv, D] of a step by the layer that made them, of layers whose others attend to them too."""
 
 
 class MixedLayer(Layer):
@@ -36,14 +35,21 @@ class MixedLayer(Layer):
         self, config: ModelConfig, weights: Weights, matrices: Matrices, index: int, whole: Whole = ALONE
     ) -> None:
         super().__init__(config, weights, matrices, index, whole)
-        self.kv_heads, self.dim = config.attention.shape(index)
-        self.projected = sum(config.projected_heads(index))
+        self.kv_heads, self.dim = self.kv_shape
         self.source = config.attention.source(index)
         self.lends = index in config.attention.shared
-        self.plain = torch.ones_like(self.weights["q_norm.weight"])
+        self.weights["v_norm.weight"] = torch.ones_like(self.weights["q_norm.weight"])
+        if self.experts is not None:
+            self.weights[SHARE_SCALES] = self.weights["routing.per_expert_scale"].float()
 
     def run(
-        self, x: Tensor, cos_sin: Tensor | None, attend: Attend, made: Made, inputs: Tensor | None, rows: Tensor | None
+        self,
+        x: Tensor,
+        cos_sin: Tensor | None,
+        attend: Attend,
+        made: Made,
+        inputs: Tensor | None,
+        rows: Tensor | None,
     ) -> Tensor:
         """x [T, H] -> [T, H], or [n, H] of `rows` [n] alone. inputs [T, P]: the layer's own; made: see Made."""
         heads = self._attended(self._norm("attention_norm", x), cos_sin, attend, made, rows)
@@ -60,7 +66,7 @@ class MixedLayer(Layer):
 
     def _attended(self, x: Tensor, cos_sin: Tensor | None, attend: Attend, made: Made, rows: Tensor | None) -> Tensor:
         """x [T, H] -> attended heads [T or n, Hq, D]."""
-        heads = self._linear("qkv", x).view(len(x), self.projected, self.dim)
+        heads = self._linear("qkv", x).view(len(x), sum(self.projected), self.dim)
         q, *own = self._parts(heads, self.config.attention.heads, cos_sin)
         k, v = own if self.source == self.index else made[self.source]
         if self.lends:
@@ -77,11 +83,11 @@ class MixedLayer(Layer):
         how = QKRotary(ops.rotated_heads, queries, keys, turn, *norms, config.norm_eps, config.norm_offset)
         q, k, _ = how(heads)
         v = heads[:, heads.shape[1] - keys :]
-        return q, k, ops.rms_norm(v, self.plain, config.norm_eps) if keys else v
+        return q, k, ops.rms_norm(v, self.weights["v_norm.weight"], config.norm_eps) if keys else v
 
     def project(self, x: Tensor, cos_sin: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [n, H], which enters the layer -> k, v [n, Hkv, D], as `attend` gets them."""
-        heads = self._linear("qkv", self._norm("attention_norm", x)).view(len(x), self.projected, self.dim)
+        heads = self._linear("qkv", self._norm("attention_norm", x)).view(len(x), sum(self.projected), self.dim)
         _, k, v = self._parts(heads[:, self.config.attention.heads :], 0, cos_sin)
         return k, v
 
@@ -97,7 +103,7 @@ class MixedLayer(Layer):
         """x [T, H] -> [T, this rank's share of H]: what each row's experts make of it, by the scales of experts too."""
         scaled = ops.rms_norm(x, self.weights["routing.scale"], self.config.norm_eps) * self.config.hidden_size**-0.5
         logits = ops.linear(scaled, self.matrices["router.weight"], wide=True)
-        scales, x = self.weights["routing.per_expert_scale"].float(), self._norm("experts_norm", x)
+        scales, x = self.weights[SHARE_SCALES], self._norm("experts_norm", x)
         if self.mixture is not None:
             return self.mixture(x, logits, scales)
         routes = experts.route(logits, spec.chosen, True)
@@ -110,6 +116,9 @@ class MixedLayers(OneByOne):
     def __init__(self, layers: Sequence[MixedLayer]) -> None:
         super().__init__(list(layers))
         self.mixed = layers
+
+    def first(self, count: int) -> MixedLayers:
+        return MixedLayers(self.mixed[:count])
 
     def __call__(
         self,
@@ -134,6 +143,11 @@ class MixedLayers(OneByOne):
         return x
 
 
+def input_scales(config: ModelConfig, spec: LayerInputs) -> tuple[float, float, float]:
+    """What the rows of the inputs' table, what is projected of x, and the sum of both are multiplied by."""
+    return spec.width**0.5, config.hidden_size**-0.5, 2.0**-0.5
+
+
 def layer_inputs(
     config: ModelConfig,
     spec: LayerInputs,
@@ -146,7 +160,8 @@ def layer_inputs(
     """What each layer adds of these tokens [T], which enter the first layer as x [T, H]: [T, L, P]. table: of what they
     add by themselves, [V, L P]."""
     shape = (len(x), config.layers, spec.width)
-    own = ops.look_up(table, tokens, x.dtype) * torch.tensor(spec.width**0.5, dtype=x.dtype)
-    projected = ops.linear(x, matrices["layer_inputs.weight"]) * config.hidden_size**-0.5
+    of_own, of_projected, of_both = input_scales(config, spec)
+    own = ops.look_up(table, tokens, x.dtype) * torch.tensor(of_own, dtype=x.dtype)
+    projected = ops.linear(x, matrices["layer_inputs.weight"]) * of_projected
     normed = ops.rms_norm(projected.view(shape), weights["layer_inputs_norm.weight"], config.norm_eps)
-    return (normed + own.view(shape)) * 2.0**-0.5
+    return (normed + own.view(shape)) * of_both
