@@ -1,12 +1,14 @@
-"""Gemma 4: heads of published sizes on every instruction set, rounded weights, a pool too small, what is refused."""
+"""Gemma 4: heads of published sizes, rounded weights, a pool too small, many layers, what is refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,10 +22,12 @@ from headrace.kernels.block import Blocks
 from headrace.models.config import read_config
 from headrace.models.decoder import load_decoder
 from headrace.models.mixed_layers import MixedLayers
+from headrace.models.plain_config import plain_config
 from tests.support.checkpoints import FolderOf, make_checkpoint
 from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import batch_of, naive, prompt_logits
 from tests.support.traces import Trace, run, same
+from tests.support.truth import as_near, exact_logits
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -151,3 +155,19 @@ def test_memory_is_that_of_the_layers_that_store(folder_of: FolderOf) -> None:
 def test_what_is_not_built_is_refused(settings: dict[str, Any], told: str, folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match=told):
         LLM(str(folder_of("gemma4_small")), **settings)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified_multimodal"])
+def test_layers_in_tens(kind: str, tmp_path: Path) -> None:
+    """transformers numbers them "05" and "11" in per_layer_config."""
+    sizes = dict(num_hidden_layers=12, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2)
+    folder = make_checkpoint(kind, tmp_path, **sizes)
+    fields = json.loads((folder / "config.json").read_text())
+    assert list(fields.get("text_config", fields)["per_layer_config"]) == ["05", "11"]
+    assert plain_config(folder) == read_config(folder)
+    tokens, [name] = prompts()[0], fields["architectures"]
+    model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor([tokens])).logits[0]
+    ours = prompt_logits(load_decoder(folder, "float32"), tokens)
+    assert as_near(ours, theirs, exact_logits(model, tokens))  # rounding grows with the depth

@@ -12,7 +12,7 @@ from headrace.models.families import FAMILIES
 from headrace.models.plain_config import plain_config
 from headrace.types import UnsupportedModel
 from tests.support.config_files import written
-from tests.support.plain_configs import EXAONE_MOE, GIVEN, GRANITE4, MAMBA, MELLUM, NEMOTRON
+from tests.support.plain_configs import EXAONE_MOE, GEMMA4, GIVEN, GRANITE4, MAMBA, MELLUM, NEMOTRON
 
 pytestmark = pytest.mark.unit
 
@@ -111,6 +111,25 @@ def test_kinds_of_layers_that_no_such_model_has(given: dict[str, Any], told: str
     folder = written(tmp_path, dict(architectures=[NEMOTRON]) | given)
     for read, expected in ((read_config, "transformers does not accept"), (plain_config, told)):
         with pytest.raises(UnsupportedModel, match=expected):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        (["05", "11"], None),
+        (["4", "04"], "per_layer_config names layer 4 twice"),
+        (["04", "12"], "per_layer_config names layer 12, num_hidden_layers is 12"),
+    ],
+)
+def test_layers_with_heads_of_their_own_are_numbered(layers: list[str], told: str | None, tmp_path: Path) -> None:
+    own = {layer: dict(head_dim=512) for layer in layers}
+    folder = written(tmp_path, dict(architectures=[GEMMA4], num_hidden_layers=12, per_layer_config=own))
+    for read in (read_config, plain_config):
+        if told is None:
+            assert [layer for layer, (_, dim) in enumerate(read(folder).attention.shapes) if dim == 512] == [5, 11]
+            continue
+        with pytest.raises(UnsupportedModel, match=told):
             read(folder)
 
 

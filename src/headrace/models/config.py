@@ -103,7 +103,8 @@ def _text_part(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _refuse_fields(raw: dict[str, Any], family: Family) -> None:
-    own = {name for fields in (raw.get("per_layer_config") or {}).values() for name in fields}
+    by_layer = layers_by_number(raw.get("per_layer_config") or {}, raw.get("num_hidden_layers"))
+    own = {name for fields in by_layer.values() for name in fields}
     for name in sorted(own - set(family.layer_fields)):
         raise UnsupportedModel(f"per_layer_config.{name} is not supported")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -116,6 +117,20 @@ def _refuse_fields(raw: dict[str, Any], family: Family) -> None:
             raise UnsupportedModel(f"{name} {shown(str(raw[name]))} is not supported; 0 and infinity are")
     if raw.get("is_causal") is False:
         raise UnsupportedModel("is_causal false is not supported")
+
+
+def layers_by_number(by_name: dict[str, Any], layers: int | None) -> dict[int, Any]:
+    """per_layer_config by numbers, which transformers writes as "4" or, from ten layers on, as "04". Refuses a layer
+    that is named twice, of which transformers takes the last one, and one that a model of so many layers has not."""
+    found: dict[int, Any] = {}
+    for name, fields in by_name.items():
+        layer = int(name)
+        if layer in found:
+            raise UnsupportedModel(f"per_layer_config names layer {layer} twice; download the file again")
+        if layers is not None and layer >= layers:
+            raise UnsupportedModel(f"per_layer_config names layer {layer}, num_hidden_layers is {layers}")
+        found[layer] = fields
+    return found
 
 
 def _refuse_remote_code(value: Any, family: Family) -> None:

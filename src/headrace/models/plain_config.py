@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from headrace.models import schema
-from headrace.models.config import ModelConfig, read_with
+from headrace.models.config import ModelConfig, layers_by_number, read_with
 from headrace.models.families import Family
 from headrace.models.families.base import LAYER_TYPES as KINDS
 from headrace.models.nulls import NEVER_NULL, NULLABLE
@@ -202,14 +202,14 @@ def _fill_in_nemotron_h(values: dict[str, Any]) -> None:
 
 def _fill_in_gemma4(values: dict[str, Any]) -> None:
     values["layer_types"] = [*values["layer_types"][:-1], KINDS[0]]
-    own = values.get("per_layer_config") or {}
+    own = layers_by_number(values.get("per_layer_config") or {}, values["num_hidden_layers"])
     if "per_layer_config" not in values:
         heads = values["num_global_key_value_heads"] if values["attention_k_eq_v"] else None
         found = dict(head_dim=values["global_head_dim"]) | ({} if heads is None else dict(num_key_value_heads=heads))
-        own = {str(layer): found for layer, kind in enumerate(values["layer_types"]) if kind == KINDS[0]}
+        own = {layer: found for layer, kind in enumerate(values["layer_types"]) if kind == KINDS[0]}
     every = {name: values[name] for name in ("head_dim", "num_key_value_heads")}
     layers = range(values["num_hidden_layers"])
-    values["per_layer_config"] = {layer: SimpleNamespace(**every | own.get(str(layer), {})) for layer in layers}
+    values["per_layer_config"] = {layer: SimpleNamespace(**every | own.get(layer, {})) for layer in layers}
 
 
 def _fill_in_rope(values: dict[str, Any], given: dict[str, Any], model_type: str) -> None:
