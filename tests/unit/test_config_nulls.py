@@ -1,4 +1,4 @@
-"""Numbers of config.json that are null or missing: a model is read, or refused by file and field."""
+"""Numbers of config.json that are null, missing or 0: a model is read, or refused by file and field."""
 
 from __future__ import annotations
 
@@ -67,6 +67,12 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2MoeForCausalLM", dict(num_key_value_heads=None), f"num_key_value_heads {NULL}"),
     ("Ernie4_5_MoeForCausalLM", dict(num_key_value_heads=None), f"num_key_value_heads {NULL}"),
     ("Qwen3MoeForCausalLM", dict(num_experts_per_tok=None), "num_experts_per_tok"),
+    ("Qwen3MoeForCausalLM", dict(num_experts_per_tok=0), "num_experts_per_tok 0 is not supported"),
+    ("Qwen3MoeForCausalLM", dict(moe_intermediate_size=0), "moe_intermediate_size 0 is not supported"),
+    *(
+        (name, dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size 0 is not supported")
+        for name in ("Qwen2MoeForCausalLM", "Qwen3NextForCausalLM")
+    ),
     ("CohereForCausalLM", dict(layer_norm_eps=None), f"layer_norm_eps {NULL}"),
     ("CohereForCausalLM", dict(logit_scale=None), f"logit_scale {NULL}"),
     ("FalconForCausalLM", dict(layer_norm_epsilon=None), f"layer_norm_epsilon {NULL}"),
@@ -116,6 +122,9 @@ READ: list[dict[str, Any]] = [
     dict(architectures=["Qwen3_5MoeForCausalLM"], intermediate_size=None),
     dict(architectures=[GRANITE4], num_local_experts=0, num_experts_per_tok=None, **MAMBA),
     dict(architectures=[GRANITE4], num_local_experts=None, **MAMBA),
+    dict(architectures=[GRANITE4], num_local_experts=0, num_experts_per_tok=0, **MAMBA),
+    dict(architectures=["Qwen3MoeForCausalLM"], shared_expert_intermediate_size=0, qkv_bias=False),
+    dict(architectures=["Qwen3_5ForCausalLM"], num_experts_per_tok=0, moe_intermediate_size=0),
     dict(architectures=["Mistral4ForCausalLM"], partial_rotary_factor=1.0),
     dict(architectures=["Lfm3ForCausalLM"], rope_parameters={FULL: dict(factor=2.0, type="linear"), LOCAL: {}}),
     dict(architectures=["DeepseekV32ForCausalLM"], head_dim=48),

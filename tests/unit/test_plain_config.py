@@ -54,6 +54,25 @@ def test_fields_count_for_the_classes_that_have_them(name: str, tmp_path: Path) 
             assert plain_config(folder) == theirs, architecture
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "value", "refused"),
+    [
+        ("Phi3ForCausalLM", "AutoTokenizer", "Xenova/gpt-4o", False),  # Phi-4 mini
+        ("Phi3ForCausalLM", "AutoModelForCausalLM", "Xenova/gpt-4o", True),
+        ("HunYuanMoEV1ForCausalLM", "AutoModelForCausalLM", "hunyuan.HunYuanMoEV1ForCausalLM", False),
+        ("LlamaForCausalLM", "AutoModelForCausalLM", "hunyuan.LlamaForCausalLM", True),
+    ],
+)
+def test_code_that_files_name(architecture: str, name: str, value: str, refused: bool, tmp_path: Path) -> None:
+    folder = written(tmp_path, dict(architectures=[architecture], auto_map={name: value}))
+    for read in (read_config, plain_config):
+        if not refused:
+            read(folder)
+            continue
+        with pytest.raises(UnsupportedModel, match=f"auto_map names {value}: remote code is never run"):
+            read(folder)
+
+
 def test_quantisation_stands_beside_the_text_part(tmp_path: Path) -> None:
     given = dict(architectures=["Qwen3_5ForConditionalGeneration"], text_config=dict(model_type="qwen3_5_text"))
     folder = written(tmp_path, given | dict(quantization_config=dict(quant_method="gptq", bits=3)))

@@ -110,8 +110,8 @@ def _refuse_fields(raw: dict[str, Any], family: Family) -> None:
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     for each in [rope[kind] for kind in LAYER_TYPES if rope.get(kind)] or [rope]:
         refuse_rope(each.get("rope_type", each.get("type", "default")), each)
-    for value in (raw.get("auto_map") or {}).values():
-        _refuse_remote_code(value, family)
+    for name, value in (raw.get("auto_map") or {}).items():
+        _refuse_remote_code(name, value, family)
     for name in ("time_step_limit", "mamba_dt_limit"):
         if raw.get(name) not in UNLIMITED:
             raise UnsupportedModel(f"{name} {shown(str(raw[name]))} is not supported; 0 and infinity are")
@@ -133,10 +133,12 @@ def layers_by_number(by_name: dict[str, Any], layers: int | None) -> dict[int, A
     return found
 
 
-def _refuse_remote_code(value: Any, family: Family) -> None:
-    """Refuses an auto_map entry, unless it names the module that transformers has taken in since (Falcon's do)."""
-    known = {f"{kind}_{name}" for kind in ("modeling", "configuration") for name in family.modules}
-    if isinstance(value, str):  # a tokenizer's entry is a list
+def _refuse_remote_code(name: str, value: Any, family: Family) -> None:
+    """Refuses an auto_map entry, unless it names the module that transformers has taken in since (Falcon's do). What is
+    named for tokenizers, as Phi-4 mini's file does, is left unread."""
+    known = {f"{kind}_{module}" for kind in ("modeling", "configuration") for module in family.modules}
+    known |= {family.published_as}  # HunYuan-A13B's file names hunyuan.py
+    if isinstance(value, str) and name != "AutoTokenizer":
         module = value.split("--")[-1].split(".")[0]
         if module not in known:
             raise UnsupportedModel(f"auto_map names {value}: remote code is never run")

@@ -168,8 +168,8 @@ class ConfigFields(msgspec.Struct):
     max_window_layers: Small | UnsetType | None = UNSET
     num_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
     num_local_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
-    num_experts_per_tok: Count = UNSET
-    moe_intermediate_size: Annotated[int, Meta(ge=1, le=1 << 24)] | Counts | UnsetType | None = UNSET
+    num_experts_per_tok: Part = UNSET
+    moe_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | Counts | UnsetType | None = UNSET
     n_routed_experts: Count = UNSET
     n_shared_experts: Count = UNSET
     num_shared_experts: Annotated[int, Meta(ge=0, le=1 << 16)] | UnsetType | None = UNSET
@@ -193,7 +193,7 @@ class ConfigFields(msgspec.Struct):
     use_routing_bias: Flag = UNSET
     rotary_dim: Count = UNSET
     attn_type_list: Annotated[list[Small], Meta(max_length=4096)] | UnsetType | None = UNSET
-    shared_expert_intermediate_size: WideCount = UNSET
+    shared_expert_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | UnsetType | None = UNSET
     shared_intermediate_size: Annotated[int, Meta(ge=0, le=1 << 24)] | UnsetType | None = UNSET
     norm_topk_prob: Flag = UNSET
     decoder_sparse_step: Count = UNSET

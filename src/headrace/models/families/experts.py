@@ -37,6 +37,8 @@ def mixture(
         raise UnsupportedModel(f"{count} experts in {sum(layers)} layers are not supported; {MOST_EXPERTS} in all are")
     if not 1 <= chosen <= count:
         raise UnsupportedModel(f"num_experts_per_tok {chosen} is not supported with {count} experts; 1 to {count} are")
+    if inner == 0:
+        raise UnsupportedModel("moe_intermediate_size 0 is not supported; 1 or more is")
     obstacle = routing.obstacle(count, chosen)
     if obstacle is not None:
         raise UnsupportedModel(f"n_group {routing.groups} with topk_group {routing.met_groups}: {obstacle}")
@@ -49,6 +51,14 @@ def corrected(config: Any) -> RoutingSpec:
     groups, met, scale = config.n_group, config.topk_group, float(config.routed_scaling_factor)
     summed = 2 if groups > 1 else 1
     return RoutingSpec("sigmoid", corrected=True, groups=groups, met_groups=met, summed=summed, scale=scale)
+
+
+def beside(config: Any) -> Any:
+    """Width of the expert that all rows meet, in classes that always have one."""
+    width = config.shared_expert_intermediate_size
+    if width == 0:
+        raise UnsupportedModel("shared_expert_intermediate_size 0 is not supported here; 1 or more is")
+    return width
 
 
 def everywhere(config: Any) -> tuple[bool, ...]:
@@ -102,12 +112,8 @@ def _qwen3_moe(config: Any) -> dict[str, Any]:
 
 
 def _qwen2_moe(config: Any) -> dict[str, Any]:
-    inner, shared, normalised = (
-        config.moe_intermediate_size,
-        config.shared_expert_intermediate_size,
-        config.norm_topk_prob,
-    )
-    experts = mixture(config, config.num_experts, inner, normalised, sparse_layers(config), shared)
+    inner, normalised = config.moe_intermediate_size, config.norm_topk_prob
+    experts = mixture(config, config.num_experts, inner, normalised, sparse_layers(config), beside(config))
     return common(config, mixed_windows(config)) | experts | dict(qkv_bias=config.qkv_bias)
 
 

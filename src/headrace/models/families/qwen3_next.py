@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.config import AttentionSpec, RecurrentSpec
 from headrace.models.families.base import Family, Names, attention, behind_convolutions, rope, rope_reach
-from headrace.models.families.experts import APART, SHARED, TOGETHER, mixture, sparse_layers
+from headrace.models.families.experts import APART, SHARED, TOGETHER, beside, mixture, sparse_layers
 from headrace.models.spec import ModelConfig
 from headrace.types import UnsupportedModel
 
@@ -67,8 +67,7 @@ def _qwen3_5_moe_facts(config: Any) -> dict[str, Any]:
 
 def _experts(config: Any, normalised: bool, layers: tuple[bool, ...]) -> dict[str, Any]:
     """With one beside them that all rows meet."""
-    inner, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
-    return mixture(config, config.num_experts, inner, normalised, layers, shared)
+    return mixture(config, config.num_experts, config.moe_intermediate_size, normalised, layers, beside(config))
 
 
 def _attention(config: Any, layers: int) -> AttentionSpec:
