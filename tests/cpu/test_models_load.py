@@ -19,13 +19,7 @@ from headrace.models.plain_config import plain_config
 from headrace.models.weights import load_weights
 from headrace.types import UnsupportedModel
 from tests.support.checkpoint_files import SINGLE, TOKENS, copy_of, rename, same
-from tests.support.checkpoints import (
-    LLAMA3_ROPE,
-    FolderOf,
-    OursOf,
-    edit_json,
-    make_checkpoint,
-)
+from tests.support.checkpoints import LLAMA3_ROPE, FolderOf, OursOf, build_model, edit_json, make_checkpoint
 from tests.support.kind_sizes import GQA, WINDOW
 from tests.support.naive_attention import prompt_logits
 
@@ -174,6 +168,13 @@ def test_kimi_as_it_is_published(kind: str, folder_of: FolderOf, ours_of: OursOf
     edit_json(path, **own)
     assert plain_config(folder) == read_config(folder)
     assert same(load_decoder(folder, "float32"), ours_of(kind))
+
+
+def test_kimi_as_transformers_writes_it(ours_of: OursOf, tmp_path: Path) -> None:
+    """Its layers of text are called blocks there, as those of images are."""
+    build_model("kimi_k25").save_pretrained(tmp_path)
+    assert "language_model.model.blocks.0.input_layernorm.weight" in load_file(tmp_path / SINGLE)
+    assert same(load_decoder(tmp_path, "float32"), ours_of("kimi_k25"))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

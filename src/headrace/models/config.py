@@ -136,7 +136,7 @@ def layers_by_number(by_name: dict[str, Any], layers: int | None) -> dict[int, A
 def _refuse_remote_code(name: str, value: Any, family: Family) -> None:
     """Refuses an auto_map entry, unless it names the module that transformers has taken in since (Falcon's do). What is
     named for tokenizers, as Phi-4 mini's file does, is left unread."""
-    known = {f"{kind}_{module}" for kind in ("modeling", "configuration") for module in family.modules}
+    known: set[str | None] = {f"{kind}_{module}" for kind in ("modeling", "configuration") for module in family.modules}
     known |= {family.published_as}  # HunYuan-A13B's file names hunyuan.py
     if isinstance(value, str) and name != "AutoTokenizer":
         module = value.split("--")[-1].split(".")[0]

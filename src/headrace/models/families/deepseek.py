@@ -203,5 +203,6 @@ KIMI_VISION = replace(
     DEEPSEEK_V3, model_type="kimi_k25", text_type="deepseek_v3", completed=tied_unless_told,
     prefixes=("language_model.model.", "model.language_model."),
     unread=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
+    renamed=(("language_model.model.blocks.", "language_model.model.layers."),),
 )  # fmt: skip
-"""Of which the text part is computed, and images are refused."""
+"""Of which the text part is computed, and images are refused. What transformers 5.24 writes has blocks for layers."""
