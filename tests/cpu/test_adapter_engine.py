@@ -158,7 +158,7 @@ def test_what_cannot_be_asked(llm: LLM) -> None:
         llm.generate([CONTEXT], BRIEF, adapter="late")
     with pytest.raises(InvalidRequest, match="2 prompts but 1 in the list adapter"):
         llm.generate([CONTEXT, CONTEXT], BRIEF, adapter=["one"])
-    with pytest.raises(InvalidRequest, match="adapter must be a name, got int"):
+    with pytest.raises(InvalidRequest, match=r"adapter must be the name of one of lora_modules, .*got int"):
         llm.generate([CONTEXT], BRIEF, adapter=[1])  # type: ignore[list-item]
     assert llm.engine.cache.used == 0 and not llm.engine.has_work
 

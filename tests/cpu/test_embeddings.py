@@ -127,10 +127,16 @@ def test_they_are_cut_where_the_checkpoint_allows_it(folder_of: FolderOf, tmp_pa
 
 
 def test_refusals(folder_of: FolderOf, tmp_path: Path, engines: dict[str, LLM]) -> None:
-    for wrong, param in (([], "input"), ([[]], "prompt"), ([[9999]], "prompt"), ([[5] * 513], "prompt")):
-        with pytest.raises(InvalidRequest) as caught:
+    second = r"inputs\[1\]: "
+    for wrong, told in (
+        ([], "give at least one"),
+        ([[5], []], f"{second}the prompt is empty"),
+        ([[5], [9999]], f"{second}token id 9999"),
+        ([[5], [5] * 513], f"{second}the prompt has 513"),
+    ):
+        with pytest.raises(InvalidRequest, match=told) as caught:
             engines["last"].embed(wrong)  # type: ignore[arg-type]
-        assert caught.value.param == param
+        assert caught.value.param == "inputs"
     assert engines["last"].embed([tokens(512, 1)]).shape == (1, 128), "a text may fill the context"
     folder = with_pooling(folder_of("qwen3"), tmp_path / "m", "last", True)
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')

@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import Mock
 from weakref import ref
 
+import numpy as np
 import pytest
 
 from headrace import LLM, AsyncLLM, EngineDead, InvalidRequest, SamplingParams
@@ -109,17 +110,40 @@ def test_sampling_params_are_checked(llm: LLM) -> None:
     ("call", "wrong"),
     [("generate", {"sampling_params": 3}), ("generate", {"cache_salt": "\ud800"}), ("generate", {"tenant": "\ud800"}),
      ("generate", {"kv_limit": None}), ("chat", {"tools": 3}), ("chat", {"messages": None}),
-     ("score", {"options": 3}), ("score", {"text": 3}), ("embed", {"cache_salt": "\ud800"})],
+     ("generate", {"prompts": [[1], []]}), ("generate", {"adapter": None}),
+     ("generate", {"adapter": np.array(["a", "b"])}), ("chat", {"adapter": 3}), ("logits", {"token_ids": []}),
+     ("logits", {"token_ids": 3}), ("score", {"options": 3}), ("score", {"text": 3}), ("embed", {"inputs": [[]]}),
+     ("embed", {"inputs": 3}), ("embed", {"cache_salt": "\ud800"})],
     ids=repr,
 )  # fmt: skip
 def test_arguments_of_a_wrong_kind_are_refused_by_name(llm: LLM, call: str, wrong: dict[str, Any]) -> None:
     right: dict[str, Any] = {
         "generate": {"prompts": "Hello"}, "chat": {"messages": [{"role": "user", "content": "Hello"}]},
         "score": {"text": "Hello", "options": [" you"]}, "embed": {"inputs": "Hello"},
+        "logits": {},
     }  # fmt: skip
     with pytest.raises(InvalidRequest) as refused:
         getattr(llm, call)(**{**right[call], **wrong})
     assert [refused.value.param] == list(wrong)
+
+
+def test_the_prompt_at_fault_is_named_by_its_place(llm: LLM) -> None:
+    for call, told in (
+        (lambda: llm.generate([[1], []]), r"^prompts\[1\]: the prompt is empty"),
+        (lambda: llm.generate([[]]), "^prompts: the prompt is empty"),
+        (lambda: llm.logits([]), "^token_ids: the prompt is empty"),
+        (lambda: llm.logits(3), "^token_ids: give a text, token ids"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            call()
+
+
+def test_an_adapter_is_given_by_its_name(llm: LLM) -> None:
+    for wrong in (None, 3, b"x", {"a"}, [None]):
+        with pytest.raises(
+            InvalidRequest, match="adapter must be the name of one of lora_modules, or '' for the model"
+        ):
+            llm.generate("Hello", adapter=wrong)  # type: ignore[arg-type]
 
 
 def test_a_sampling_parameter_is_no_variable_of_the_template(llm: LLM) -> None:

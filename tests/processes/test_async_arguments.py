@@ -39,7 +39,8 @@ async def serves_on(llm: AsyncLLM) -> bool:
 WRONG: list[dict[str, Any]] = [
     {"request_id": 3}, {"request_id": b"x"}, {"request_id": HALF}, {"request_id": 0}, {"embed": 1}, {"embed": "x"},
     {"params": 3}, {"params": {"max_tokens": 3}}, {"params": [GREEDY]}, {"cache_salt": HALF}, {"cache_salt": 3},
-    {"tenant": HALF}, {"tenant": None}, {"kv_share": None}, {"kv_limit": "x"}, {"adapter": 3}, {"prompt": 3},
+    {"tenant": HALF}, {"tenant": None}, {"kv_share": None}, {"kv_limit": "x"}, {"adapter": 3}, {"adapter": None},
+    {"adapter": np.array(["a", "b"])}, {"prompt": 3},
 ]  # fmt: skip
 
 

@@ -152,8 +152,33 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             dict(offload_schedule="row", kv_offloading_size=0.1, kv_offload_write="idle"),
             "kv_offload_write needs a tier",
         ),
+        (
+            dict(distributed_backend="ray"),
+            r"distributed_backend needs several ranks: set context_parallel_size \(-cp\) or",
+        ),
+        (dict(rank_interface="10.0.0.1"), "rank_interface needs several ranks"),
+        (dict(rank_transport="host"), "rank_transport needs several ranks"),
+        (dict(rank_timeout_s=2.0), "rank_timeout_s needs several ranks"),
+        (
+            dict(prefill_strategy="chain"),
+            "prefill_strategy chain needs several context ranks: set context_parallel_size",
+        ),
+        (
+            dict(prefill_strategy="ring-q", tensor_parallel_size=2),
+            "prefill_strategy ring-q needs several context ranks",
+        ),
+        (dict(parallel_table="table.json"), "parallel_table needs several context ranks"),
+        (dict(strategy_rule="alg1"), "strategy_rule needs several context ranks"),
+        (
+            dict(context_parallel_size=2, strategy_rule="alg1", prefill_strategy="chain"),
+            "strategy_rule needs a choice of the planner: leave out prefill_strategy",
+        ),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(values: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         EngineConfig(**values)
+
+
+def test_one_rank_computes_every_prompt_as_single_asks() -> None:
+    assert EngineConfig(prefill_strategy="single").ranks.strategy == "single"

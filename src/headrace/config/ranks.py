@@ -6,12 +6,13 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from headrace.config.fields import SettingsRecord, at_least, seconds, setting
+from headrace.config.fields import SettingsRecord, at_least, need, seconds, setting
 from headrace.strategies import OFFERED, STRATEGIES, PrefillStrategy
 
 DistributedBackend = Literal["mp", "ray"]
 RankTransport = Literal["auto", "nccl", "host"]
 StrategyRule = Literal["cost", "alg1", "alg5", "heuristic"]
+INTERFACE, TIMEOUT_S = "127.0.0.1", 10.0
 
 
 def _one_interface(name: str, value: Any) -> None:
@@ -65,7 +66,7 @@ class RankSettings(SettingsRecord):
         None, "Table that `headrace tune` wrote for this machine, model and group.", name="parallel_table"
     )
     interface: str = setting(
-        "127.0.0.1", "IPv4 address that ranks bind to talk to each other.", check=_one_interface, rare=True
+        INTERFACE, "IPv4 address that ranks bind to talk to each other.", check=_one_interface, rare=True
     )
     transport: RankTransport = setting(
         "auto",
@@ -73,7 +74,30 @@ class RankSettings(SettingsRecord):
         "(nccl where it can be).",
         rare=True,
     )
-    timeout_s: float = setting(10.0, "Seconds of silence after which a rank counts as lost.", check=seconds, rare=True)
+    timeout_s: float = setting(
+        TIMEOUT_S, "Seconds of silence after which a rank counts as lost.", check=seconds, rare=True
+    )
+
+    def check_together(self) -> None:
+        several = "several ranks: set context_parallel_size (-cp) or tensor_parallel_size (-tp)"
+        for given, name in (
+            (self.launcher != "mp", "distributed_backend"),
+            (self.interface != INTERFACE, "rank_interface"),
+            (self.transport != "auto", "rank_transport"),
+            (self.timeout_s != TIMEOUT_S, "rank_timeout_s"),
+        ):
+            need(given, self.count > 1, name, several)
+        context = "several context ranks: set context_parallel_size (-cp)"
+        shared = self.strategy not in ("auto", "single")  # one rank computes every prompt by itself, as single asks
+        need(shared, self.context > 1, f"prefill_strategy {self.strategy}", context)
+        need(self.table is not None, self.context > 1, "parallel_table", context)
+        need(self.rule != "cost", self.context > 1, "strategy_rule", context)
+        need(
+            self.rule != "cost",
+            self.strategy == "auto",
+            "strategy_rule",
+            "a choice of the planner: leave out prefill_strategy",
+        )
 
     @property
     def count(self) -> int:

@@ -58,10 +58,11 @@ def last_place(wanted: Sequence[int], tokens: Sequence[int]) -> int | None:
 def started(adapters: Sequence[ServedAdapter], name: str, tokens: Sequence[int]) -> int:
     """The position from which on a prompt has the adapter of that name; "": none, and 0. Raises InvalidRequest for one
     that is not there, and for a prompt that does not invoke it."""
+    if not isinstance(name, str):
+        told = f"adapter must be the name of one of lora_modules, or '' for the model; got {type(name).__name__}"
+        raise InvalidRequest(told, "adapter")
     if name == "":
         return 0
-    if not isinstance(name, str):
-        raise InvalidRequest(f"adapter must be a name, got {type(name).__name__}", "adapter")
     adapter = next((each for each in adapters if each.name == name), None)
     if adapter is None:
         known = ", ".join(repr(each.name) for each in adapters) or "none: name some with lora_modules"

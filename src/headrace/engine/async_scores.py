@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
-from headrace.engine.prompts import Prompts
+from headrace.engine.prompts import Prompts, naming
 from headrace.engine.scoring import ScoreRequest, Text, at_once, plan_score
 from headrace.outputs import Score
 from headrace.types import Delta, InvalidRequest, Overloaded, SamplingParams, TokenLogprobs
@@ -109,14 +109,15 @@ async def _pooled(
     capacity, tokenizer = engine.capacity, engine.tokenizer
     texts = inputs_of(inputs)
     if tokenizer is None and any(isinstance(each, str) for each in texts):
-        raise InvalidRequest("the model folder has no tokenizer: pass token ids", "input")
+        raise InvalidRequest("the model folder has no tokenizer: pass token ids", "inputs")
 
     def encoded() -> list[list[int]]:
         return [tokenizer.encode(each) if tokenizer and isinstance(each, str) else list(each) for each in texts]  # type: ignore[arg-type]
 
     prompts = await asyncio.to_thread(encoded)
-    for prompt in prompts:
-        capacity.check(prompt, EMBEDS, embed=True)
+    for index, prompt in enumerate(prompts):
+        with naming("inputs", index):
+            capacity.check(prompt, EMBEDS, embed=True)
     places = Places(at_once(max(map(len, prompts)), capacity.max_sequences, engine.config.server))
     sharing: dict[str, Any] = dict(cache_salt=cache_salt, public_prefix_tokens=public_prefix_tokens)
 

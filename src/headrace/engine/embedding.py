@@ -58,9 +58,9 @@ def check_classifies(pooling: Pooling) -> None:
 
 def inputs_of(inputs: Prompts) -> list[str | list[int]]:
     """One text or several, as several. Raises InvalidRequest for what is neither, and for none."""
-    found = listed(inputs, "input")
+    found = listed(inputs, "inputs")
     if not found:
-        raise InvalidRequest("there is nothing to embed: give at least one text", "input")
+        raise InvalidRequest("there is nothing to embed: give at least one text", "inputs")
     return found
 
 

@@ -27,7 +27,17 @@ from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
 from headrace.engine.ending import Ending, collect_ended
 from headrace.engine.loader import Loaded, load
-from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, for_each, listed, params_of, token_ids
+from headrace.engine.prompts import (
+    Messages,
+    Prompt,
+    Prompts,
+    conversations,
+    for_each,
+    listed,
+    naming,
+    params_of,
+    token_ids,
+)
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
@@ -140,10 +150,11 @@ class LLM(metaclass=PublicNames):
         )
         own: dict[str, Any] = dict(tenant=tenant, weight=weight)
         own |= dict(kv_share=kv_share, kv_limit=kv_limit, tier_quota=tier_quota)
-        requests = [
-            self._request(prompt, p, cache_salt, public_prefix_tokens, priority=place, adapter=named, **own)
-            for prompt, p, place, named in zip(texts, params, priorities, adapters, strict=True)
-        ]
+        requests = []
+        for index, (prompt, p, place, named) in enumerate(zip(texts, params, priorities, adapters, strict=True)):
+            with naming("prompts", index if len(texts) > 1 else None):
+                more = dict(priority=place, adapter=named, **own)
+                requests.append(self._request(prompt, p, cache_salt, public_prefix_tokens, **more))
         outputs = self._run(requests, sys.stderr.isatty() and len(requests) > 1 if progress is None else progress)
         for output, prompt in zip(outputs, texts, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
@@ -229,9 +240,10 @@ class LLM(metaclass=PublicNames):
     def _pooled(self, inputs: Prompts, dimensions: int | None, salt: str | None, public: int) -> Vectors:
         self._must_be_open()
         requests = []
-        for each in inputs_of(inputs):
-            tokens = self._tokens(each)
-            self.capacity.check(tokens, EMBEDS, embed=True)
+        for index, each in enumerate(inputs_of(inputs)):
+            with naming("inputs", index):
+                tokens = self._tokens(each)
+                self.capacity.check(tokens, EMBEDS, embed=True)
             requests.append(self._checked_request(tokens, EMBEDS, salt, public, embed=True))
         return stacked([answer.embedding for answer in self._answered(requests)], self.capacity.pooling, dimensions)
 
@@ -251,7 +263,8 @@ class LLM(metaclass=PublicNames):
         in, too. Needs the setting sessions_dir, where servers without keys find it too.
         Raises InvalidRequest.
         """
-        tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
+        with naming("prompt"):
+            tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
         self.config.sessions.must_save(self.config.cache.prefix_caching)
         with self._in_turn():  # between the two another call might evict what was computed
             params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -269,7 +282,8 @@ class LLM(metaclass=PublicNames):
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of a prompt, computed without the prefix cache: fp32 [T, V]."""
-        request = self._request(token_ids, SamplingParams(max_tokens=1, temperature=0.0), None, 0)
+        with naming("token_ids"):
+            request = self._request(token_ids, SamplingParams(max_tokens=1, temperature=0.0), None, 0)
         rows: list[Tensor] = []
 
         def keep(sequence: Any, position: int, logits: Tensor) -> None:
