@@ -26,8 +26,8 @@ def replaced(key: str, add: Callable[[GGUFWriter], object] = lambda _: None) -> 
     return change
 
 
-MERGES, BOS, EOS, BEGIN = (
-    f"tokenizer.ggml.{name}" for name in ("merges", "bos_token_id", "eos_token_id", "add_bos_token")
+MERGES, BOS, EOS, BEGIN, SCORES = (
+    f"tokenizer.ggml.{name}" for name in ("merges", "bos_token_id", "eos_token_id", "add_bos_token", "scores")
 )
 TEMPLATE, MODEL, WORDS = "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"
 CASES: dict[str, tuple[Callable[[GGUFWriter], None], str]] = {
@@ -69,6 +69,23 @@ def test_merges_of_gemma(tmp_path: Path) -> None:
     backend = small_tokenizers.byte_fallback()
     path = write(tmp_path / "m.gguf", backend, "gemma4", lambda w: w.kv_data[0].pop(MERGES))
     with pytest.raises(ValueError, match=r"m\.gguf: tokenizer\.ggml\.merges has none"):
+        Tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("add", "words"),
+    [
+        (lambda w: None, "scores is missing, which orders its merges; put the model's tokenizer"),
+        (lambda w: w.add_array(SCORES, [0.5]), "scores does not have one for each token"),
+    ],
+)
+def test_scores_of_sentencepiece(add: Callable[[GGUFWriter], None], words: str, tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        writer.kv_data[0].pop(SCORES)
+        add(writer)
+
+    path = write(tmp_path / "m.gguf", small_tokenizers.byte_fallback(), "llama", change)
+    with pytest.raises(ValueError, match=rf"m\.gguf: tokenizer\.ggml\.{words}"):
         Tokenizer(path)
 
 

@@ -105,6 +105,11 @@ def test_saved_listed_loaded_and_deleted(server: Running, saved: Saved) -> None:
     assert deleted == {"object": "session.deleted", "name": "a", "deleted": True} and not saved.known
 
 
+def test_null_is_the_default_place(server: Running, saved: Saved) -> None:
+    assert by(server, "acme", "POST", name="a", prompt="hello", to=None).json()["to"] == "file"
+    assert saved.calls[-1] == SaveSession("a", "acme", list(b"hello"), salt_of("acme", None), 0, "file")
+
+
 def test_an_empty_body_loads(server: Running) -> None:
     by(server, "acme", "POST", name="a", prompt="hello")
     headers = {"Authorization": "Bearer key-of-acme"}

@@ -178,6 +178,8 @@ class _Vocabulary:
     def _merges(self) -> list[tuple[str, str]]:
         """All ways to make a token of two, those of the best scores first, as transformers' generate_merges has them.
         Tokens that users have defined go before all others, as in sentencepiece; the converter drops their scores."""
+        if self._value("scores") is None:
+            raise ValueError(f"{self.file.path}: tokenizer.ggml.scores is missing, which orders its merges; {BESIDE}")
         scores = np.where(self.types == USER_DEFINED, np.inf, self._numbers("scores", 0.0))
         ids = self.ids
         numbers: list[int] = []

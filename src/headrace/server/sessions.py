@@ -31,6 +31,8 @@ from headrace.types import InvalidRequest, SamplingParams, check_sharing
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """What is asked of the engine to compute a session's tokens."""
 
+FILE: Literal["file"] = "file"
+"""Where sessions are saved without `to`."""
 SOURCES = ("prompt", "prompt_token_ids", "messages", "request_id")
 STATUS = {NOT_FOUND: 404, NO_STORAGE: 507}
 
@@ -48,7 +50,7 @@ class SaveSessionBody(LoadSessionBody, AskingBody):
     """A session: a text, token ids, a chat, or a recent request of this caller with its answer."""
 
     name: str
-    to: Literal["file", "tier"] = "file"
+    to: Literal["file", "tier"] | None = None
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -122,10 +124,10 @@ async def _save(state: ServerState, request: Request) -> Response:
     async with ended(run):
         await unless_gone(request.receive, run.drain(lambda event: None))
     public = max(job.public_prefix_tokens, prompt.public_tokens)
-    call = SaveSession(body.name, tenant.name, ids, job.cache_salt, public, body.to, adapter)
+    call = SaveSession(body.name, tenant.name, ids, job.cache_salt, public, body.to or FILE, adapter)
     told = await unless_gone(request.receive, _ask(state, call))
     reply = {name: told[name] for name in ("tokens", "saved_tokens", "bytes", "seconds")}
-    own = {"name": body.name, "model": adapter or state.names.main, "to": body.to}
+    own = {"name": body.name, "model": adapter or state.names.main, "to": body.to or FILE}
     return JsonReply({"object": "session", **own, "cached_tokens": job.cached_tokens, **reply})
 
 
