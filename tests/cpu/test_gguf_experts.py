@@ -145,7 +145,10 @@ LIES: dict[str, tuple[dict[str, int], str]] = {
     "more experts than there are": ({"expert_count": 9}, r"shape \[8, .*9 experts are expected"),
     "as many as nobody has": ({"expert_count": 2**31}, "num_experts"),
     "none": ({"expert_count": 0}, "num_experts_per_tok 3 is not supported with 0 experts"),
-    "more chosen than there are": ({"expert_used_count": 9}, "num_experts_per_tok 9"),
+    "more chosen than there are": (
+        {"expert_used_count": 9},
+        "expert_used_count 9 is more than qwen3moe.expert_count 8",
+    ),
     "another width": ({"expert_feed_forward_length": 128}, r"where \[128, 256\] is expected"),
     "another function": ({"expert_gating_func": 2}, "expert_gating_func 2 is not supported"),
 }

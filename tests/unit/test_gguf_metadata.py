@@ -77,6 +77,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "numbers of experts": ({"expert_count": [4, 8]}, "expert_count differs from layer to layer"),
     "windows": ({"attention.sliding_window": [64, 0]}, "attention.sliding_window differs from layer to layer"),
     "a stretch by nothing": ({"rope.scaling.type": "yarn"}, "rope.scaling.type is yarn, and there is no rope.scaling"),
+    "heads of keys": (
+        {"attention.head_count": 4, "attention.head_count_kv": 3},
+        r"attention\.head_count 4 is not a multiple of llama\.attention\.head_count_kv 3",
+    ),
+    "heads of no whole size": (
+        {"attention.head_count": 3},
+        r"embedding_length 64 is not a multiple of llama\.attention\.head_count 3",
+    ),
+    "values of another size": (
+        {"attention.value_length": 32},
+        r"attention\.value_length 32 other than the head size, 64, is not supported",
+    ),
+    "an odd rotation": ({"rope.dimension_count": 7}, r"rope\.dimension_count 7 is odd"),
+    "more experts used than there are": (
+        {"expert_count": 4, "expert_used_count": 8},
+        r"expert_used_count 8 is more than llama\.expert_count 4",
+    ),
+    "groups of experts": (
+        {"expert_count": 8, "expert_group_count": 3},
+        r"expert_count 8 is not a multiple of llama\.expert_group_count 3",
+    ),
     "a type of stretch": ({"rope.scaling.type": [1, 2]}, "rope.scaling.type is no text"),
 }
 

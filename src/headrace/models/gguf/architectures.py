@@ -14,6 +14,7 @@ import headrace.models.gguf.falcon_h1 as falcon_h1
 import headrace.models.gguf.kimi_linear as kimi
 from headrace.logs import shown
 from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, nemotron_h, routed, sparse
+from headrace.models.gguf.counts import check_counts
 from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
 from headrace.models.gguf.header import GgufFile
@@ -311,12 +312,14 @@ def config_fields(file: GgufFile, *parts: GgufFile) -> dict[str, Any]:
     facts, found = FileFacts(file, *parts), architecture_of(file)
     if not facts.flag("attention.causal", True):
         raise UnsupportedModel(f"{file.path}: {facts.prefix}attention.causal false is not supported")
+    check_counts(facts)
     heads, hidden = facts.count("attention.head_count"), facts.count("embedding_length")
     head_dim = facts.count("attention.key_length", hidden // max(1, heads))
     sizes = ("attention.value_length", *(() if found.partial else ("rope.dimension_count",)))
     for name in () if found.latent else sizes:
         if facts.count(name, head_dim) != head_dim:
-            raise UnsupportedModel(f"{file.path}: {name} other than the head size, {head_dim}, is not supported")
+            told = f"{facts.prefix}{name} {facts.count(name)} other than the head size, {head_dim}"
+            raise UnsupportedModel(f"{file.path}: {told}, is not supported")
     tensors = facts.tensors
     fields = {
         "architectures": [found.architecture],
@@ -358,8 +361,9 @@ READ = {"expert_count", "expert_used_count", "expert_feed_forward_length", "expe
 def _experts(facts: FileFacts, found: Architecture) -> dict[str, Any]:
     """What config.json would say of experts. Raises UnsupportedModel for a routing that is not read."""
     if ROUTER not in found.names:
-        if facts.count("expert_count", 0):
-            raise UnsupportedModel(f"{facts.file.path}: {found.model_type} with experts is not supported")
+        if count := facts.count("expert_count", 0):
+            told = f"{facts.prefix}expert_count {count}: {found.model_type} with experts is not supported"
+            raise UnsupportedModel(f"{facts.file.path}: {told}")
         return {}
     families.refuse_experts(facts, READ)
     count, chosen = facts.count("expert_count"), facts.count("expert_used_count")

@@ -238,7 +238,7 @@ def smollm3(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def granite(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     if not facts.flag("rope.scaling.finetuned", True):
-        raise UnsupportedModel(f"{facts.file.path}: granite without positions is not supported")
+        raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}rope.scaling.finetuned false is not supported")
     return multipliers(facts) | _biases(facts, rope)
 
 
@@ -267,7 +267,8 @@ def refuse_experts(facts: Facts, read: Set[str]) -> None:
 def refuse_sections(facts: Facts) -> None:
     """Raises UnsupportedModel for a GLM whose positions are of images, too."""
     if facts.value("rope.dimension_sections") is not None:
-        raise UnsupportedModel(f"{facts.file.path}: the rotation of GLM models with vision is not supported")
+        told = f"{facts.prefix}rope.dimension_sections: the rotation of GLM models with vision"
+        raise UnsupportedModel(f"{facts.file.path}: {told} is not supported")
 
 
 def glm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
@@ -278,8 +279,9 @@ def glm(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
 
 def falcon(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     """7B has one KV head and one norm a layer, 40B more and two, 11B more and one. RW, with ALiBi, has no GGUF form."""
-    if facts.text("tensor_data_layout", "") != "jploski":
-        raise UnsupportedModel(f"{facts.file.path}: falcon is read in the layout of tensors called jploski alone")
+    if (layout := facts.text("tensor_data_layout", "")) != "jploski":
+        told = f"{facts.prefix}tensor_data_layout {shown(layout or '(none)')} is not supported; jploski is"
+        raise UnsupportedModel(f"{facts.file.path}: {told}")
     kv_heads = facts.count("attention.head_count_kv", facts.count("attention.head_count"))
     norms = 1 + ("blk.0.attn_norm_2.weight" in facts.tensors)
     return {

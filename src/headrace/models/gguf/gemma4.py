@@ -50,20 +50,25 @@ def fields(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
     own = [layer for layer, kind in enumerate(kinds[: len(kinds) - shared]) if kind == FULL]
     without = [layer for layer in own if f"blk.{layer}.attn_v.weight" not in facts.tensors]
     if without and without != own:
-        raise UnsupportedModel(f"{facts.file.path}: values in some of the global layers alone are not supported")
+        told = f"there is no blk.{without[0]}.attn_v.weight: values in some of the global layers alone"
+        raise UnsupportedModel(f"{facts.file.path}: {told} are not supported")
     inner = _of_layers(facts, "feed_forward_length", kinds)
     wide = inner[-1:] == [2 * inner[0]] and shared > 0
     if inner != [inner[0]] * (len(kinds) - shared * wide) + [2 * inner[0]] * (shared * wide):
-        raise UnsupportedModel(f"{facts.file.path}: MLPs of these widths are not supported: {sorted(set(inner))}")
+        told = f"{facts.prefix}feed_forward_length with widths {sorted(set(inner))} in this order"
+        raise UnsupportedModel(f"{facts.file.path}: {told} is not supported")
     heads = {kind: _of_kind(facts, kinds, kind) for kind in sorted({LOCAL, *kinds})}
     if not without and heads.get(FULL, heads[LOCAL]) != heads[LOCAL]:
-        raise UnsupportedModel(f"{facts.file.path}: global layers with values and KV heads of their own: not supported")
+        told = f"{facts.prefix}attention.head_count_kv: global layers with values and KV heads of their own"
+        raise UnsupportedModel(f"{facts.file.path}: {told} are not supported")
     if width and LAYER_EMBED not in facts.tensors:
         raise ValueError(f"{facts.file.path}: there is no {LAYER_EMBED}; download it again")
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
     dim = facts.count("attention.key_length_swa")
     if facts.count("rope.dimension_count_swa", dim) != dim:
-        raise UnsupportedModel(f"{facts.file.path}: rope.dimension_count_swa other than the head size is not supported")
+        raise UnsupportedModel(
+            f"{facts.file.path}: {facts.prefix}rope.dimension_count_swa other than the head size is not supported"
+        )
     return {
         "layer_types": kinds,
         "sliding_window": facts.count("attention.sliding_window"),

@@ -183,7 +183,7 @@ def llama4(facts: Facts, rope: dict[str, Any]) -> dict[str, Any]:
         if (found := facts.count(name, usual)) != usual:
             raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}{name} {found} is not supported")
     if facts.count("attention.sliding_window", 1) == 0:
-        raise UnsupportedModel(f"{facts.file.path}: Llama 4 without blocks of keys is not supported")
+        raise UnsupportedModel(f"{facts.file.path}: {facts.prefix}attention.sliding_window 0 is not supported")
     count = facts.count("expert_count")
     return {
         "intermediate_size_mlp": facts.count("feed_forward_length"),
