@@ -16,7 +16,7 @@ from headrace.engine.call_handlers import CallHandlers
 from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, ReadSession, SaveSession
 from headrace.engine.session_calls import sessions_of
 from headrace.offload.sessions.names import DAMAGED, NOT_FOUND
-from headrace.types import CHUNK, Request
+from headrace.types import CHUNK, InvalidRequest, Request
 from tests.support.checkpoints import make_checkpoint as make_latent
 from tests.support.hybrid_checkpoints import make_checkpoint
 from tests.support.offloading import flush, watched
@@ -120,6 +120,22 @@ def test_offline_in_the_tiers(tmp_path: Path) -> None:
         saved = llm.save_session("mill", text, to="tier").saved_tokens
     with engine(tmp_path, kv_offload_path=tier) as llm:
         assert llm.load_session("mill").restored_tokens == saved > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"to": "moon"}, "to must be file or tier, got 'moon'"),
+        ({"to": "tier"}, "set kv_offload_path or kv_remote_url"),
+        ({"name": "../a"}, "name must have 1 to 100 letters"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_saved_is_not_computed(wrong: dict[str, str], told: str, tmp_path: Path) -> None:
+    with engine(tmp_path) as llm:
+        with pytest.raises(InvalidRequest, match=told) as refused:
+            llm.save_session(**{"name": "a", "prompt": "In the beginning", **wrong})
+        assert [refused.value.param] == list(wrong) and not llm.stats().requests_finished
 
 
 def test_no_other_call_comes_between_computing_and_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ def server(saved: Saved, tmp_path: Path) -> Iterator[Running]:
     keys = tmp_path / "keys.toml"
     keys.write_text(KEYS)
     keys.chmod(0o600)
-    with serving(api_keys_file=str(keys), sessions_dir=str(tmp_path / "s"), prepare=saved.prepare) as running:
+    own = dict(api_keys_file=str(keys), sessions_dir=str(tmp_path / "s"), kv_offload_path=str(tmp_path / "kv"))
+    with serving(**own, prepare=saved.prepare) as running:
         yield running
 
 
@@ -217,6 +218,19 @@ def test_unknown_query_parameters(method: str, path: str, server: Running, saved
     refused = by(server, "acme", method, f"{SESSIONS}{path}?x=1")
     check_refusal(refused, 400, "x")
     assert refused.json()["error"]["code"] == "unknown_parameter" and len(saved.calls) == calls
+
+
+@pytest.mark.parametrize(
+    ("to", "settings"),
+    [(None, {"context_parallel_size": 2}), ("file", {"tensor_parallel_size": 2}), ("tier", {}),
+     ("file", {"offload_schedule": "row", "kv_offloading_size": 0.1})],
+)  # fmt: skip
+def test_a_place_that_there_is_not_is_refused_before_anything_is_computed(
+    to: str | None, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with serving(sessions_dir=str(tmp_path), kv_offload_path="none", **settings) as running:
+        check_refusal(running.http.post(SESSIONS, json={"name": "a", "prompt": "hello", "to": to}), 400, "to")
+        assert not running.engine.asked
 
 
 def test_a_server_that_saves_none_says_how() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Self, Unpack
 from weakref import finalize
 
 import torch
@@ -39,6 +39,7 @@ from headrace.engine.prompts import (
     token_ids,
 )
 from headrace.engine.scoring import Text, plan_score
+from headrace.engine.session_places import Place, check_saving
 from headrace.engine.structured.door import ShapeDoor
 from headrace.offload.tiers import own_disk
 from headrace.outputs import RequestOutput, Score, SessionReport
@@ -255,7 +256,7 @@ class LLM(metaclass=PublicNames):
         cache_salt: str | None = None,
         public_prefix_tokens: int = 0,
         adapter: str = "",
-        to: Literal["file", "tier"] = "file",
+        to: Place = "file",
     ) -> SessionReport:
         """Saves a prompt (text or token ids) under a name, with its keys and values; what is not cached is computed.
 
@@ -265,7 +266,7 @@ class LLM(metaclass=PublicNames):
         """
         with naming("prompt"):
             tokens, sharing = self._tokens(prompt), (cache_salt, public_prefix_tokens)
-        self.config.sessions.must_save(self.config.cache.prefix_caching)
+        check_saving(self.config, name, to)
         with self._in_turn():  # between the two another call might evict what was computed
             params = SamplingParams(max_tokens=1, temperature=0.0)
             self._run([self._request(tokens, params, *sharing, adapter=adapter)], progress=False)

@@ -9,11 +9,11 @@ from headrace.config import EngineConfig
 from headrace.engine.capacity import Capacity
 from headrace.engine.executor import Executor
 from headrace.engine.runner import Runner
+from headrace.engine.session_places import no_file
 from headrace.kernels.backend import backend_of
 from headrace.offload.chunk_codec import ChunkCodec
 from headrace.offload.frame import DamagedBlob
 from headrace.offload.state_codec import StateCodec
-from headrace.types import InvalidRequest
 
 
 def check_blob(codec: ChunkCodec, blob: memoryview, digest: bytes) -> None:
@@ -36,8 +36,7 @@ def naming(what: str) -> Generator[None, None, None]:
 
 def check_file(codec: ChunkCodec | None) -> None:
     if codec is None:
-        told = "a session in a file needs one rank, and K and V in this host's memory; elsewhere save it to: tier"
-        raise InvalidRequest(told, "to")
+        raise no_file()
 
 
 def codecs_of(

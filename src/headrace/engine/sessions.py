@@ -25,6 +25,7 @@ from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, Read
 from headrace.engine.capacity import Capacity
 from headrace.engine.executor import Executor
 from headrace.engine.session_codecs import check_blob, check_file, codecs_of, naming
+from headrace.engine.session_places import check_tiers
 from headrace.engine.stored_prefixes import StoredPrefixes
 from headrace.kv.cache import KVCache
 from headrace.kv.chunk_table import ChunkTable
@@ -214,13 +215,10 @@ class Sessions:
     def _tiers(self, call: SaveSession | LoadSession) -> StoredPrefixes | None:
         """What lies below the pool, if the session's chunks are kept there. Raises InvalidRequest for a place that this
         engine does not have."""
-        tiers = self._config.tiers
         if isinstance(call, SaveSession) and call.to == "file":
             check_file(self._codec)
             return None
-        if tiers is None or not tiers.outlive:
-            told = "a session in the tiers needs one that outlives the engine: set kv_offload_path or kv_remote_url"
-            raise InvalidRequest(told, "to")
+        check_tiers(self._config)
         return self._below
 
     def _mark(self, salt: str | None) -> str:

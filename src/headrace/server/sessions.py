@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from headrace.engine.calls import DeleteSession, ListSessions, LoadSession, ReadSession, SaveSession, SessionCall
+from headrace.engine.session_places import Place, check_saving
 from headrace.offload.sessions.names import NO_STORAGE, NOT_FOUND, check_name
 from headrace.server.admission import admit, check_public
 from headrace.server.answering import adapt, admitted, check_model, ended, start
@@ -31,7 +32,7 @@ from headrace.types import InvalidRequest, SamplingParams, check_sharing
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """What is asked of the engine to compute a session's tokens."""
 
-FILE: Literal["file"] = "file"
+FILE: Place = "file"
 """Where sessions are saved without `to`."""
 SOURCES = ("prompt", "prompt_token_ids", "messages", "request_id")
 STATUS = {NOT_FOUND: 404, NO_STORAGE: 507}
@@ -50,7 +51,7 @@ class SaveSessionBody(LoadSessionBody, AskingBody):
     """A session: a text, token ids, a chat, or a recent request of this caller with its answer."""
 
     name: str
-    to: Literal["file", "tier"] | None = None
+    to: Place | None = None
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -61,7 +62,6 @@ class SaveSessionBody(LoadSessionBody, AskingBody):
     def check(self) -> None:
         """Raises InvalidRequest, and ApiError for fields that do not go together."""
         super().check()
-        check_name(self.name)
         given = [name for name in SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
             raise invalid(f"give one of {', '.join(SOURCES)}", given[1] if given else "prompt")
@@ -108,8 +108,8 @@ async def _save(state: ServerState, request: Request) -> Response:
         body = await read_body(SaveSessionBody, raw)
         if body.model is not None:
             check_model(state, body.model)
-        state.config.sessions.must_save(state.config.cache.prefix_caching)
         body.check()
+        check_saving(state.config, body.name, body.to or FILE)
         source = next(name for name in SOURCES if getattr(body, name) is not None)
         names: dict[str | None, str] = dict.fromkeys((None, "prompt", "prompt_token_ids", "max_tokens"), source)
         with naming(names):
