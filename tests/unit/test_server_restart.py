@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,27 @@ def test_failed_engine_is_replaced(stream: bool) -> None:
         assert running.metric("generation_tokens_total") == 20 + 4, "counters do not fall"
         assert running.metric("kv_chunks_total") == 1000 and running.metric("num_requests_running") == 0
         assert failed == [] and running.server.exit_code() == 0
+
+
+def test_an_engine_that_ends_while_the_server_stops_is_not_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    """As where all processes of a server get the signal."""
+    caplog.set_level(logging.INFO, "headrace.server")
+    with serving(prepare=healthy, token_s=0.05) as running:
+        failed, running.engine.fail_after_tokens = watched(running), 5
+
+        def stop() -> None:
+            until(lambda: running.metric("num_requests_running") == 1)
+            loop = running.server.servers[0].get_loop()
+            loop.call_soon_threadsafe(running.server.handle_exit, signal.SIGTERM, None)
+
+        stopping = threading.Thread(target=stop)
+        stopping.start()
+        reply = running.http.post(TEXT, json=text(max_tokens=100))
+        stopping.join()
+        assert reply.status_code == 503 and "injected failure" in reply.text
+        running.thread.join(10)
+        assert len(running.given.engines) == 1 and failed == [] and running.server.exit_code() == 0
+    assert "starting it again" not in caplog.text
 
 
 def test_failed_engine_is_shut_down_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ class HTTPServer(uvicorn.Server):
         if self.state.phase == "failed" or self._ended:
             super().handle_exit(sig, frame)
         elif not self.asked_to_end:
-            self.asked_to_end = True
+            self.asked_to_end = self.state.ending = True
             again = "; ctrl-c again ends them at once" if sig == signal.SIGINT else ""
             seconds = self.state.config.server.shutdown_timeout_s
             log.info("stopping%s", f": requests under way have up to {seconds:g} s{again}" if self._busy() else "")

@@ -86,6 +86,7 @@ class ServerState:
             self.metrics.watch("answers_remembered_tokens", "Tokens of these answers.", lambda: answers.tokens)
         self.reading = ReadingPlaces(config.server.max_queued_requests)
         self.listens = False
+        self.ending = False
         self._was_ready = False
         self._earlier = EngineStats()
         self._limit = RestartLimit()
@@ -161,7 +162,11 @@ class ServerState:
             reason = await self._watch(engine)
             while self._may_restart():
                 reason = await self._restart(reason)
-            self._fail(reason)
+            if self.ending:  # whoever signals all processes of the server ends its engine, too
+                self.reason = reason
+                log.info("stopping: %s", reason)
+            else:
+                self._fail(reason)
         finally:
             await cancel(lines)
 
@@ -206,7 +211,7 @@ class ServerState:
             self._uptime_s += time.monotonic() - self._ready_s
 
     def _may_restart(self) -> bool:
-        if not self.config.server.restart or not callable(self._given):
+        if self.ending or not self.config.server.restart or not callable(self._given):
             return False
         allowed = self._limit.allows(self._uptime_s)
         if not allowed:
