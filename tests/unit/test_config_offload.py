@@ -152,6 +152,13 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
             dict(offload_schedule="row", kv_offloading_size=0.1, kv_offload_write="idle"),
             "kv_offload_write needs a tier",
         ),
+        (dict(kv_tenant_quota=0.1), "kv_tenant_quota needs a tier"),
+        (dict(kv_offload_queue_mb=3), "kv_offload_queue_mb needs a tier"),
+        (dict(kv_offload_timeout_s=3.0), "kv_offload_timeout_s needs a tier"),
+        (dict(offload_schedule="row", kv_offloading_size=0.1, kv_tenant_quota=0.1), "kv_tenant_quota needs a tier"),
+        (dict(enable_prefix_caching=False, max_pinned_share=0.1), "max_pinned_share needs enable_prefix_caching"),
+        (dict(enable_prefix_caching=False, cache_control_pins=4), "cache_control_pins needs enable_prefix_caching"),
+        (dict(enable_prefix_caching=False, public_prefix_file="x"), "public_prefix_file needs enable_prefix_caching"),
         (
             dict(distributed_backend="ray"),
             r"distributed_backend needs several ranks: set context_parallel_size \(-cp\) or",

@@ -98,6 +98,14 @@ def test_what_is_stored_counts_as_free(home: Path, monkeypatch: pytest.MonkeyPat
     assert disk_of(auto())[1] == 2
 
 
+def test_what_is_said_of_tiers_goes_with_the_directory(home: Path) -> None:
+    """A start without it is none the worse."""
+    said = dict(kv_tenant_quota=0.1, kv_offload_timeout_s=3.0, kv_offload_write="idle")
+    tiers = auto(**said).tiers
+    assert tiers is not None and (tiers.tenant_quota, tiers.timeout_s, tiers.write) == (0.1, 3.0, "idle")
+    assert auto(**said, kv_offload_disk_size=0).tiers is None
+
+
 OTHERS: list[dict[str, Any]] = [
     {"offload_schedule": "row", "kv_offloading_size": 1}, {"enable_prefix_caching": False},
     {"context_parallel_size": 2, "distributed_backend": "ray"}, {"attention_backend": "triton"},

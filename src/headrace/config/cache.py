@@ -9,6 +9,7 @@ from headrace.config.fields import SHARE, SettingsRecord, at_least, setting
 from headrace.types import CHUNK
 
 KVDType = Literal["auto", "int8", "bfloat16", "float32"]
+PINNED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class CacheSettings(SettingsRecord):
     )
     prefix_caching: bool = setting(True, "Share and keep the KV of common prefixes.", name="enable_prefix_caching")
     max_pinned_share: float = setting(
-        0.5,
+        PINNED_SHARE,
         "Share of the KV cache that pinned prefixes may hold together.",
         name="max_pinned_share",
         check=SHARE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -10,6 +11,8 @@ from headrace.config.tiers import DiskTierSettings, HostTierSettings, OffloadFor
 
 Switch = Literal["auto", "on", "off"]
 WriteWhen = Literal["auto", "ended", "idle", "sparing"]
+
+TIMEOUT_S, QUEUE_MB, TENANT_QUOTA = 1.0, 256, 0.25
 
 RAW_IF_UNUSED: tuple[type[TierSettings], ...] = (HostTierSettings, DiskTierSettings, RemoteTierSettings)
 """Tiers that count as raw in `KVTiers.formats` while they are not in use. Names of stored chunks depend on that: a tier
@@ -29,10 +32,10 @@ class OffloadSettings(SettingsRecord):
         rare=True,
     )
     timeout_s: float = setting(
-        1.0, "Longest time that a call to a tier may take; then it is left alone.", check=POSITIVE, rare=True
+        TIMEOUT_S, "Longest time that a call to a tier may take; then it is left alone.", check=POSITIVE, rare=True
     )
     queue_mb: int = setting(
-        256, "MiB that may wait to be written to each tier.", check=at_least(1), rare=True, unit="MiB"
+        QUEUE_MB, "MiB that may wait to be written to each tier.", check=at_least(1), rare=True, unit="MiB"
     )
     write: WriteWhen = setting(
         "auto",
@@ -41,12 +44,22 @@ class OffloadSettings(SettingsRecord):
         rare=True,
     )
     tenant_quota: float = setting(
-        0.25,
+        TENANT_QUOTA,
         "Share of each tier that no other tenant can take from one (cache_salt).",
         name="kv_tenant_quota",
         check=SHARE,
         rare=True,
     )
+
+    @property
+    def of_tiers(self) -> Mapping[str, bool]:
+        """Settings that say nothing without a tier, by their names, and whether they are given."""
+        return {
+            "kv_offload_write": self.write != "auto",
+            "kv_offload_timeout_s": self.timeout_s != TIMEOUT_S,
+            "kv_offload_queue_mb": self.queue_mb != QUEUE_MB,
+            "kv_tenant_quota": self.tenant_quota != TENANT_QUOTA,
+        }
 
 
 @dataclass(frozen=True, slots=True)

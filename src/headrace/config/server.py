@@ -48,6 +48,9 @@ def _a_file_name(name: str, value: Any) -> None:
         raise ValueError(f"{name} must name a file; leave it out to serve without one")
 
 
+CALLER_PINS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class ServerSettings(SettingsRecord):
     title: ClassVar[str] = "Server"
@@ -85,7 +88,7 @@ class ServerSettings(SettingsRecord):
         1_000_000, "Prompt tokens that may wait; more are refused with 429.", check=at_least(1), unit="tokens"
     )
     cache_control_pins: int = setting(
-        8,
+        CALLER_PINS,
         "Prefixes that one caller's cache_control breakpoints keep in the cache, the latest; 0: none.",
         check=at_least(0),
         rare=True,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from headrace.config.adapters import AdapterSettings
-from headrace.config.cache import CacheSettings
+from headrace.config.cache import PINNED_SHARE, CacheSettings
 from headrace.config.combinations import excluded
 from headrace.config.experts import ExpertSettings
 from headrace.config.fields import Setting, SettingsRecord, listed, need, settings_of
@@ -14,7 +14,7 @@ from headrace.config.model import ModelSettings
 from headrace.config.offload import KVTiers, LinkSettings, OffloadSettings
 from headrace.config.ranks import RankSettings
 from headrace.config.scheduler import SchedulerSettings
-from headrace.config.server import ServerSettings
+from headrace.config.server import CALLER_PINS, ServerSettings
 from headrace.config.sessions import SessionSettings
 from headrace.config.speculation import SpeculationSettings
 from headrace.config.streaming import KVStreaming, StreamSettings
@@ -79,7 +79,8 @@ class Records:
         far = outside or self.of(StreamSettings).weights
         need(self.of(OffloadSettings).activations != "auto", outside, "kv_offload_activations", a_tier)
         written = outside or self.of(DiskTierSettings).path == OWN_DISK
-        need(self.of(OffloadSettings).write != "auto", written and not self.streams, "kv_offload_write", a_tier)
+        for name, given in self.of(OffloadSettings).of_tiers.items():
+            need(given, written and not self.streams, name, a_tier)
         need(link.gbps is not None, far, "kv_link_gbps", a_tier)
         need(link.latency_ms > 0, far, "kv_link_latency_ms", a_tier)
         place = self.of(HostTierSettings).given or self.of(DiskTierSettings).given
@@ -90,7 +91,14 @@ class Records:
     def _check_kept(self) -> None:
         """What needs prefixes to be kept."""
         kept = self.of(CacheSettings).prefix_caching
-        need(self.of(SessionSettings).dir is not None, kept, "sessions_dir", "enable_prefix_caching")
+        server = self.of(ServerSettings)
+        for given, name in (
+            (self.of(SessionSettings).dir is not None, "sessions_dir"),
+            (self.of(CacheSettings).max_pinned_share != PINNED_SHARE, "max_pinned_share"),
+            (server.cache_control_pins not in (0, CALLER_PINS), "cache_control_pins"),
+            (server.public_prefix_file is not None, "public_prefix_file"),
+        ):
+            need(given, kept, name, "enable_prefix_caching")
 
     def _check_pairs(self) -> None:
         """See config.combinations."""

@@ -9,8 +9,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-from headrace.config import EngineConfig
+from headrace.config import SETTINGS, EngineConfig
 from headrace.config.environment import CACHE_DIR, cache_folder, from_home
+from headrace.config.offload import OffloadSettings
 from headrace.config.tiers import DISK_GIB, NO_DISK, OWN_DISK
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,9 @@ def is_own(place: str) -> bool:
 
 
 def _without(config: EngineConfig) -> EngineConfig:
-    when = {} if config.tiers is not None else {"kv_offload_write": "auto"}
-    return config.replace(kv_offload_path=NO_DISK, kv_offload_disk_size=DISK_GIB, kv_disk_format="raw", **when)
+    alone = () if config.tiers is not None else OffloadSettings().of_tiers
+    unused = {name: SETTINGS[name].default for name in alone}
+    return config.replace(kv_offload_path=NO_DISK, kv_offload_disk_size=DISK_GIB, kv_disk_format="raw", **unused)
 
 
 def _ruled_out(config: EngineConfig) -> str:
