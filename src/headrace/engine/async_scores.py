@@ -8,7 +8,8 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
-from headrace.engine.prompts import Prompts, naming
+from headrace.engine.prompt_names import naming
+from headrace.engine.prompts import Prompts
 from headrace.engine.scoring import ScoreRequest, Text, at_once, plan_score
 from headrace.outputs import Score
 from headrace.types import Delta, InvalidRequest, Overloaded, SamplingParams, TokenLogprobs

@@ -27,17 +27,8 @@ from headrace.engine.core import EngineCore
 from headrace.engine.embedding import EMBEDS, Vectors, check_classifies, check_dimensions, inputs_of, stacked
 from headrace.engine.ending import Ending, collect_ended
 from headrace.engine.loader import Loaded, load
-from headrace.engine.prompts import (
-    Messages,
-    Prompt,
-    Prompts,
-    conversations,
-    for_each,
-    listed,
-    naming,
-    params_of,
-    token_ids,
-)
+from headrace.engine.prompt_names import naming
+from headrace.engine.prompts import Messages, Prompt, Prompts, conversations, for_each, listed, params_of, token_ids
 from headrace.engine.scoring import Text, plan_score
 from headrace.engine.session_places import Place, check_saving
 from headrace.engine.structured.door import ShapeDoor

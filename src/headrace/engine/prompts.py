@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from headrace.types import InvalidRequest, SamplingParams
@@ -35,19 +34,6 @@ def token_ids(given: Any, param: str) -> list[int]:
         if kind is not int:
             raise InvalidRequest(f"{param}: token ids must be integers, got {kind.__name__}", param)
     return found
-
-
-@contextmanager
-def naming(param: str, index: int | None = None) -> Iterator[None]:
-    """Names the caller's argument in refusals of a prompt. index: which of several prompts it is."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if error.param not in ("prompt", "prompts"):
-            raise
-        place = param if index is None else f"{param}[{index}]"
-        told = str(error).removeprefix(f"{error.param}: ")
-        raise InvalidRequest(f"{place}: {told}", param, error.code) from None
 
 
 def for_each(given: T | Sequence[T], prompts: Sequence[Any], param: str) -> list[T]:
