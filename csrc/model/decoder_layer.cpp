@@ -48,6 +48,8 @@ int64_t latent_size(const DecoderLayer &block, int64_t rows) {
 // f(matrix) for each that adapters may change.
 template <typename F> void adaptable(const DecoderLayer &block, F f) {
   for (const Matrix *m : {&block.qkv, &block.out, &block.up, &block.down}) f(*m);
+  if (block.inputs)
+    for (const Matrix *m : {&block.inputs->gate, &block.inputs->out}) f(*m);
   if (block.beside)
     for (const Matrix *m : {&block.beside->mixed, &block.beside->out}) f(*m);
   for (const Matrix &m : block.experts.shared) f(m);

@@ -45,9 +45,11 @@ HYBRIDS = [
     ("lfm2", r".*(q_proj|out_proj|in_proj|w1|w2)"),
     ("lfm3", r".*(q_proj|o_proj|in_proj|w1|w2)"),
 ]
+GEMMA4 = ["gemma4", "gemma4_small", "gemma4_experts"]
+"""Layers that differ in their heads, with keys that are values or another layer's, inputs, or experts beside MLPs."""
 KIMI = ("kimi", r".*(q_proj|k_proj|[.]b_proj|[fg]_[ab]_proj|o_proj|kv_a_proj_with_mqa|shared_experts[.]down_proj)")
 FALCON = ("falcon_h1", r".*(q_proj|k_proj|v_proj|o_proj|in_proj|out_proj|gate_proj|down_proj)")
-"""One operation at a time. Falcon-H1's multipliers are for what adapters add, too."""
+"""Multipliers are for what adapters add, too."""
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("one_thread")]
 
 KIND = "llama"
@@ -206,11 +208,29 @@ def test_whole_layers_have_the_bits_of_single_operations(folders: Path, folder_o
 
 
 @pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
-@pytest.mark.parametrize(("kind", "targets"), HYBRIDS)
+@pytest.mark.parametrize(("kind", "targets"), [*HYBRIDS, FALCON])
 def test_whole_layers_beside_recurrent_ones(kind: str, targets: str, tmp_path: Path) -> None:
     folder = make_hybrid(kind, tmp_path / "m")
     write_adapter(tmp_path / "a", build_hybrid(kind), targets, seed=1)
     same_one_at_a_time(folder, f"a={tmp_path / 'a'}", [CONTEXT[:5], CONTEXT[:130]], ["a", ""])
+
+
+@pytest.mark.skipif(not cpu.available(), reason=str(cpu.unavailable_reason()))
+@pytest.mark.parametrize("kind", GEMMA4)
+def test_whole_layers_that_differ(kind: str, tmp_path: Path, folder_of: FolderOf, theirs_of: TheirsOf) -> None:
+    write_adapter(tmp_path / "a", theirs_of(kind), seed=1)
+    write_adapter(tmp_path / "b", theirs_of(kind), r".*(q_proj|per_layer_input_gate|down_proj)", seed=2)
+    given = f"a={tmp_path / 'a'},b={tmp_path / 'b'}"
+    prompts = [CONTEXT[:5], CONTEXT[:130], CONTEXT[:64]]
+    same_one_at_a_time(folder_of(kind), given, prompts, ["a", "", "b"])
+
+
+@pytest.mark.parametrize("kind", GEMMA4)
+def test_tensor_ranks_have_their_rows_of_layers_that_differ(
+    kind: str, tmp_path: Path, folder_of: FolderOf, theirs_of: TheirsOf
+) -> None:
+    write_adapter(tmp_path / "a", theirs_of(kind), seed=1, size=1.5)
+    as_one_rank(folder_of(kind), tmp_path / "a")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -271,8 +291,11 @@ def test_layers_of_a_hybrid(kind: str, targets: str, tmp_path: Path) -> None:
 def test_tensor_ranks_have_their_rows_of_a_hybrids(kind: str, targets: str, tmp_path: Path) -> None:
     """Of each kind of recurrent layers: answers are those of one rank."""
     folder = make_hybrid(kind, tmp_path / "m")
-    write_adapter(tmp_path / "a", build_hybrid(kind), targets, seed=1, size=1.5)
-    given = dict(dtype="bfloat16", threads=1, kv_cache_tokens=32 * CHUNK, lora_modules=f"a={tmp_path / 'a'}")
+    as_one_rank(folder, write_adapter(tmp_path / "a", build_hybrid(kind), targets, seed=1, size=1.5))
+
+
+def as_one_rank(folder: Path, adapter: Path) -> None:
+    given = dict(dtype="bfloat16", threads=1, kv_cache_tokens=32 * CHUNK, lora_modules=f"a={adapter}")
     prompts, names = [CONTEXT[:150], CONTEXT[:150]], ["a", ""]
     with LLM(folder, **given) as one:
         truth = run(one, prompts, BRIEF, names)

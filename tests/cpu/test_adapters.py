@@ -30,6 +30,7 @@ KINDS = (
     "llama_bias", "qwen3", "phi3", "glm4", "opt", "opt350", "falcon7", "falcon40", "gemma3", "granite", "cohere2",
     "olmo2", "mistral3", "qwen3_vl", "granite_moe_shared", "glm4_moe", "deepseek_v2_lora", "glm_dsa", "gpt_oss",
     "starcoder2", "qwen2_moe", "hunyuan_moe", "afmoe", "apertus", "gpt2", "gpt_neox", "llama4",
+    "gemma4", "gemma4_small", "gemma4_experts",
 )  # fmt: skip
 """One of each way in which modules are named, fused, put in order and added up."""
 ATTENTION = r".*(q_proj|v_proj|qkv_proj|query_key_value|o_proj|c_attn)"

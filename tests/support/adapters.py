@@ -22,7 +22,7 @@ from headrace.models.decoder import Decoder
 ADAPTED = re.compile(
     r"\.(self_attn|attn|mixer|mamba|linear_attn|forget_gate|conv|attention|self_attention|mlp|feed_forward|shared_experts?|"
     r"shared_mlp|"
-    r"decoder\.layers\.\d+)\.\w+$"
+    r"decoder\.layers\.\d+)\.\w+$|\.per_layer_(input_gate|projection)$"
 )
 """Modules beside experts and routers."""
 UNTOUCHED = ("kv_b_proj", "gate", "router", "shared_expert_gate")

@@ -28,7 +28,8 @@ from headrace.types import UnsupportedModel
 
 MATRIX = re.compile(
     r"layers\.(\d+)\."
-    r"(qkv|mixed|gates|decays|out_gates|out|recurrent_out|queries|query_in|latent|attention_gates|(shared\.)?(up|down))\.weight$"
+    r"(qkv|mixed|gates|decays|out_gates|out|recurrent_out|queries|query_in|latent|attention_gates|input_gate|input_out|"
+    r"(shared\.)?(up|down))\.weight$"
 )
 """Of ours, those that an adapter may change."""
 TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight$")
@@ -68,8 +69,9 @@ def load_adapters(
 
     Raises ValueError for files that are not sound or do not fit the model, UnsupportedModel for what is not adapted.
     """
-    if config.layer_inputs is not None or config.value_norm:
-        raise UnsupportedModel(f"adapters: {config.architecture} is not adapted yet; merge the adapter into the model")
+    if config.value_norm and dispatch.on_gpu(torch.empty(0, device=device)):
+        told = f"{config.architecture} is not adapted on a GPU yet"
+        raise UnsupportedModel(f"adapters: {told}; merge the adapter into the model")
     if config.multiplied:
         raise UnsupportedModel(
             f"adapters: this file's matrices are multiplied by what {config.architecture} multiplies numbers by, which "

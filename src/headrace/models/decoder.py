@@ -206,7 +206,7 @@ class Decoder:
         """Has rows with these adapters from now on."""
         self.adapters = adapters
         for layer in self.layers.layers:
-            assert isinstance(layer, Layer), "load_adapters refuses models of other layers"
+            assert isinstance(layer, Layer), "a decoder's layers are"
             layer.pairs = {name: placed(pairs) for name, pairs in adapters.of_layer(layer.index).items()}
         if isinstance(self.layers, block.Blocks):
             self.layers = block.Blocks(self.layers.shape, self.layers.layers)
@@ -263,13 +263,12 @@ class Decoder:
     ) -> Tensor:
         """The residual stream [T, H] behind the last layer, of tokens [T] that enter the first as x [T, H]. adapters:
         as in TokenBatch, maybe on the device. The other arguments are those of `forward`."""
-        if adapters is not None:
-            return self.layers.adapted_by(self._rows_of(adapters))(x, cos_sin, attend, rows, watch, recur)
+        layers = self.layers if adapters is None else self.layers.adapted_by(self._rows_of(adapters))
         inputs = self._inputs(token_ids, x)
         if inputs is None:
-            return self.layers(x, cos_sin, attend, rows, watch, recur)
-        assert isinstance(self.layers, block.Blocks | MixedLayers), "other layers have no inputs"
-        return self.layers(x, cos_sin, attend, rows, watch, inputs=inputs)
+            return layers(x, cos_sin, attend, rows, watch, recur)
+        assert isinstance(layers, block.Blocks | MixedLayers), "other layers have no inputs"
+        return layers(x, cos_sin, attend, rows, watch, inputs=inputs)
 
     def enter(self, batch: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream [T, H] that enters the first layer, and the rotation of each row (None for none)."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import block, experts, ops
+from headrace.kernels.adapted_rows import AdaptedRows
 from headrace.kernels.backend import Attend
 from headrace.kernels.block import Made
 from headrace.kernels.layer_shape import SHARE_SCALES
@@ -57,6 +58,7 @@ class MixedLayer(Layer):
             x, inputs = x[rows], None if inputs is None else inputs[rows]
             if not len(rows):
                 return x
+            self.adapted = None if self.adapted is None else self.adapted.of(rows)
         x = x + self._added("attention_out_norm", self._linear("out", self.whole("heads", heads.reshape(len(x), -1))))
         x = x + self._norm("mlp_out_norm", self._fed(x))
         if inputs is not None:
@@ -116,6 +118,10 @@ class MixedLayers(OneByOne):
     def __init__(self, layers: Sequence[MixedLayer]) -> None:
         super().__init__(list(layers))
         self.mixed = layers
+
+    def adapted_by(self, rows: AdaptedRows) -> MixedLayers:
+        adapted = [layer.adapted_by(rows) for layer in self.mixed]
+        return MixedLayers([layer for layer in adapted if isinstance(layer, MixedLayer)])
 
     def first(self, count: int) -> MixedLayers:
         return MixedLayers(self.mixed[:count])
