@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,6 +236,24 @@ def test_what_is_not_as_published(
     monkeypatch.setitem(PUBLISHED, "new", Published(**fields | {"parts": parts} | change))
     with pytest.raises(error, match=told):
         pull.run("new")
+    assert not list(published.path.parent.iterdir()), "nothing is left"
+
+
+def test_an_index_that_does_not_answer(published: Published, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        index = f"http://127.0.0.1:{taken.getsockname()[1]}/simple"
+        for name, value in {
+            "PIP_NO_INDEX": "0",
+            "PIP_INDEX_URL": index,
+            "PIP_RETRIES": "1",
+            "PIP_FIND_LINKS": "",
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            RuntimeError, match=r"the package index does not answer \([^(]*refused\); look at the network"
+        ):
+            pull.run("new")
     assert not list(published.path.parent.iterdir()), "nothing is left"
 
 

