@@ -259,10 +259,10 @@ def test_broken_logits_end_their_request_alone(llm: LLM, known: bool, monkeypatc
 @pytest.mark.parametrize(
     ("prompt", "params", "param"),
     [
-        ([[]], GREEDY, "prompt"),
-        ([[-1]], GREEDY, "prompt"),
-        ([[10**6]], GREEDY, "prompt"),
-        ([[5] * 20_000], GREEDY, "prompt"),
+        ([[]], GREEDY, "prompts"),
+        ([[-1]], GREEDY, "prompts"),
+        ([[10**6]], GREEDY, "prompts"),
+        ([[5] * 20_000], GREEDY, "prompts"),
         ([[5]], replace(GREEDY, max_tokens=10**6), "max_tokens"),
         ([[5]], replace(GREEDY, logit_bias={10**6: 1.0}), "logit_bias"),
         ([[5]], replace(GREEDY, stop_token_ids=(10**6,)), "stop_token_ids"),

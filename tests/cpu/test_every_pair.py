@@ -161,7 +161,7 @@ def opened(case: Case, folder: Path, given: dict[str, Any]) -> LLM:
     """The engine of a case, with stored what is to be, by another engine where that outlives it."""
     stores = case["source"] in STORED and case["schedule"] == "off"
     if stores and case["tier"] in OUTLIVING:
-        ranks = {"context_parallel_size": 1} if case["stored_by"] == "one" else {}
+        ranks = {"context_parallel_size": 1, "prefill_strategy": "auto"} if case["stored_by"] == "one" else {}
         with LLM(folder, **{**given, **ranks}) as before:
             stored(before, case)
     llm = LLM(folder, **given)
