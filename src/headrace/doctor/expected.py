@@ -23,10 +23,10 @@ from headrace.kernels.block import Blocks, obstacle
 from headrace.kernels.quantized import GROUP
 from headrace.kv.storage import KVStorage
 from headrace.models.decoder import Decoder, TokenBatch, compute_dtype
-from headrace.models.layers import never_whole
 from headrace.models.sizes import BYTES, LOOKED_UP, compute_type, weight_bytes
 from headrace.models.slots import expected
 from headrace.models.spec import ModelConfig
+from headrace.models.whole_layers import never_whole
 from headrace.types import CHUNK, chunks_for
 
 TOKENS = 2048

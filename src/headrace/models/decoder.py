@@ -33,7 +33,7 @@ from headrace.models.hybrid import check_shared
 from headrace.models.hyper import entered, left
 from headrace.models.latent import of_each_head
 from headrace.models.layer_kinds import layer_kind, one_by_one, tell_why_not_whole
-from headrace.models.layers import Layer, OneByOne, Weights, never_whole, norm, shape_of
+from headrace.models.layers import Layer, OneByOne, Weights, norm
 from headrace.models.made_weights import made_weights
 from headrace.models.mixed_layers import MixedLayers, input_scales, layer_inputs
 from headrace.models.packing import ExpertsPlace, Leave, StoredPacking, multiplied, pack_all, with_both
@@ -43,6 +43,7 @@ from headrace.models.sizes import EMBED, HEAD, HEAD_BIAS, refuse_rounding
 from headrace.models.spec import CLASSIFIER
 from headrace.models.tables import is_tied, take_tables
 from headrace.models.weights import OnProgress, StoredMatrix, load_weights
+from headrace.models.whole_layers import never_whole, shape_of
 from headrace.models.x_turns import XTurns
 from headrace.types import CHUNK
 

@@ -19,13 +19,12 @@ from headrace.config.routing import CORRECTION
 from headrace.kernels import block, dispatch, experts, ops
 from headrace.kernels.adapted_rows import AdaptedRows, PlacedPairs
 from headrace.kernels.backend import Attend
-from headrace.kernels.layer_shape import ALPHAS, LayerShape
+from headrace.kernels.layer_shape import ALPHAS
 from headrace.kernels.records import QKRotary
 from headrace.kernels.recurrent import Recur
 from headrace.kernels.routing import weighted_inputs
 from headrace.kernels.triton.weights import GpuWeight
 from headrace.models.hybrid import WIDE, let_through, recurrent_layer
-from headrace.models.layer_parts import NO_TIMES
 from headrace.models.shards import ALONE, Whole, Width
 from headrace.models.spec import NORMED_BEHIND, ExpertsSpec, ModelConfig
 
@@ -354,15 +353,6 @@ class OneByOne:
         return self.layers[layer].project(x, cos_sin)
 
 
-def never_whole(config: ModelConfig) -> str | None:
-    """Why C++ does not compute the layers of such a model as a whole, whatever its weights and types; None: it may."""
-    if config.rope is not None and config.rope.factor_alone:
-        return "queries of latents are multiplied by a factor of their position"
-    if config.recurrent is not None and config.recurrent.kind == "kda":
-        return "decays of channels come from a matrix of their own"
-    return None if config.attention.index is None else "rows choose the keys that they attend to"
-
-
 def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     """The model's norm of x [T, H] with the weights called `name`."""
     weight, bias = weights.get(name + ".weight"), weights.get(name + ".bias")
@@ -370,37 +360,3 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor) -> Tensor:
     if config.norm == "rms" and weight is not None:
         return ops.rms_norm(x, weight, eps, config.last_offset if name == "final_norm" else config.norm_offset)
     return ops.layer_norm(x, weight, bias, eps)
-
-
-def _beside(config: ModelConfig) -> tuple[float, ...] | None:
-    if not config.side_by_side:
-        return None
-    return NO_TIMES if config.multipliers is None else config.multipliers.of_rows
-
-
-def shape_of(config: ModelConfig) -> LayerShape:
-    """What kernels.block needs to know of the layers."""
-    return LayerShape(
-        attention=config.attention,
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        order=config.block,
-        activation=f"{config.activation}_mul" if config.gated else config.activation,
-        rms=config.norm == "rms",
-        eps=config.norm_eps,
-        mlp_norm=config.mlp_norm or config.block != "parallel",
-        qk_norm=config.qk_norm,
-        norm_offset=config.norm_offset,
-        qk_norm_whole=config.qk_norm_whole,
-        experts=config.experts,
-        gated=config.attention_gate,
-        recurrent=config.recurrent,
-        latent=config.latent,
-        beside=_beside(config),
-        inputs=0 if config.layer_inputs is None else config.layer_inputs.width,
-        more=dict(
-            residual_scale=config.residual_scale,
-            turn_before_norm=config.turn_before_norm,
-            out_eps=config.eps_behind,
-        ),
-    )
