@@ -57,6 +57,7 @@ struct Operations {
     if (up.gated && adapts(up)) return multiply_adapted_gated(*this, up, f, x, y, width, scale);
     if (up.gated) return multiply_gated(up, f, x, y, scale);
     multiply(up, x, inner);
+    this->scale(inner, width, up.outputs, scale);
     activate(f, inner, y, width, alphas);
   }
 

@@ -64,6 +64,15 @@ def test_the_bits_of_single_operations(kind: str, quantization: Quantization, tm
         assert torch.equal(got, want), count
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_gates_that_do_not_fill_blocks(quantization: Quantization, tmp_path: Path) -> None:
+    """The MLP's half that gates is multiplied where it is no part of the product, too."""
+    fast, slow = both(make_checkpoint("falcon_h1", tmp_path, intermediate_size=96), quantization)
+    for count in (1, 70):
+        got, want = (Sequence(each, NaiveAttend).logits(words(count)) for each in (fast, slow))
+        assert torch.equal(got, want), count
+
+
 @pytest.mark.parametrize("kind", ["3_5", "3_5_ends_recurrent", "lfm3", "granite", "nemotron", "falcon_h1"])
 def test_steps_in_one_call(kind: str, isa: str, tmp_path: Path) -> None:
     """The engine decodes by one call of C++ a step, and prefills by one for all layers but the last."""
