@@ -139,6 +139,7 @@ void make_block(DecoderLayer *self, Order order, Activation activation, int64_t 
   if (beside && (order != Order::pre || !mamba || residual_scale != 1.0f)) refuse("such a block has nothing beside attention");
   if ((beside_mlp || inputs || scale != 1.0f) && order != Order::sandwich) refuse("only a sandwich has parts behind its MLP");
   if (beside_mlp && !experts) refuse("there are no experts beside the MLP");
+  if (beside_mlp && !experts->shared.empty()) refuse("experts beside an MLP have none that all rows meet");
   if (!up != !down || (!up && (experts || order != Order::pre))) refuse("a block of this order has an MLP");
   new (self) DecoderLayer{
       .order = order,
@@ -244,11 +245,20 @@ size_t attentions(const Blocks &blocks) {
   return count;
 }
 
+// Numbers of all inputs of a row.
+int64_t inputs_width(const Blocks &blocks) {
+  int64_t width = 0;
+  for (const DecoderLayer *block : blocks) width += block->inputs ? block->inputs->gate.outputs : 0;
+  return width;
+}
+
 // layers: one for each block with attention, or more. states, and segments of which there are `count`: of the recurrent ones.
 void run_blocks(const Blocks &blocks, const Layers &layers, Address x, Address qkv, Address attended, Address scratch,
                 const RecurrentStates *states, Address segments, int64_t count, Address cos_sin, int64_t rotary, int64_t rows,
                 int threads, Address adapted, Address inputs, int64_t inputs_stride) {
   if (layers.size() < attentions(blocks)) throw std::invalid_argument("fewer layers than blocks");
+  if (const int64_t all = inputs_width(blocks); rows && all && (!inputs || inputs_stride < all))
+    refuse("rows have ", inputs ? inputs_stride : 0, " inputs, the blocks take ", all);
   const LayerBuffers shared = {
       .x = at<bf16>(x),
       .cos_sin = at<float>(cos_sin),
@@ -268,6 +278,8 @@ void run_blocks(const Blocks &blocks, const Layers &layers, Address x, Address q
 
 void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const Scale &norm, float eps, const Matrix &head,
                float embed_scale, float logit_scale, float logit_cap, const Matrix *packed, const InputsTable *inputs) {
+  if (inputs && inputs->projection.inputs != head.inputs)
+    refuse("inputs of layers are made of ", inputs->projection.inputs, " numbers, the head takes ", head.inputs);
   new (self) EmbeddingAndHead{at<bf16>(embed), vocabulary, norm, eps, head, embed_scale, logit_scale, logit_cap};
   if (packed) self->packed = *packed;
   if (inputs) self->inputs = *inputs;
@@ -276,6 +288,8 @@ void make_ends(EmbeddingAndHead *self, Address embed, int64_t vocabulary, const 
 void make_whole(ModelStep *self, const EmbeddingAndHead &ends, const Blocks &blocks, const AttentionStep &step,
                 const Layers &layers, Address turns, int64_t turn_rows, int64_t rotary, Address adapted) {
   if (layers.size() != attentions(blocks)) throw std::invalid_argument("a model step needs as many layers as blocks");
+  const int64_t made = ends.inputs ? ends.inputs->projection.outputs : 0, all = inputs_width(blocks);
+  if (made != all) refuse("a row has ", made, " inputs, the blocks take ", all);
   new (self) ModelStep{ends, blocks, layers, step, at<float>(turns), turn_rows, rotary, at<int64_t>(adapted)};
 }
 

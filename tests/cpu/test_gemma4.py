@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,16 +15,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headrace import LLM, SamplingParams
+from headrace.attention.execute import PlanAttention
+from headrace.attention.plan import Span, build
 from headrace.config import Quantization
 from headrace.engine.footprint import Footprint
 from headrace.engine.programs import InCpp
 from headrace.engine.runner import Runner
 from headrace.kernels import cpu, dispatch
+from headrace.kernels.backend import backend_of
 from headrace.kernels.block import Blocks
+from headrace.kernels.model_step import Ends, ModelStep
+from headrace.kv.storage import KVStorage
 from headrace.models.config import read_config
-from headrace.models.decoder import load_decoder
+from headrace.models.decoder import Decoder, load_decoder
 from headrace.models.mixed_layers import MixedLayers
 from headrace.models.plain_config import plain_config
+from headrace.models.sizes import EMBED
 from tests.support.checkpoints import FolderOf, make_checkpoint
 from tests.support.kind_sizes import VOCAB
 from tests.support.naive_attention import batch_of, naive, prompt_logits
@@ -91,22 +99,69 @@ def test_whole_layers_have_the_bits_of_single_operations(
 ) -> None:
     """Alone with naive attention, with as many rows as go through a layer together, and more; and what `project` makes
     of what entered a layer."""
-    fast = load_decoder(folder_of(kind), "bfloat16", quantization=quantization)
-    with dispatch.force("ops"):
-        slow = load_decoder(folder_of(kind), "bfloat16", quantization=quantization)
-    assert isinstance(fast.layers, Blocks) and isinstance(slow.layers, MixedLayers)
+    fast, slow = both(folder_of(kind), quantization)
     for count in (1, 70, 1030):
-        entered: list[tuple[int, Tensor]] = []
-        tokens = torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist()
-        batch = batch_of(tokens, 0, count)
-        want = slow.forward(batch, naive(slow))
-        got = fast.forward(batch, naive(fast), watch=lambda *at: entered.append((at[0], at[1].clone())))  # noqa: B023
-        assert want.isfinite().all() and want.float().std() > 0.1
-        assert torch.equal(got, want), count
-        assert [layer for layer, _ in entered] == list(range(fast.config.attention.stored))
-        for layer, x in entered:
-            made, again = (each.project(layer, x, batch.positions) for each in (slow, fast))
-            assert all(map(torch.equal, made, again)), (count, layer)
+        compare(fast, slow, count)
+
+
+def both(folder: Path, quantization: Quantization = "none") -> tuple[Decoder, Decoder]:
+    """By whole layers, and op by op."""
+    fast = load_decoder(folder, "bfloat16", quantization=quantization)
+    with dispatch.force("ops"):
+        slow = load_decoder(folder, "bfloat16", quantization=quantization)
+    assert isinstance(fast.layers, Blocks) and isinstance(slow.layers, MixedLayers)
+    return fast, slow
+
+
+def compare(fast: Decoder, slow: Decoder, count: int) -> None:
+    entered: list[tuple[int, Tensor]] = []
+    tokens = torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist()
+    batch = batch_of(tokens, 0, count)
+    want = slow.forward(batch, naive(slow))
+    got = fast.forward(batch, naive(fast), watch=lambda *at: entered.append((at[0], at[1].clone())))
+    assert want.isfinite().all() and want.float().std() > 0.1
+    assert torch.equal(got, want), count
+    assert [layer for layer, _ in entered] == list(range(fast.config.attention.stored))
+    for layer, x in entered:
+        made, again = (each.project(layer, x, batch.positions) for each in (slow, fast))
+        assert all(map(torch.equal, made, again)), (count, layer)
+
+
+def test_keys_as_values_of_layers_with_the_same_heads(tmp_path: Path) -> None:
+    """`project` multiplies by what makes keys and values alone: half as much where keys are both."""
+    sizes = dict(head_dim=64, global_head_dim=64, num_global_key_value_heads=2)
+    fast, slow = both(make_checkpoint("gemma4_unified", tmp_path, **sizes))
+    assert isinstance(fast.layers, Blocks) and fast.layers.without_queries is not None
+    assert len(fast.config.attention.every_shape) == 1
+    for count in (1, 70):
+        compare(fast, slow, count)
+
+
+def test_the_first_layers_alone(folder_of: FolderOf) -> None:
+    """As ranks measure them. The table of their inputs is that of all layers."""
+    fast, slow = both(folder_of("gemma4_small"))
+    for count in (1, 70):
+        compare(fast.first(3), slow.first(3), count)
+    batch, whole = batch_of([5], 0, 1), fast.first(fast.config.layers)
+    assert torch.equal(whole.forward(batch, naive(whole)), slow.forward(batch, naive(slow)))
+
+
+def test_inputs_that_do_not_fit_are_refused(folder_of: FolderOf) -> None:
+    decoder = load_decoder(folder_of("gemma4_small"), "bfloat16")
+    batch, layers = batch_of([5, 6], 0, 2), decoder.layers
+    assert isinstance(layers, Blocks)
+    (x, turns), attend = decoder.enter(batch), naive(decoder)
+    with pytest.raises(ValueError, match="hand these over"):
+        layers(x, turns, attend)
+    for shape in ((1, 4, 32), (2, 3, 32), (2, 4, 16)):
+        with pytest.raises(ValueError, match=re.escape("inputs must be a contiguous CPU tensor [2, 4, 32]")):
+            layers(x, turns, attend, inputs=torch.zeros(shape, dtype=torch.bfloat16))
+    spec, plan = decoder.config.attention, build([Span(np.zeros(1, np.int32), 0, 2)])
+    planned = PlanAttention(plan, KVStorage(spec, 1, torch.bfloat16), spec, backend_of("cpu"))
+    without = Ends(layers.shape, decoder.tables[EMBED], decoder.weights, decoder.matrices)
+    assert planned.prepared is not None
+    with pytest.raises(ValueError, match="a row has 0 inputs, the blocks take 128"):
+        ModelStep(without, layers, planned.prepared, None)
 
 
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_small", "gemma4_experts"])

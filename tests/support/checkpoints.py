@@ -327,7 +327,7 @@ def _kinds(matrix: tuple[str, ...], without: tuple[str, ...] = ()) -> list[Any]:
 
 EVERY_KIND, EVERY_KIND_SLOWLY = _kinds(NEAR), _kinds(LATER, NEAR)
 MIXED = tuple(kind for kind in KINDS if kind.startswith("gemma4"))
-"""Kinds whose layers differ: they are computed one operation at a time, and their KV is not streamed."""
+"""Kinds whose layers differ: their KV is not streamed."""
 INDEXED = ("deepseek_v32", "glm_dsa", "hy4", "hy4_vision", "minimax_m3")
 """Their rows choose keys: they are not streamed either."""
 EVERY_ALIKE, EVERY_STREAMED = _kinds(NEAR, MIXED), _kinds(LATER, (*MIXED, *INDEXED, *NEAR))

@@ -102,7 +102,7 @@ class Blocks:
             recurrence = None if recur is None else recur.prepared
             attend.prepared.run(
                 self.blocks[:begin], x, (turn_at, turned), mixed, attended, scratch, threads, recurrence, numbers,
-                inputs_of(inputs, 0),
+                self._inputs_of(inputs, rows, 0),
             )  # fmt: skip
         made: Made = {}
         for index, block in enumerate(self.blocks[begin:], begin):
@@ -119,7 +119,7 @@ class Blocks:
                 adapted = None if adapted is None else adapted.of(chosen)
                 numbers = numbers_of(adapted, rows)
             if rows:
-                at, stride = inputs_of(inputs, index)
+                at, stride = self._inputs_of(inputs, rows, index)
                 block.after(
                     x_at, attended.data_ptr(), scratch_at, rows, threads, **_gates(gates), adapted=numbers, inputs=at,
                     inputs_stride=stride,
@@ -133,6 +133,18 @@ class Blocks:
         for theirs, ours in zip(over.heads, self.heads, strict=False):
             if theirs != ours:
                 raise ValueError(f"the step is of (heads, KV heads, head size) {theirs}, the model of {ours}")
+
+    def _inputs_of(self, inputs: Tensor | None, rows: int, layer: int) -> tuple[int, int]:
+        """Address of a layer's first row among inputs [T, L, P], and how far apart rows lie; zeros for none. There may
+        be more layers than these."""
+        width = self.shape.inputs
+        if not width:
+            return 0, 0
+        if inputs is None:
+            raise ValueError("the layers of this model have inputs of their own: hand these over")
+        layers = max(len(self.layers), inputs.shape[1])
+        check("inputs", inputs, torch.bfloat16, (rows, layers, width))
+        return inputs.data_ptr() + layer * width * inputs.element_size(), layers * width
 
     def _across_rows(
         self,
@@ -239,14 +251,6 @@ def _places(shape: LayerShape, layers: Sequence[LayerWeights]) -> list[int]:
 def _gates(gates: Tensor | None) -> dict[str, int]:
     """Arguments of Block.after."""
     return {} if gates is None else dict(gates=gates.data_ptr(), gates_stride=gates.stride(0))
-
-
-def inputs_of(inputs: Tensor | None, layer: int) -> tuple[int, int]:
-    """Address of a layer's first row among inputs [T, L, P], and how far apart rows lie; zeros for none."""
-    if inputs is None or not len(inputs):
-        return 0, 0
-    check("inputs", inputs, torch.bfloat16, inputs.shape)
-    return inputs.data_ptr() + layer * inputs.stride(1) * inputs.element_size(), inputs.stride(0)
 
 
 def numbers_of(adapted: AdaptedRows | None, rows: int) -> int:

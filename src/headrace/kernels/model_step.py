@@ -42,7 +42,7 @@ class InputsEnds:
         self, table: Table, projection: Weight, norm: Tensor, eps: float, scales: tuple[float, float, float]
     ) -> None:
         rows, width = table.shape
-        check("norm of inputs", norm, torch.bfloat16, norm.shape)
+        check("norm of inputs", norm, torch.bfloat16, (len(norm),))
         if isinstance(projection, Tensor | GpuWeight) or projection.shape[0] != width:
             raise ValueError(f"layer_inputs.weight must be packed and of {width} outputs, got {list(projection.shape)}")
         if isinstance(table, Tensor):

@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 def native_block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> native.Block:
     """The C++ block; without queries it has keys and values alone."""
     ext, spec, (kv_heads, dim) = require(), shape.attention, layer.kv_shape
-    heads, kv, projected = spec.heads * dim, kv_heads * dim, sum(layer.projected) * dim
-    sizes = {"qkv": (heads * shape.gated + projected, shape.hidden), "out": (shape.hidden, heads)}
+    heads, kv, own = spec.heads * dim, kv_heads * dim, layer.projected[1:]
+    keys = sum(own) * dim  # and values, unless keys are both
+    sizes = {"qkv": (heads * (1 + shape.gated) + keys, shape.hidden), "out": (shape.hidden, heads)}
     if layer.net is not None and shape.recurrent is not None and shape.beside is None:
         net = shape.recurrent
         sizes = {"mixed": (sum(net.mixed), shape.hidden), "out": (shape.hidden, net.values)}
     if shape.latent is not None:
         sizes = {"latent": (kv, shape.hidden), "out": (shape.hidden, spec.heads * shape.latent.value)}
     qkv, out = (
-        matrix(layer, name, size, *((heads, 2 * kv) if name == "qkv" and not query else ()))
+        matrix(layer, name, size, *((heads, keys) if name == "qkv" and not query else ()))
         for name, size in sizes.items()
     )
     experts = shape.experts if "router.weight" in layer.matrices else None
@@ -52,7 +53,6 @@ def native_block(shape: LayerShape, layer: LayerWeights, *, query: bool) -> nati
     first, rotated = layer.rotation
     if rotated % 2 or rotated > dim:
         raise ValueError(f"cannot rotate {rotated} of {dim} elements")
-    own = layer.projected[1:]
     q_norm = vector(layer.weights, "q_norm.weight", heads if shape.qk_norm_whole else dim) if query else 0
     k_norm, v_norm = (
         vector(layer.weights, f"{name}.weight", width) if own else 0

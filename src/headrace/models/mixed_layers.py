@@ -163,9 +163,9 @@ def layer_inputs(
     tokens: Tensor,
     x: Tensor,
 ) -> Tensor:
-    """What each layer adds of these tokens [T], which enter the first layer as x [T, H]: [T, L, P]. table: of what they
-    add by themselves, [V, L P]."""
-    shape = (len(x), config.layers, spec.width)
+    """What each layer adds of these tokens [T], which enter the first layer as x [T, H]: [T, L, P], for all layers of
+    the file, of which config may have the first alone. table: of what they add by themselves, [V, L P]."""
+    shape = (len(x), table.shape[1] // spec.width, spec.width)
     of_own, of_projected, of_both = input_scales(config, spec)
     own = ops.look_up(table, tokens, x.dtype) * torch.tensor(of_own, dtype=x.dtype)
     projected = ops.linear(x, matrices["layer_inputs.weight"]) * of_projected
