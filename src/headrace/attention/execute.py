@@ -64,7 +64,8 @@ class PlanAttention(Attend):
         spec, steps = self.spec, self.steps
         if len(spec.every_shape) == 1 and not spec.shared:
             return steps[spec.shape(0)].over(pools, spec.windows, self.sinks)
-        return over_layers({shape: step for shape, step in steps.items() if isinstance(step, Step)}, pools, spec)
+        own = {shape: step for shape, step in steps.items() if isinstance(step, Step)}
+        return over_layers(own, pools, spec, self.sinks)
 
     def _step(self, shape: tuple[int, int]) -> PreparedStep | None:
         """append and attend in one call, prepared once for all layers of a shape, where the backend has that."""

@@ -130,14 +130,17 @@ class Step:
         return row
 
 
-def over_layers(steps: Mapping[tuple[int, int], Step], pools: Pools, spec: AttentionSpec) -> StepOver:
+def over_layers(
+    steps: Mapping[tuple[int, int], Step], pools: Pools, spec: AttentionSpec, sinks: Sequence[Tensor] | None = None
+) -> StepOver:
     """A step in the layers of a model that differ in their heads, or some of which attend to the keys and values of
     another and store none: `steps` by (Hkv, D), of the same rows."""
     layers = []
     for index in range(spec.layers):
         source = spec.source(index)
         step = steps[spec.shape(index)]
-        layers.append(step.layer(pools.addresses[source], spec.windows[index], stores=source == index))
+        own = None if sinks is None else sinks[index]
+        layers.append(step.layer(pools.addresses[source], spec.windows[index], own, stores=source == index))
     heads = tuple((spec.heads, *spec.shape(index)) for index in range(spec.layers))
     return StepOver(list(steps.values()), pools, layers, heads)
 
