@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sanitize"
-TESTS = [str(path) for path in sorted((ROOT / "tests" / "cpu").glob("test_kernels*.py"))]
+CPU = ROOT / "tests" / "cpu"
+TESTS = [str(path) for path in sorted(CPU.glob("test_kernels*.py"))]
 
 PROLOGUE = """
 import torch
@@ -33,12 +34,14 @@ RACE = "for _ in range(1000): _cpu.silu_mul(1, x.data_ptr(), x.data_ptr(), 64, 1
 
 @dataclass(frozen=True)
 class Kind:
-    """A build: its sanitizers, the libraries that must be in the process first, and what deliberate errors report."""
+    """A build: its sanitizers, the libraries that must be in the process first, what deliberate errors report, and
+    tests beside those of kernels."""
 
     sanitizers: str
     libraries: tuple[str, ...]
     options: dict[str, str]
     errors: dict[str, str]
+    more: tuple[str, ...] = ()
 
 
 # Leaks are not looked for: an interpreter that ends leaves much behind. The address sanitizer wants libstdc++, which
@@ -50,6 +53,7 @@ KINDS = {
         ("libasan.so", "libubsan.so", "libstdc++.so"),
         {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
         {"AddressSanitizer: heap-buffer-overflow": OVERRUN, "runtime error: signed integer overflow": OVERFLOW},
+        more=("test_gemma4.py", "test_hybrid_layers.py"),  # layers as a whole, whose parts those of kernels have not
     ),
     "thread": Kind(
         "thread",
@@ -129,7 +133,8 @@ def run(name: str, arguments: list[str]) -> bool:
     print(f"{name}: built, reports deliberate errors ({time.monotonic() - started:.0f} s); tests:", flush=True)
     # Reports go to the stderr of the process; the signals belong to the sanitizer, not to faulthandler.
     command = [python, "-m", "pytest", "-q", "--capture=sys", "-p", "no:faulthandler", "-p", "no:cacheprovider"]
-    status = subprocess.run([*command, *(arguments or TESTS)], cwd=ROOT, env=variables).returncode
+    tests = arguments or [*TESTS, *(str(CPU / file) for file in KINDS[name].more)]
+    status = subprocess.run([*command, *tests], cwd=ROOT, env=variables).returncode
     verdict = "clean" if status == 0 else f"NOT clean (exit status {status})"
     print(f"{name}: {verdict}, {time.monotonic() - started:.0f} s", flush=True)
     return status == 0
