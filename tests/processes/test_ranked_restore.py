@@ -22,7 +22,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 def opened(ranks: int, folder: Path, tensor: int = 1, **settings: Any) -> LLM:
     return LLM("tiny", context_parallel_size=ranks, tensor_parallel_size=tensor, kv_offload_path=str(folder),
-               kv_cache_tokens=4096, threads=1, dtype="bfloat16", prefill_strategy="ring-kv",
+               kv_cache_tokens=4096, threads=1, dtype="bfloat16", prefill_strategy="ring-kv" if ranks > 1 else "auto",
                **{"kv_offload_activations": "off", **settings})  # fmt: skip
 
 
