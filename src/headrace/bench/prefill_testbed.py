@@ -71,13 +71,12 @@ def open_testbed(config: EngineConfig, *, netns: bool = False, progress: OnPhase
     for a model with recurrent layers or sparse attention.
     """
     model = read_config(model_folder(config.model.folder))
-    if model.recurrent is not None:
-        raise ValueError(
-            f"{model.architecture} has recurrent layers: its prefills are not measured by strategy; the engine plans "
-            f"by what its ranks measure at the start"
-        )
-    if model.attention.index is not None:
-        raise ValueError(f"{model.architecture} has sparse attention: one rank, or tensor ranks, compute its prefills")
+    for has, what in ((model.recurrent, "recurrent layers"), (model.attention.index, "sparse attention")):
+        if has is not None:
+            raise ValueError(
+                f"{model.architecture} has {what}: its prefills are not measured by strategy; the engine plans by what "
+                f"its ranks measure at the start"
+            )
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     spaces = Namespaces(config.ranks.context) if netns else None
     if spaces is not None:
