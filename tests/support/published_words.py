@@ -61,6 +61,11 @@ PHRASES = (
     r" ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 SEED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+JAIS2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|"
+    r"\s{1,2}(?!\S)|\s{1}"
+)
 LLAMAS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "midm-2.0")
 PUBLISHED: dict[str, list[dict[str, Any]]] = {
     **{name: [BYTES_OF_WORDS] for name in ("gpt-2", "phi-2", "olmo", "exaone4", "gigachat", "a.x-4.0", "mellum")},
@@ -68,6 +73,7 @@ PUBLISHED: dict[str, list[dict[str, Any]]] = {
     "falcon": FALCON, "default": FALCON,
     **dict.fromkeys(LLAMAS, split(CL100K)),
     "smaug-bpe": split(CL100K), "dbrx": split(CL100K), "glm4": split(CL100K), "chatglm-bpe": split(CL100K),
+    "jais-2": split(JAIS2),
     "minicpm5": split("\\p{N}{1,3}", CL100K.replace("{1,3}", "+")),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), split(O200K)), "tekken": split(NEMO),
     "tiny_aya": split(r"\d{1,3}(?=(?:\d{3})*\b)", O200K), "kimi-k2": split(KIMI),

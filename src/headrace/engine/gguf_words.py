@@ -14,6 +14,10 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+JAIS2 = LLAMA3.removesuffix(r"\s+(?!\S)|\s+") + (
+    "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")) + r"|\s{1}"
+)
+"""Runs of spaces by powers of 2."""
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 QWEN3_5 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 
@@ -137,7 +141,7 @@ WORDS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), LLAMA),
     "smaug-bpe": Words(LLAMA.steps, whole=True),
     **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe"), Words(LLAMA.steps)),
-    "minicpm5": Words(_cut(*MINICPM5), whole=True),
+    "minicpm5": Words(_cut(*MINICPM5), whole=True), "jais-2": Words(_cut(JAIS2)),
     "qwen2": QWEN, "deepseek-r1-qwen": QWEN, "qwen35": Words(_cut(QWEN3_5), normal=True),
     "hunyuan": Words(QWEN.steps, normal=True, whole=True), "seed-coder": Words(_cut(SEED)),
     "tekken": Words(_cut(TEKKEN), whole=True, begins=True),
