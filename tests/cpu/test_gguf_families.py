@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 NEAR = (
     "gemma3_linear", "phi3", "glm", "falcon7", "falcon11", "qwen3_next_old", "qwen3_5_three_each", "qwen2_vl",
     "qwen3_vl", "mistral3", "exaone4_plain", "ernie4_5", "olmo2", "cohere", "dots1",
-    "minicpm3",
+    "minicpm3", "apertus_plain", "jais2_tied",
 )  # fmt: skip
 """Kinds of whose facts others have most."""
 
@@ -87,6 +88,22 @@ def test_the_promise_holds(kind: str, tmp_path: Path) -> None:
     same(run(shared, prompts, GREEDY), alone)
     same(run(shared, prompts, GREEDY), alone)
     assert shared.engine.stats().tokens.cached > 64, "nothing was cached"
+
+
+@pytest.mark.parametrize("kind", ["apertus", "jais2"])
+def test_a_folder_of_the_same_weights_is_the_same_model(kind: str, tmp_path: Path) -> None:
+    """Facts and fp32 logits, to the bit; the activations of Apertus' layers differ from each other."""
+    model = write_family(kind, tmp_path / "m.gguf", lambda _: Kind.F32)
+    model.save_pretrained(tmp_path / "folder")
+    if kind == "apertus":
+        own = [layer.mlp.act_fn for layer in model.model.layers]
+        assert len({each.item() for one in own for each in (one.alpha_p, one.alpha_n)}) == 2 * len(own)
+    config, expected = read_config(tmp_path / "m.gguf"), read_config(tmp_path / "folder")
+    assert config.norm_eps == np.float32(expected.norm_eps)
+    assert replace(config, norm_eps=expected.norm_eps) == expected
+    tokens = tokens_of(150)
+    ours, theirs = (LLM(str(tmp_path / name), dtype="float32", kv_cache_tokens=640) for name in ("m.gguf", "folder"))
+    assert torch.equal(ours.logits(tokens), theirs.logits(tokens))
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from tests.support import (
     checkpoints,
+    gguf_apertus,
     gguf_deepseek,
     gguf_falcon_h1,
     gguf_gemma4,
@@ -93,12 +94,14 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_three_each": ("qwen35", "3_5", HYBRID | dict(linear_num_value_heads=6, attention_bias=True)),
 } | gguf_deepseek.KINDS | gguf_gpt_oss.KINDS | gguf_gemma4.KINDS | gguf_routed.KINDS | gguf_lfm2.KINDS  # fmt: skip
 KINDS |= gguf_granite.KINDS | gguf_nemotron.KINDS | gguf_gpt.KINDS | gguf_kimi.KINDS | gguf_falcon_h1.KINDS
+KINDS |= gguf_apertus.KINDS
 """Name -> (general.architecture, the kind of tests.support.checkpoints or hybrid_checkpoints, fields of its own)."""
 
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 OWN: Any = {each.ARCHITECTURE: each for each in (gguf_granite, gguf_kimi, gguf_falcon_h1)}
-OWN |= dict.fromkeys(gguf_nemotron.ARCHITECTURES, gguf_nemotron) | dict.fromkeys(gguf_gpt.ARCHITECTURES, gguf_gpt)
+OWN |= {name: each for each in (gguf_apertus, gguf_gpt, gguf_nemotron) for name in each.ARCHITECTURES}
 CORRECTED = ("ernie4_5-moe", "minimax-m2", "exaone-moe", gguf_kimi.ARCHITECTURE, *gguf_nemotron.ARCHITECTURES)
+APART = ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", "afmoe", "llama4", *HYBRIDS)
 FILTERS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 NORM_BEHIND_ATTENTION = (
     "gemma2", "gemma3", "gemma4", "qwen3next", "qwen35", "qwen35moe", "seed_oss", "gpt-oss", "glm4moe", "olmo2",
@@ -145,7 +148,7 @@ def build(kind: str) -> PreTrainedModel:
     """A random model of a kind, in the sizes of gguf_files."""
     architecture, base, own = KINDS[kind]
     fields = {**SIZES, **own}
-    if architecture in gguf_gpt.ARCHITECTURES:
+    if architecture in (*gguf_apertus.ARCHITECTURES, *gguf_gpt.ARCHITECTURES):
         return checkpoints.build_model(base, **own if architecture == "gpt2" else fields)
     if architecture == "falcon":
         fields = {name: fields[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
@@ -167,12 +170,7 @@ def write_family(
     writer, config = GGUFWriter(str(path), architecture, **split), model.config
     latent = architecture in (*gguf_deepseek.ARCHITECTURES, "glm4moe", "dots1", "minicpm3")
     old = kind.endswith("_old") or architecture == "minicpm3"
-    apart = (
-        latent
-        or architecture in CORRECTED
-        or architecture
-        in ("granitemoe", "granitehybrid", "lfm2moe", "qwen2moe", "hunyuan-moe", "mellum", "afmoe", "llama4", *HYBRIDS)
-    )
+    apart = latent or architecture in (*CORRECTED, *APART)
     _describe_whole(writer, model, architecture, old)
     if latent or architecture in CORRECTED:
         gguf_deepseek.add_corrections(writer, model)
@@ -213,6 +211,8 @@ def _describe_whole(writer: GGUFWriter, model: PreTrainedModel, architecture: st
         describe(writer, model.config, architecture)
     if architecture in gguf_deepseek.ARCHITECTURES:
         gguf_deepseek.describe(writer, model.config, old)
+    if architecture == "apertus":
+        gguf_apertus.add_activations(writer, model)
     if architecture in ("glm4moe", "dots1"):
         gguf_deepseek.describe_experts(writer, model.config)
     if architecture == "gpt-oss":

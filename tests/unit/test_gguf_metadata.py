@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.models.gguf.apertus import vectors
 from headrace.models.gguf.architectures import config_fields
 from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.header import open_gguf
@@ -125,6 +126,46 @@ def test_refused(case: str, tmp_path: Path) -> None:
 def test_arrays_where_one_value_is_read(architecture: str, said: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, UnsupportedModel), match=rf"m\.gguf: .*{words}"):
         fields(tmp_path, said, architecture=architecture)
+
+
+XIELU: dict[str, Any] = {
+    ".xielu.alpha_p": [0.25, 0.5], ".xielu.alpha_n": [-1.0, 2.0], ".xielu.beta": [0.5, 0.5],
+    ".xielu.eps": [-9.98e-07, -1e-06],
+}  # fmt: skip
+
+
+def test_activations_of_layers(tmp_path: Path) -> None:
+    """A number of each layer, or one of all."""
+    path = write_metadata(tmp_path / "m.gguf", {**XIELU, ".xielu.alpha_n": 0.75}, architecture="apertus")
+    assert config_fields(open_gguf(path))["model_type"] == "apertus"
+    found = {name: each.tolist() for name, each in vectors(FileFacts(open_gguf(path))).items()}
+    place = "model.layers.{}.mlp.act_fn.alpha_{}"
+    assert found == {
+        place.format(0, "p"): [0.25], place.format(1, "p"): [0.5],
+        place.format(0, "n"): [0.75], place.format(1, "n"): [0.75],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        *(({key: None}, f"there is no {key[1:]}; dow") for key in XIELU),
+        ({".xielu.alpha_n": [0.5]}, "xielu.alpha_n has 1 numbers for 2 layers; dow"),
+        ({".xielu.alpha_p": [0.5] * 3}, "xielu.alpha_p has 3 numbers for 2 layers; dow"),
+        ({".xielu.eps": [0.5]}, "xielu.eps has 1 numbers for 2 layers; dow"),
+        ({".xielu.alpha_p": [1, 2]}, "xielu.alpha_p holds no fractions; dow"),
+        ({".xielu.alpha_p": "abcd"}, "xielu.alpha_p holds no fractions; dow"),
+        ({".xielu.alpha_p": ["a", "b"]}, "xielu.alpha_p holds no fractions; dow"),
+        ({".xielu.alpha_n": [0.5, float("nan")]}, "xielu.alpha_n holds NaN or infinity; dow"),
+        ({".xielu.beta": [0.5, 0.25]}, "xielu.beta 0.25 is not supported; 0.5 is"),
+        ({".xielu.eps": 0.5}, "xielu.eps 0.5 is not supported; -1e-06 is"),
+        ({"block_count": 1 << 31}, "xielu.alpha_p has 2 numbers for 2147483648 layers; dow"),
+    ],
+)
+def test_activations_that_are_not_of_each_layer(said: dict[str, Any], words: str, tmp_path: Path) -> None:
+    given = {key: value for key, value in {**XIELU, **said}.items() if value is not None}
+    with pytest.raises((ValueError, UnsupportedModel), match=rf"m\.gguf: {words}"):
+        fields(tmp_path, given, architecture="apertus")
 
 
 def test_an_array_of_equal_numbers_is_one(tmp_path: Path) -> None:

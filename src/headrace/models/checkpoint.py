@@ -23,6 +23,7 @@ from headrace.models.families.base import Family
 from headrace.models.files import is_gguf, placed, weight_files
 from headrace.models.gguf.architectures import Architecture, architecture_of
 from headrace.models.gguf.blocks import coded
+from headrace.models.gguf.facts import FileFacts
 from headrace.models.gguf.families import turned
 from headrace.models.gguf.header import GgufFile, TensorInfo, open_gguf
 from headrace.models.gguf.tensor_names import checkpoint_tensors, further_blocks
@@ -274,7 +275,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
 class GgufCheckpoint:
     """A GGUF file, or all its parts, by the names that the family's checkpoints have; blocks behind the last layer,
     which guess further tokens, by theirs. What heads make of latents is one matrix here, of numbers, also where the
-    file has keys [Hq, rank, plain], transposed, and values [Hq, value, rank]."""
+    file has keys [Hq, rank, plain], transposed, and values [Hq, value, rank]. Vectors in the metadata are tensors."""
 
     def __init__(self, model: Path, config: ModelConfig) -> None:
         self.model = model
@@ -289,6 +290,9 @@ class GgufCheckpoint:
                     if name in self._where:
                         raise ValueError(f"{file.path}: {shown(info.name)} is there twice; download it again")
                     self._where[name] = file, each
+        vectors_of = self._architecture.vectors
+        vectors = {} if vectors_of is None else vectors_of(FileFacts(files[0]))
+        self._vectors = {name: torch.from_numpy(vector) for name, vector in vectors.items()}
         self._scales = {name: own for name in self._where if (own := self._scale_of(name)) in self._where}
         pairs = [(name, name.replace(OF_KEYS, OF_VALUES)) for name in self._where if name.endswith(OF_KEYS)]
         self._of_heads = {keys.replace(OF_KEYS, OF_BOTH): (keys, own) for keys, own in pairs if own in self._where}
@@ -302,7 +306,7 @@ class GgufCheckpoint:
     @property
     def names(self) -> set[str]:
         beside = {part for parts in self._of_heads.values() for part in parts}.union(self._scales.values())
-        return set(self._where) - beside | set(self._of_heads)
+        return set(self._where) - beside | set(self._of_heads) | set(self._vectors)
 
     def form(self, family: Family) -> Family:
         form = turned if self._architecture.turned else self._architecture.form
@@ -313,7 +317,7 @@ class GgufCheckpoint:
             keys, values = (self._where[part][1].shape for part in self._of_heads[name])
             fit = len(keys) == len(values) == 3 and (keys[0], keys[1]) == (values[0], values[2])
             return (keys[0] * (keys[2] + values[1]), keys[1]) if fit else keys
-        shape = self._where[name][1].shape
+        shape = tuple(self._vectors[name].shape) if name in self._vectors else self._where[name][1].shape
         if name.endswith(ONE_ROW) and math.prod(shape) == shape[-1]:
             return 1, shape[-1]
         if name.endswith((*OF_MAMBA, RATES)):
@@ -323,15 +327,17 @@ class GgufCheckpoint:
         return (shape[0], 1, *shape[1:]) if name.endswith(FILTERS) else shape
 
     def stored_as(self, name: str) -> str:
-        return "F32" if name in self._of_heads else self._where[name][1].type.name
+        return "F32" if name in self._of_heads or name in self._vectors else self._where[name][1].type.name
 
     def is_coded(self, name: str) -> bool:
-        return name not in self._of_heads and not self._where[name][1].type.plain
+        return name not in self._of_heads and name not in self._vectors and not self._where[name][1].type.plain
 
     def held(self, name: str) -> int:
         return self._where[name][1].held
 
     def read(self, name: str) -> Tensor:
+        if name in self._vectors:
+            return self._vectors[name]
         if name in self._of_heads:
             keys, values = map(self._wide, self._of_heads[name])
             return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)

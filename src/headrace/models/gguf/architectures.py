@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import headrace.models.gguf.apertus as apertus
 import headrace.models.gguf.falcon_h1 as falcon_h1
 import headrace.models.gguf.kimi_linear as kimi
 from headrace.logs import shown
 from headrace.models.gguf import deepseek, families, gemma4, granite_hybrid, hybrids, lfm2, nemotron_h, routed, sparse
 from headrace.models.gguf.counts import check_counts
 from headrace.models.gguf.facts import FileFacts
-from headrace.models.gguf.families import FUSED_NAMES, Fields, Form
+from headrace.models.gguf.families import FUSED_NAMES, Fields, Form, Vectors
 from headrace.models.gguf.header import GgufFile
 from headrace.models.gguf.rotations import rope_of
 from headrace.types import UnsupportedModel
@@ -93,6 +94,7 @@ class Architecture:
     latent: bool = False
     routed: bool = True
     multiplied: bool = False
+    vectors: Vectors | None = None
 
     def modules(self, module: str) -> tuple[str, bool] | None:
         """What the checkpoint calls a module of the file, and whether that is one of each expert, with a `{}` for its
@@ -146,6 +148,12 @@ ARCHITECTURES = {
         partial=True, routed=False,
     ),
     "arcee": Architecture("ArceeForCausalLM", "arcee", LLAMA_NAMES, turned=True, fields=families.arcee),
+    "jais2": Architecture(
+        "Jais2ForCausalLM", "jais2", LLAMA_NAMES, fields=families.jais2, epsilon=LAYER_NORM_EPSILON
+    ),
+    "apertus": Architecture(
+        "ApertusForCausalLM", "apertus", LLAMA_NAMES | apertus.NAMES, fields=apertus.fields, vectors=apertus.vectors
+    ),
     "hunyuan-dense": Architecture(
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", LLAMA_NAMES | families.HUNYUAN_NAMES,
         fields=families.with_biases,

@@ -6,9 +6,11 @@ Facts: llama.cpp's conversion/*.py, which writes the files, and src/models/*.cpp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from headrace.logs import shown
 from headrace.models.families.base import LAYER_TYPES, Family, Names, paired_rows
@@ -79,6 +81,8 @@ FALCON_NAMES = {
 Facts = FileFacts
 Fields = Callable[[Facts, dict[str, Any]], dict[str, Any]]
 """Fields of config.json beside those that all architectures have, or in their place; given the rotation, too."""
+Vectors = Callable[[Facts], Mapping[str, np.ndarray[Any, Any]]]
+"""Tensors of the checkpoint, fp32, by its names, that the file has in its metadata."""
 Form = Callable[[Family, Set[str]], Family]
 """A family as its tensors lie in a GGUF file that has tensors of these names (the checkpoint's)."""
 
@@ -93,7 +97,7 @@ def _biased(**places: str) -> Fields:
 
 seed_oss = _biased(attention_bias="attn_q", attention_out_bias="attn_output", mlp_bias="ffn_gate")
 ernie4_5 = _biased(use_bias="attn_q")
-arcee = _biased(attention_bias="attn_q", mlp_bias="ffn_up")
+arcee = jais2 = _biased(attention_bias="attn_q", mlp_bias="ffn_up")
 with_biases = _biased(attention_bias="attn_q")
 _biases = _biased(attention_bias="attn_q", mlp_bias="ffn_gate")
 
