@@ -21,6 +21,7 @@ from headrace.kernels.extension import check
 from headrace.kernels.layer_shape import LayerShape, LayerWeights, Net
 from headrace.kernels.native_block import native_block
 from headrace.kernels.recurrent import Recur, fits_cpp, gates_behind
+from headrace.kernels.recurrent_step import PreparedRecurrence
 from headrace.kernels.triton.weights import GpuWeight
 
 Made = dict[int, tuple[Tensor, Tensor]]
@@ -61,6 +62,10 @@ class Blocks:
         self.adapted: AdaptedRows | None = None
         self.without_queries = None if whole else [native_block(shape, layer, query=False) for layer in layers]
 
+    def first(self, count: int) -> Blocks:
+        """The first layers alone."""
+        return Blocks(self.shape, self.layers[:count])
+
     def adapted_by(self, rows: AdaptedRows) -> Blocks:
         """The layers in a step some rows of which have an adapter. They are for that step alone."""
         other = copy(self)
@@ -97,13 +102,8 @@ class Blocks:
         last, begin = len(self.blocks) - 1, 0
         if attend.prepared is not None and watch is None and (recur is None or recur.prepared is not None):
             begin = last + (some is None)
-            self.check_heads(attend.prepared)
-            attended = torch.empty(max(block.attended_size(rows) for block in self.blocks), dtype=x.dtype)
-            recurrence = None if recur is None else recur.prepared
-            attend.prepared.run(
-                self.blocks[:begin], x, (turn_at, turned), mixed, attended, scratch, threads, recurrence, numbers,
-                self._inputs_of(inputs, rows, 0),
-            )  # fmt: skip
+            recurrence, own = None if recur is None else recur.prepared, self._inputs_of(inputs, rows, 0)
+            self._run_first(begin, attend.prepared, x, (turn_at, turned), mixed, scratch, recurrence, numbers, own)
         made: Made = {}
         for index, block in enumerate(self.blocks[begin:], begin):
             if watch is not None and self.layers[index].projected[1:]:
@@ -125,6 +125,14 @@ class Blocks:
                     inputs_stride=stride,
                 )  # fmt: skip
         return x
+
+    def _run_first(self, count: int, over: StepOver, x: Tensor, turn: tuple[int, int], mixed: Tensor, scratch: Tensor,
+                   recurrence: PreparedRecurrence | None, adapted: int, inputs: tuple[int, int]) -> None:  # fmt: skip
+        """So many layers in one call: see StepOver.run."""
+        self.check_heads(over)
+        attended = torch.empty(max(block.attended_size(len(x)) for block in self.blocks), dtype=x.dtype)
+        blocks, threads = self.blocks[:count], torch.get_num_threads()
+        over.run(blocks, x, turn, mixed, attended, scratch, threads, recurrence, adapted, inputs)
 
     def check_heads(self, over: StepOver) -> None:
         """Raises ValueError for a step of other heads."""

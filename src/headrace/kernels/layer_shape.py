@@ -80,7 +80,6 @@ class LayerShape:
 
     attention: AttentionSpec
     hidden: int
-    inner: int
     order: str
     activation: str
     rms: bool

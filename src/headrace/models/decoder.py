@@ -156,12 +156,8 @@ class Decoder:
 
     def first(self, count: int) -> Decoder:
         """A decoder of the first layers alone, with the same weights: for measurements."""
-        part, layers = copy.copy(self), self.layers
-        part.config = self.config.first(count)
-        if isinstance(layers, block.Blocks):
-            part.layers = block.Blocks(layers.shape, layers.layers[:count])
-        else:
-            part.layers = layers.first(count)
+        part = copy.copy(self)
+        part.config, part.layers = self.config.first(count), self.layers.first(count)
         part.sinks = self.sinks and self.sinks[:count]
         part._ends = None
         return part
@@ -207,7 +203,7 @@ class Decoder:
         """Has rows with these adapters from now on."""
         self.adapters = adapters
         for layer in self.layers.layers:
-            assert isinstance(layer, Layer), "a decoder's layers are"
+            assert isinstance(layer, Layer)
             layer.pairs = {name: placed(pairs) for name, pairs in adapters.of_layer(layer.index).items()}
         if isinstance(self.layers, block.Blocks):
             self.layers = block.Blocks(self.layers.shape, self.layers.layers)

@@ -21,7 +21,6 @@ def shape_of(config: ModelConfig) -> LayerShape:
     return LayerShape(
         attention=config.attention,
         hidden=config.hidden_size,
-        inner=config.intermediate_size,
         order=config.block,
         activation=f"{config.activation}_mul" if config.gated else config.activation,
         rms=config.norm == "rms",
